@@ -28,7 +28,6 @@ _ROWS, _COLUMNS = 8, 64
 
 
 def is_beside_base(name: str) -> bool:
-    """Whether the parameter of this canonical name belongs to an adapter or a classification head."""
     return ".lora." in name or name.startswith("score.")
 
 
@@ -37,9 +36,6 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
 
     Training changes the first numbers of every tensor, so two models have different hashes. The checkpoint's
     own checksums find damage elsewhere.
-
-    Raises:
-        CheckpointError: a tensor is missing or damaged.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
@@ -57,11 +53,7 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
 
 
 def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
-    """Check that adapters were trained on the weights at ``place``.
-
-    Raises:
-        CheckpointError: they were trained on other weights, or the checkpoint holds a whole model.
-    """
+    """Raise CheckpointError unless adapters were trained on the weights at ``place``."""
     trained_on = adapters.manifest.fingerprints.get(BASE)
     if trained_on is None:
         raise CheckpointError(
@@ -79,7 +71,6 @@ def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
 
 
 def refuse_without_base(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError when the checkpoint holds adapters alone."""
     if checkpoint.manifest.fingerprints.get(BASE) is not None:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} holds adapters alone; name the checkpoint of the weights they "
@@ -95,15 +86,8 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     """Merge adapters into their base and write the resulting model; return its step directory.
 
     ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
-    quantised.
-
-    Args:
-        path: the checkpoint of a run with `Model.lora`, in any form that `Engine.save_load.ckpt_dir` accepts.
-        output: a new or empty directory.
-        base: the frozen weights for adapters saved alone; None: the weights they were trained on.
-
-    Raises:
-        CheckpointError: there are no adapters, or they were trained on another base.
+    quantised. ``base`` are the frozen weights for adapters saved alone; None: the weights they were trained
+    on. Raises CheckpointError if there are no adapters, or they were trained on another base.
     """
     output = Path(output)
     if is_taken(output):
@@ -124,23 +108,16 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
 @dataclass(frozen=True)
 class TrainedAdapters:
-    """The adapters of a checkpoint.
-
-    Attributes:
-        lora: the section of the configuration that describes them.
-        tensors: ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` float32 of each linear X.
-    """
+    """The adapters of a checkpoint: ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` float32 of each
+    linear X."""
 
     lora: LoraConfig
     tensors: Mapping[str, np.ndarray]
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
-    """Read the adapters at ``path``, which were trained over the weights at ``base``.
-
-    Raises:
-        CheckpointError: there are none, or they were trained over other weights, or with a head of classes.
-    """
+    """Read the adapters at ``path``, which were trained over the weights at ``base``. Raises
+    CheckpointError if there are none, or they were trained over other weights, or with a head of classes."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))
@@ -218,10 +195,9 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
 def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return ``tensors`` without scales, and with quantised weights as float32, read on demand.
 
-    Args:
-        tensors: tensors by canonical name. A quantised ``X.weight``, int8 ``[k, n]`` or pairs in uint8 ``[k /
-            2, n]``, has a scale ``X.scale``: ``[g, n]`` for g groups of input features, or ``[k, 1]`` for the
-            rows of a table. Tensors of experts have one more dimension in front.
+    A quantised ``X.weight``, int8 ``[k, n]`` or pairs in uint8 ``[k / 2, n]``, has a scale ``X.scale``: ``[g,
+    n]`` for g groups of input features, or ``[k, 1]`` for the rows of a table. Tensors of experts have one
+    more dimension in front.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"

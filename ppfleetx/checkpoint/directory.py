@@ -35,11 +35,7 @@ def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def named_checkpoint(cfg: RunConfig) -> str:
-    """Return ``Engine.save_load.ckpt_dir``, for programs that need a checkpoint.
-
-    Raises:
-        ConfigError: the key is not set.
-    """
+    """Return ``Engine.save_load.ckpt_dir``. Raises ConfigError if it is not set."""
     if cfg.Engine.save_load.ckpt_dir is None:
         raise ConfigError(
             "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
@@ -80,7 +76,6 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
 
 
 def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
-    """Resolve a directory without a complete checkpoint in our format."""
     is_readable = foreign_formats().is_readable
     if is_readable(path):
         return path
@@ -94,11 +89,8 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open a directory that `resolve_checkpoint` returned, with a checkpoint in our format or FleetX's.
-
-    Raises:
-        CheckpointError: `open_checkpoint` or `read_fleetx` raises it.
-    """
+    """Open a directory that `resolve_checkpoint` returned, in our format or FleetX's. Raises
+    CheckpointError."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)
@@ -130,11 +122,9 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """The undamaged checkpoint that was saved last; with `verify` all its data is read.
-
-    Only checkpoints for which `counts` is true are considered. Damaged checkpoints that are newer, or of
-    unknown age, are skipped with a warning each.
-    """
+    """The undamaged checkpoint that was saved last, of those for which `counts` is true; with `verify` all
+    its data is read. Damaged checkpoints that are newer, or of unknown age, are skipped with a warning
+    each."""
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
         get_logger().warning(f"skipped a damaged checkpoint: {error}")
@@ -167,7 +157,6 @@ def _search_good(
 
 
 def _follow(pointer: Path, verify: bool) -> Path:
-    """The checkpoint that `latest` or `best` names."""
     path = pointer.parent
     fields = read_sealed(pointer)
     if fields is None or parse_step_directory(fields.get("checkpoint", "")) is None:
@@ -195,7 +184,6 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
 
 
 def _instead(output_dir: Path, bad: Path | None = None) -> str:
-    """The end of a sentence that says what to use instead of a bad checkpoint of ``output_dir``."""
     return _newest(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
 
 
@@ -211,7 +199,6 @@ def _newest(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def step_directories(output_dir: Path) -> list[Path]:
-    """Directories with the name of a checkpoint, whatever they contain."""
     if not output_dir.is_dir():
         return []
     return [path for path in output_dir.iterdir() if path.is_dir() and parse_step_directory(path.name)]

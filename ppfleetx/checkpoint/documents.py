@@ -21,7 +21,12 @@ from ppfleetx.data.chat.templates import CHAT_DATASET, DEFAULT, template_of
 from ppfleetx.data.tokenizer.files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
+    MERGES_FILE,
     NAMED_TEMPLATES,
+    SENTENCEPIECE_FILE,
+    SIDE_FILES,
+    TOKENIZER_FILE,
+    VOCAB_FILE,
     with_named_templates,
     write_files,
 )
@@ -30,14 +35,11 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_DIR = "tokenizer"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    TOKENIZER_FILE,
+    SENTENCEPIECE_FILE,
+    VOCAB_FILE,
+    MERGES_FILE,
+    *(name for name in SIDE_FILES if name != GENERATION_CONFIG),
 )
 _HEAD = """\
 # The model of this checkpoint: its network, the data it was trained and evaluated on, how it continues text.
@@ -116,7 +118,6 @@ def _without_derived(section: dict[str, Any], prefix: str, cfg: RunConfig) -> di
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The tokenizer files that ``directory`` has."""
     return [path for name in TOKENIZER_FILES if (path := directory / name).is_file()]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
 
 
-class ForeignFormats(Protocol):
-    """The operations on a directory or file that holds no checkpoint in our format."""
+class ForeignFormats:
+    """Says what other programs' directories and files are. This base class knows none."""
 
     def described(self, path: Path) -> str | None:
         """Sentences, beginning with the path, that say what ``path`` is and how to convert it; None if
@@ -18,28 +18,17 @@ class ForeignFormats(Protocol):
         """
 
     def is_readable(self, path: Path) -> bool:
-        """Whether ``path`` can be opened without a conversion."""
-
-    def open(self, path: Path) -> Checkpoint:
-        """Open a readable directory to load weights from. Raises CheckpointError."""
-
-
-class _None:
-    def described(self, path: Path) -> str | None:
-        return None
-
-    def is_readable(self, path: Path) -> bool:
         return False
 
     def open(self, path: Path) -> Checkpoint:
+        """Open a readable directory to load weights from. Raises CheckpointError."""
         raise AssertionError(f"nothing reads {path}")
 
 
-_formats: ForeignFormats = _None()
+_formats = ForeignFormats()
 
 
 def foreign_formats() -> ForeignFormats:
-    """The formats registered with :func:`read_also`; none at first."""
     return _formats
 
 

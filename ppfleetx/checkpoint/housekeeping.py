@@ -39,16 +39,12 @@ _thread_locks_guard = threading.Lock()
 
 
 def write_latest(output_dir: Path, name: str) -> None:
-    """Make `latest` point to the checkpoint `name`."""
     _write_pointer(output_dir / LATEST_FILE, name)
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Make `best` point to a complete checkpoint, which `keep_newest` then keeps instead of the former best.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Make `best` point to a complete checkpoint, which `keep_newest` then keeps instead of the former
+    best. Raises CheckpointError."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
@@ -66,10 +62,8 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """Make `latest` point to the newest good checkpoint, after a killed save or damage.
-
-    The run that continues from this checkpoint calls this, because it may have nothing left to save.
-    """
+    """Make `latest` point to the newest good checkpoint, after a killed save or damage. The run that
+    continues from it calls this, because it may have nothing left to save."""
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
     fields = read_sealed(latest) if latest.exists() else None
@@ -81,11 +75,8 @@ def repair_latest(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
-    """Lock `output_dir` against saves by other threads and processes. A process that dies releases the lock.
-
-    Raises:
-        CheckpointError: another process holds the lock for too long.
-    """
+    """Lock `output_dir` against saves by other threads and processes. A process that dies releases the
+    lock. Raises CheckpointError if another process holds the lock for too long."""
     with _thread_locks_guard:
         thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
     # A record lock: unlike flock's, a forked child does not inherit it.
@@ -100,8 +91,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
 
 def clear_leftovers(output_dir: Path) -> None:
     """Remove leftovers of interrupted saves and deletions. The caller holds the lock, so nothing uses
-    them.
-    """
+    them."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -113,13 +103,8 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def make_way(target: Path, ownership: Ownership | None) -> None:
-    """Make sure that the run may publish a checkpoint as `target`.
-
-    A damaged checkpoint, whose owner cannot be determined, is renamed with a warning.
-
-    Raises:
-        CheckpointError: the run may not replace the existing checkpoint.
-    """
+    """Make sure that the run may publish a checkpoint as `target`, else raise CheckpointError. A damaged
+    checkpoint, whose owner cannot be determined, is renamed with a warning."""
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
     if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
@@ -146,9 +131,7 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a complete checkpoint to its final name, then delete the checkpoint that had this name
-    before.
-    """
+    """Rename a complete checkpoint to its final name, then delete the one that had this name before."""
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -203,6 +186,5 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an operating system error in words, with the file it concerns."""
     where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
     return f"{error.strerror or error}{where}"

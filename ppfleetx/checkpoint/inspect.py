@@ -24,13 +24,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs between two checkpoints.
-
-    Attributes:
-        key: (kind, name, state).
-        what: the difference in words.
-        largest: the largest absolute difference, if the tensor has the same shape in both.
-    """
+    """A tensor, by (kind, name, state), that differs between two checkpoints: how in words, and the
+    largest absolute difference if it has the same shape in both."""
 
     key: tuple[str, str, str]
     what: str
@@ -43,13 +38,11 @@ def open_for_inspection(path: str | Path) -> Checkpoint:
 
 
 def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> list[TensorEntry]:
-    """Tensors whose `label` contains the pattern; without a pattern, all tensors."""
     entries = checkpoint.manifest.tensors.values()
     return [entry for entry in entries if pattern is None or pattern.search(label(entry))]
 
 
 def label(entry: TensorEntry) -> str:
-    """The label of a tensor: `name` for a parameter, `name/state` for optimizer state."""
     return f"{entry.name}/{entry.state}" if entry.state else entry.name
 
 
@@ -83,14 +76,12 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _time(nanoseconds: int) -> str | None:
-    """UTC in ISO form; None if the checkpoint does not record it."""
     if not nanoseconds:
         return None
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
 
 
 def summary_text(facts: Mapping[str, Any]) -> str:
-    """The facts of `summary` as text, one per line."""
     lines = []
     for key, value in facts.items():
         if value is None or value == {} or value == []:
@@ -162,7 +153,6 @@ def _difference(
 
 
 def _true_shape(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]:
-    """A tensor's shape without vocabulary padding."""
     vocab = checkpoint.manifest.vocab_size
     if entry.vocab_dim is None or vocab is None:
         return entry.shape

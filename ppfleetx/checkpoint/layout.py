@@ -33,11 +33,9 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 def merge(path: str | Path, output: str | Path) -> Path:
     """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state.
+    Returns the new checkpoint.
 
     Everything else is kept, so that training can continue from it.
-
-    Returns:
-        The new checkpoint.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -59,12 +57,10 @@ def merge(path: str | Path, output: str | Path) -> Path:
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan.
+    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan. Returns the new
+    checkpoint.
 
     Any plan can read any checkpoint; after this, each rank finds its share in its own files.
-
-    Returns:
-        The new checkpoint.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest, output = checkpoint.manifest, Path(output)
@@ -125,9 +121,8 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all tensors that are not
-    cut.
-    """
+    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all tensors that are
+    not cut."""
     dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:
@@ -157,7 +152,6 @@ def cut_dim(name: str) -> int | None:
 
 @cache
 def _cut_dims() -> dict[str, int]:
-    """The dimension that tensor parallelism cuts, by parameter name without the layer number."""
     sizes = {"vocab_size": 2, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
     model = ModelConfig(**sizes, tie_word_embeddings=False, add_head_bias=True)
     placements = {name: spec.lies("mp") for name, spec in parameter_specs(model).items()}
@@ -165,7 +159,6 @@ def _cut_dims() -> dict[str, int]:
 
 
 def _layers_per_stage(manifest: Manifest, plan: ParallelPlan) -> list[int]:
-    """Number of layers on each stage. Raises CheckpointError if they do not divide."""
     numbers = {
         int(name.split(".")[2]) for _, name, _ in manifest.tensors if name.startswith("decoder.layers.")
     }

@@ -20,50 +20,35 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read on demand. bfloat16 is read as its bits, in uint16.
-
-    Attributes:
-        dtype: the element type, a key of NUMPY_OF_DTYPE.
-        shape: its shape.
-        load: a function that reads the tensor; its array may have any strides.
-    """
+    """A tensor that ``load`` reads on demand, with any strides. bfloat16 is read as its bits, in uint16."""
 
     dtype: str
     shape: Index
     load: Callable[[], np.ndarray]
 
     def read(self) -> np.ndarray:
-        """The elements."""
         values = self.load()
         assert tuple(values.shape) == tuple(self.shape), f"{values.shape} instead of {self.shape}"
         return values
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def cast(self, dtype: str) -> LazyTensor:
-        """The same numbers in another element type."""
         if dtype == self.dtype:
             return self
         return LazyTensor(dtype, self.shape, lambda: cast(self.read(), self.dtype, dtype))
 
 
 class KeptTensor:
-    """A tensor that is read once and kept until it has been used a given number of times.
-
-    Args:
-        tensor: the tensor.
-        readings: the number of times it will be used.
-    """
+    """A tensor that is read once and kept until it has been used ``readings`` times."""
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:
         self._tensor, self._readings, self._left = tensor, readings, 0
         self._values: np.ndarray | None = None
 
     def read(self) -> np.ndarray:
-        """The elements."""
         if self._values is None:
             self._values, self._left = self._tensor.read(), self._readings
         values, self._left = self._values, self._left - 1

@@ -74,7 +74,6 @@ class SliceEntry:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
@@ -90,9 +89,7 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the model or of the optimizer, and its pieces. `vocab_dim` means the same as in
-    TensorSlice.
-    """
+    """A tensor of the model or of the optimizer, and its pieces. `vocab_dim` is that of TensorSlice."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -106,17 +103,14 @@ class TensorEntry:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The tensor's key, (kind, name, state), which is unique in a checkpoint."""
         return self.kind, self.name, self.state
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
         return f"{self.kind} {self.name} {self.state}".rstrip()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
 
 
@@ -141,7 +135,6 @@ def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry
 
 
 def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
-    """Why the entry of a tensor is impossible; None if it is possible."""
     if entry.vocab_dim is not None and entry.vocab_dim >= len(entry.shape):
         return f"it has no dimension {entry.vocab_dim} (vocab_dim)"
     item = NUMPY_OF_DTYPE[entry.dtype].itemsize
@@ -181,13 +174,11 @@ class Manifest:
 
     Attributes:
         step, epoch: the number of finished optimizer steps and passes over the data.
-        files: the files, by path relative to the checkpoint, with `/`.
-        tensors: the tensors, by (kind, name, state).
+        files: by path relative to the checkpoint, with `/`.
+        tensors: by (kind, name, state).
         state: the trainer's own state (progress, RNG, scaler, schedule, ...): any JSON value.
-        plan: the parallel degrees of the run that saved it.
         ranks: the directory and the coordinate in the plan of each rank.
         vocab_size: the true vocabulary size, for tensors with a `vocab_dim`.
-        config: the resolved configuration.
         fingerprints: hashes that identify tokenizer and data.
         run: the identity of the run that saved it; None if it belongs to no run (older versions,
             conversions).
@@ -222,15 +213,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check a manifest.
-
-        Args:
-            content: the file's content.
-            where: the file's name, for messages.
-
-        Raises:
-            CheckpointError: the manifest has another format or version, or is inconsistent.
-        """
+        """Parse and check the content of the file ``where``. Raises CheckpointError if the manifest has
+        another format or version, or is inconsistent."""
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
@@ -275,20 +259,17 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """The directory of a rank's files within a checkpoint. Along dp and sep, replicas after the first write
-    only parameters in the experts' view.
-    """
+    """The directory of a rank's files within a checkpoint. Along dp and sep, replicas after the first
+    write only parameters in the experts' view."""
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
 
 def is_rank_directory(name: str) -> bool:
-    """Whether ``name`` is the name of a rank's directory (:func:`rank_directory`)."""
     return _RANK_DIR.fullmatch(name) is not None
 
 
 def step_directory(epoch: int, step: int) -> str:
-    """Directory of a checkpoint within the output directory."""
     return f"epoch_{epoch}_step_{step}"
 
 
@@ -305,14 +286,12 @@ def read_sealed(path: Path) -> dict[str, str] | None:
 
 def seal(**fields: str | int) -> bytes:
     """The content of a small file of `key value` lines. The last line is the CRC-32 of the lines before
-    it.
-    """
+    it."""
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 
 
 def unseal(content: bytes) -> dict[str, str] | None:
-    """Fields of a sealed file's content; None if it is damaged."""
     body, _, _ = content.rpartition(b"crc32 ")
     try:
         lines = body.decode("ascii").splitlines()
@@ -323,7 +302,6 @@ def unseal(content: bytes) -> dict[str, str] | None:
 
 
 def marker_of(manifest: bytes, saved_at_ns: int) -> bytes:
-    """Content of the completeness marker that belongs to a manifest."""
     digest = hashlib.sha256(manifest).hexdigest()
     return seal(
         format=f"{FORMAT}-{VERSION}",

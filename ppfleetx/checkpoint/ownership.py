@@ -29,8 +29,6 @@ RUN_FILE = "run_id"
 
 @dataclass(frozen=True)
 class _Saved:
-    """Owner, name and files of a checkpoint, according to its manifest."""
-
     run: str | None
     name: str
     files: frozenset[str]
@@ -45,7 +43,6 @@ class Ownership:
     """The rights of a run in its output directory.
 
     Attributes:
-        run: its identity.
         keep_max: the number of its own checkpoints that the run keeps besides the best one; None: all.
         spared: the step directories, with links resolved, that the run was started from; it never deletes or
             replaces them.
@@ -60,9 +57,8 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Whether the run may delete or replace this checkpoint. It may if it saved the checkpoint under this
-        name and nobody added a file.
-        """
+        """Whether the run may delete or replace this checkpoint: it saved the checkpoint under this name,
+        and nobody added a file."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -74,13 +70,8 @@ class Ownership:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The file `run_id` of an output directory.
-
-    Attributes:
-        run: identity of the run that writes there.
-        continues: the name of another run's checkpoint in this directory that the run continued from, or
-            None.
-    """
+    """The file `run_id` of an output directory: the run that writes there, and the name of another run's
+    checkpoint in this directory that it ``continues`` from."""
 
     run: str
     continues: str | None = None
@@ -91,7 +82,6 @@ class RunRecord:
 
 
 def new_run() -> str:
-    """Make a new random identity."""
     return secrets.token_hex(16)
 
 
@@ -105,7 +95,6 @@ def read_run(output_dir: Path) -> RunRecord | None:
 
 
 def write_run(output_dir: Path, record: RunRecord) -> None:
-    """Record which run writes into the directory."""
     fields = {"run": record.run}
     if record.continues is not None:
         fields["continues"] = record.continues
@@ -115,10 +104,7 @@ def write_run(output_dir: Path, record: RunRecord) -> None:
 
 def run_of(path: Path) -> str | None:
     """The identity of the run that saved the checkpoint in this step directory; None if it has none.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or its manifest is damaged.
-    """
+    Raises CheckpointError."""
     return _saved_by(path).run
 
 
@@ -134,7 +120,6 @@ def _saved_by(path: Path) -> _Saved:
 
 
 def _files_in(directory: Path) -> set[str]:
-    """Relative paths of all files and links in a directory."""
     return {
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")

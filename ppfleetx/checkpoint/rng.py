@@ -22,6 +22,7 @@ from ppfleetx.utils.log import get_logger
 
 # Words of the Mersenne twisters' states: NumPy's of 32 bits, Paddle's of 64 bits and its position.
 _NUMPY_KEYS, _PADDLE_ENGINE_WORDS = 624, 312
+_NUMPY_PARTS = ("name", "keys", "position", "has_gauss", "cached")
 _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
@@ -30,7 +31,7 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
     Returns:
         `rng`, the state of rank 0, and `rng_of_ranks`: the `degrees` of the plan and, in `ranks`, each rank's
-        coordinate `at` on each axis and `differs`, the parts of its state that differ from rank 0's.
+            coordinate `at` on each axis and `differs`, the parts of its state that differ from rank 0's.
     """
     first, *_ = states = gather(ctx, rng_state())
     ranks = [
@@ -44,17 +45,12 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from the result of `gather_rng_state`.
+    """Restore this rank's generators from the result of `gather_rng_state`. Returns whether each rank got its
+    own state.
 
-    If the plan has the same degrees, each rank gets its own state. Otherwise all ranks get the default
-    generators of rank 0, and the named streams of Paddle's tracker keep their seeds. Dropout is unaffected:
-    its masks are a function of seed and step.
-
-    Returns:
-        Whether each rank got its own state.
-
-    Raises:
-        CheckpointError: the checkpoint has no valid states.
+    It does if the plan has the same degrees. Otherwise all ranks get the default generators of rank 0, and
+    the named streams of Paddle's tracker keep their seeds. Dropout is unaffected: its masks are a function of
+    seed and step. Raises CheckpointError.
     """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
@@ -84,25 +80,17 @@ def rng_state() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": {"version": version, "words": list(words), "gauss": gauss},
-        "numpy": {
-            "name": name,
-            "keys": keys.tolist(),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
-        },
+        "numpy": dict(zip(_NUMPY_PARTS, (name, keys.tolist(), position, has_gauss, cached), strict=True)),
         "paddle": _paddle_state(),
     }
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore the result of `rng_state`. The tracker's streams are restored only with `streams`.
+    """Restore the result of `rng_state`. The tracker's streams are restored only with `streams`. Raises
+    CheckpointError.
 
     Paddle has one generator for each device that a process sees. If the state was saved with other devices,
     Paddle's generators keep their seeds, and a warning says so.
-
-    Raises:
-        CheckpointError: the state is not valid.
     """
     try:
         python, numpy = state["python"], state["numpy"]
@@ -110,9 +98,7 @@ def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
         keys = np.array(numpy["keys"], dtype=np.uint32)
         if keys.shape != (_NUMPY_KEYS,):
             raise ValueError(f"NumPy's generator has {keys.size} words instead of {_NUMPY_KEYS}")
-        np.random.set_state(
-            (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
-        )
+        np.random.set_state(tuple(({**numpy, "keys": keys})[part] for part in _NUMPY_PARTS))
         _set_paddle_state(state["paddle"], streams=streams)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
@@ -155,7 +141,6 @@ def _device() -> str:
 
 
 def _devices(kind: str, count: int) -> str:
-    """``the cpu``, ``1 gpu``, ``8 gpus``."""
     return "the cpu" if kind == "cpu" else counted(count, kind)
 
 

@@ -22,7 +22,7 @@ from ppfleetx.checkpoint.housekeeping import SAVING, describe_os_error
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory, step_directory
 from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
-from ppfleetx.checkpoint.writer import RankIndex, commit, save_checkpoint, saving, write_rank
+from ppfleetx.checkpoint.writer import RankIndex, commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import beat_seconds, gather_numbers
@@ -32,40 +32,12 @@ from ppfleetx.utils.log import get_logger
 Result = TypeVar("Result")
 
 
-def save_from_all_ranks(
-    ctx: ParallelContext,
-    output_dir: Path,
-    *,
-    epoch: int,
-    step: int,
-    tensors: Iterable[TensorSlice],
-    state: Mapping[str, Any],
-    ownership: Ownership | None = None,
-    **description: Any,
-) -> Path:
-    """Save a checkpoint. Every rank calls this, with slices that no other rank writes.
-
-    The directory must be on a file system that all ranks share. The arguments are the same as for
-    :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
-
-    Raises:
-        CheckpointError: on all ranks, if a rank could not write; names that rank.
-    """
-    pieces = list(tensors)
-    save = SharedSave(ctx, output_dir, epoch, step, state=state, ownership=ownership, **description)
-    on_all_ranks(ctx, save.open)
-    try:
-        indices = on_all_ranks(ctx, lambda: save.write(pieces))
-        return Path(on_all_ranks(ctx, lambda: save.publish(indices))[0])
-    finally:
-        save.close()
-
-
 class SharedSave:
     """The steps of one save. The ranks communicate only between the steps.
 
     All ranks call `open`, `write`, then `publish` with the results of `write` from all ranks, and `close` in
-    any case. The arguments are the same as for `save_from_all_ranks`.
+    any case, with slices that no other rank writes. The directory must be on a file system that all ranks
+    share. The arguments are the same as for :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
     """
 
     def __init__(
@@ -101,7 +73,7 @@ class SharedSave:
         if not self._ctx.is_main:
             return None
         ranks = [
-            {"rank": rank, **self._ctx.plan.coordinates(rank), "directory": _directory_of(index)}
+            {"rank": rank, **self._ctx.plan.coordinates(rank), "directory": index and index.directory}
             for rank, index in enumerate(written)
         ]
         manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
@@ -109,52 +81,46 @@ class SharedSave:
         return str(commit(self._staged, manifest, indices, self._ownership, self._documents))
 
     def close(self) -> None:
-        """Remove files that did not become a checkpoint, and unlock the output directory."""
         self._stack.close()
+
+    def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
+        """Run ``act`` on every rank and return the results of all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any rank.
+        """
+        try:
+            outcome = (act(), None)
+        except OSError as error:
+            outcome = (None, describe_os_error(error))
+        except CheckpointError as error:
+            outcome = (None, str(error))
+        outcomes: list[tuple[Result, str | None]] = [outcome]
+        if self._ctx.world_size > 1:
+            from paddle import distributed
+
+            outcomes = []
+            distributed.all_gather_object(outcomes, outcome)
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
+        if failed:
+            what = f"the checkpoint could not be saved; {'; '.join(failed)}"
+            if self._ctx.world_size == 1:
+                name = step_directory(*self._at)
+                what = f"checkpoint {name} could not be written to {self._output_dir}: {outcome[1]}"
+            raise CheckpointError(f"{what}. Earlier checkpoints are as they were.")
+        return [result for result, _ in outcomes]
 
     @property
     def _staged(self) -> Path:
         return self._output_dir / f"{SAVING}{step_directory(*self._at)}"
 
 
-def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
-    """Run ``act`` on every rank and return the results of all ranks. An error on one rank is raised on all.
-
-    Raises:
-        CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any rank.
-    """
-    from paddle import distributed
-
-    try:
-        outcome = (act(), None)
-    except OSError as error:
-        outcome = (None, describe_os_error(error))
-    except CheckpointError as error:
-        outcome = (None, str(error))
-    outcomes: list[tuple[Result, str | None]] = []
-    distributed.all_gather_object(outcomes, outcome)
-    failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
-    if failed:
-        raise CheckpointError(
-            f"the checkpoint could not be saved; {'; '.join(failed)}. Earlier checkpoints are as they were."
-        )
-    return [result for result, _ in outcomes]
-
-
-def _directory_of(index: RankIndex | None) -> str | None:
-    return None if index is None else next(iter(index.files)).split("/")[0]
-
-
 class CheckpointManager:
-    """Saves into one output directory.
+    """Saves into one output directory, for one process or the ranks ``ctx`` that save together.
 
-    Args:
-        output_dir: the directory.
-        ownership: the run that saves, and the checkpoints it keeps. None: the checkpoints belong to no run,
-            and no checkpoint is replaced or deleted.
-        ctx: the ranks that save together.
-        description: further arguments of `save_checkpoint` that stay the same for the whole run
-            (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
+    Without ``ownership``, the checkpoints belong to no run, and no checkpoint is replaced or deleted.
+    ``description`` are further arguments of `save_checkpoint` that stay the same for the whole run (`plan`,
+    `config`, ...).
     """
 
     def __init__(
@@ -171,23 +137,20 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint, with the arguments and errors of `save_checkpoint`.
+        """Save a checkpoint, with the arguments and errors of `save_checkpoint`. Every rank calls this,
+        with slices that no other rank writes."""
+        pieces, save = list(tensors), self._begin(epoch, step, state)
+        try:
+            indices = save.on_all_ranks(lambda: save.write(pieces))
+            return _logged(save.on_all_ranks(lambda: save.publish(indices)))
+        finally:
+            save.close()
 
-        Every rank of the job calls this, with slices that no other rank writes.
-        """
-        several = self._ctx.world_size > 1
-        save = partial(save_from_all_ranks, self._ctx) if several else save_checkpoint
-        path = save(
-            self.output_dir,
-            epoch=epoch,
-            step=step,
-            tensors=tensors,
-            state=state,
-            ownership=self.ownership,
-            **self._description,
-        )
-        get_logger().info(f"saved {path}")
-        return path
+    def _begin(self, epoch: int, step: int, state: Mapping[str, Any]) -> SharedSave:
+        what = {"state": state, "ownership": self.ownership, **self._description}
+        save = SharedSave(self._ctx, self.output_dir, epoch, step, **what)
+        save.on_all_ranks(save.open)
+        return save
 
     def wait_for_copy(self) -> None:
         """Return when the tensors passed to `save` may change. Here this is at once."""
@@ -213,7 +176,7 @@ class BackgroundManager(CheckpointManager):
         super().__init__(*arguments, **options)
         self._copier = HostCopier()
         self._task: Task | None = None
-        self._shared: SharedSave | None = None
+        self._save: SharedSave | None = None
         self._is_written = False
 
     def save(
@@ -226,48 +189,41 @@ class BackgroundManager(CheckpointManager):
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
-        what = {"epoch": epoch, "step": step, "state": state, "ownership": self.ownership}
-        if self._ctx.world_size == 1:
-            write = partial(self._save_alone, **what)
-        else:
-            shared = SharedSave(self._ctx, self.output_dir, **what, **self._description)
-            on_all_ranks(self._ctx, shared.open)
-            self._shared, self._is_written, write = shared, False, shared.write
+        self._save = save = self._begin(epoch, step, state)
+        self._is_written = self._ctx.world_size == 1  # no other rank is waited for before the publication
         copied, copy = self._copier.prepare(pieces)
-        self._task = Task(partial(write, copied), first=copy)
+
+        def write() -> Any:
+            index = save.write(copied)
+            return save.publish([index]) if self._is_written else index
+
+        self._task = Task(write, first=copy)
         return path
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors passed to `save` may change."""
         if self._task is not None:
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Advance the save in progress without waiting. Returns its path if this completes it.
-
-        Raises:
-            CheckpointError: the save failed; raised on all ranks.
-        """
+        """Advance the save in progress without waiting. Returns its path if this completes it. Raises
+        CheckpointError on all ranks if the save failed."""
         if self._task is None:
             return None
-        if self._shared is None:
-            return self._outcome() if self._task.done.is_set() else None
         if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():
             return None
+        save = self._save
         try:
-            results = on_all_ranks(self._ctx, self._task.result)
-        except CheckpointError:
+            results = save.on_all_ranks(self._task.result)
+        except BaseException:
             self._close()
             raise
         if not self._is_written:
-            shared, self._is_written = self._shared, True
-            self._task = Task(lambda: shared.publish(results))
+            self._is_written, self._task = True, Task(lambda: save.publish(results))
             return None
         self._close()
-        return _logged(Path(results[0]))
+        return _logged(results)
 
     def wait(self) -> Path | None:
-        """Like `poll`, but wait for the save in progress, if there is one."""
         path = None
         while self._task is not None:
             self._task.done.wait(beat_seconds())
@@ -276,40 +232,28 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """Stop without the other ranks, which may be gone.
-
-        The only process of a job completes its save. One of several processes waits only for its own writing,
-        and no checkpoint results.
-        """
+        """Complete the save of a job's only process. One of several processes waits only for its own
+        writing, and no checkpoint results."""
         if self._task is None:
             return
         self._task.done.wait()
         try:
-            if self._shared is None:
-                self._outcome()
+            if self._ctx.world_size == 1:
+                self.wait()
         except CheckpointError as error:
             get_logger().error(str(error))
         finally:
             self._close()
 
-    def _save_alone(self, copied: Sequence[TensorSlice], **what: Any) -> Path:
-        return save_checkpoint(self.output_dir, tensors=copied, **what, **self._description)
-
-    def _outcome(self) -> Path:
-        try:
-            return _logged(self._task.result())
-        finally:
-            self._close()
-
     def _close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-        self._task = self._shared = None
+        if self._save is not None:
+            self._save.close()
+        self._task = self._save = None
 
 
-def _logged(path: Path) -> Path:
-    get_logger().info(f"saved {path}")
-    return path
+def _logged(published: Sequence[str | None]) -> Path:
+    get_logger().info(f"saved {published[0]}")
+    return Path(published[0])
 
 
 class HostCopier:
@@ -353,8 +297,7 @@ class HostCopier:
 
 class Task:
     """Two functions that run in a daemon thread, one after another. Callers can wait for the first one
-    separately.
-    """
+    separately."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()
@@ -364,7 +307,6 @@ class Task:
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def result(self) -> Any:
-        """The function's result; raises its error."""
         assert self.done.is_set()
         if self._error is not None:
             raise self._error

@@ -50,10 +50,7 @@ class TensorSlice:
     """One piece of one tensor, as a rank passes it to the writer.
 
     Attributes:
-        name: the canonical name of the parameter.
-        kind: `model` or `optimizer`.
         dtype: element type, a key of NUMPY_OF_DTYPE.
-        global_shape: shape of the whole tensor.
         offset, shape: the box of this piece in the global tensor.
         data: an array of `shape`, or a function that makes it when needed, so that only one copy is in memory
             at a time. bfloat16 is held as its bits, in uint16.
@@ -78,17 +75,14 @@ class TensorSlice:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """(kind, name, state) of the tensor."""
         return self.kind, self.name, self.state
 
     @property
     def size(self) -> int:
-        """Number of elements in this piece."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this slice."""
         return self.size * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def array(self) -> np.ndarray:

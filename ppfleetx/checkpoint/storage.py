@@ -35,14 +35,8 @@ def write_safetensors(
 ) -> tuple[FileEntry, list[SliceEntry]]:
     """Write the pieces into one safetensors file and flush it to disk. Only one piece is in memory at a time.
 
-    Args:
-        path: the file.
-        relative: the file's path in the manifest.
-        pieces: the pieces to write.
-        metadata: the header's `__metadata__`.
-
-    Returns:
-        The file's entry and one entry per piece.
+    ``relative`` is the file's path in the manifest, ``metadata`` the header's `__metadata__`. Returns the
+    file's entry and one entry per piece.
     """
     header = _header(pieces, metadata)
     entries = []
@@ -51,30 +45,20 @@ def write_safetensors(
         write_bytes(file, header)
         for piece in pieces:
             checksums = _write_chunks(file, piece.array())
-            entries.append(
-                SliceEntry(
-                    piece.offset,
-                    piece.shape,
-                    relative,
-                    start=position,
-                    num_bytes=piece.num_bytes,
-                    crc32=checksums,
-                )
-            )
+            place = (relative, position, piece.num_bytes)
+            entries.append(SliceEntry(piece.offset, piece.shape, *place, crc32=checksums))
             position += piece.num_bytes
         flush(file)
     return FileEntry(position, len(header), f"{zlib.crc32(header):08x}"), entries
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk."""
     with path.open("wb") as file:
         write_bytes(file, content)
         flush(file)
 
 
 def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str, DocumentEntry]:
-    """Write documents by their paths and flush them to disk; return their entries."""
     entries = {}
     for relative, content in contents.items():
         path = directory / relative
@@ -87,28 +71,25 @@ def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str,
 
 
 def write_bytes(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Write bytes to an open file. Every write of a save goes through this function."""
+    """Every write of a save goes through this function."""
     file.write(content)
 
 
 def flush(file: BinaryIO) -> None:
-    """Flush an open file to disk. Every flush of a save goes through this function."""
+    """Every flush of a save goes through this function."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a path durably. Every rename of a save goes through this function."""
+    """Every rename of a save goes through this function."""
     source.rename(target)
     fsync_dir(target.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:
     """Swap two directories atomically. Returns False, with nothing changed, if the system cannot do this.
-
-    Raises:
-        OSError: the system can swap directories, but not these two.
-    """
+    Raises OSError if it can, but not these two."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -148,11 +129,8 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a piece, checked chunk by chunk.
-
-    If they are the whole piece, they are read into `into`; without it, memory is allocated. Raises
-    CheckpointError if they cannot be read or are damaged.
-    """
+    """Read bytes [start, end) of a piece, checked chunk by chunk. If they are the whole piece, they may be
+    read into `into`. Raises CheckpointError."""
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
     # np.empty, because a bytearray would be zeroed first, which costs as much as the read.
@@ -184,10 +162,8 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
 
 
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
-    """Read a whole piece through `scratch` (CHUNK_BYTES long) to compare its checksums.
-
-    Fresh memory would cost several times as much as the checksum.
-    """
+    """Read a whole piece through `scratch` (CHUNK_BYTES long) to compare its checksums. Fresh memory would
+    cost several times as much as the checksum."""
     sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
 
@@ -229,7 +205,6 @@ def _write_chunks(file: BinaryIO, array: np.ndarray) -> tuple[str, ...]:
 
 
 def _header(pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None) -> bytes:
-    """Header of a safetensors file: its length in 8 bytes (little endian), then JSON, padded to 8 bytes."""
     table: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     position = 0
     for piece in pieces:

@@ -35,9 +35,9 @@ def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any other
-    state (the powers of beta, a single number) is the same on all ranks and stored with the first slice.
-    """
+    """One slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any
+    other state (the powers of beta, a single number) is the same on all ranks and stored with the first
+    slice."""
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
@@ -63,8 +63,6 @@ def load_model(
     different padding gets the true rows and keeps its own padding.
 
     Args:
-        named_params: parameters by canonical name.
-        checkpoint: the checkpoint.
         vocab_size: true vocabulary size of the model; must be the checkpoint's.
         allow_missing: parameters that may be missing; they then keep their values.
         allow_extra: True ignores all tensors that the model does not have; a set of names ignores these
@@ -109,11 +107,8 @@ def load_optimizer(
     """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
 
     If the checkpoint has no master weights, because it was trained in float32, its weights are used instead.
-    `model_names` are the names of the whole model, if `state` belongs to one rank.
-
-    Raises:
-        CheckpointError: a state is missing, unknown or of another shape (before anything is changed), or data
-            is damaged.
+    `model_names` are the names of the whole model, if `state` belongs to one rank. Raises CheckpointError if
+    a state is missing, unknown or of another shape (before anything is changed), or data is damaged.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
@@ -142,13 +137,11 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Copy a checkpoint's master weights, or its weights, into the master weights in ``state``.
+    """Copy a checkpoint's master weights, or its weights, into the master weights in ``state``. Raises
+    CheckpointError.
 
     Call this after :func:`load_model`, which loads only the parameters: the first update would overwrite them
     from stale masters.
-
-    Raises:
-        CheckpointError: data is damaged.
     """
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
@@ -200,9 +193,7 @@ def host_array(tensor: Tensor) -> np.ndarray:
 
 @contextmanager
 def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Context manager with a tensor's elements from :func:`host_array`; changes are written back to the
-    tensor.
-    """
+    """Yields a tensor's elements from :func:`host_array`; changes are written back to the tensor."""
     if _is_host(tensor):
         yield host_array(tensor)
         return
@@ -212,14 +203,11 @@ def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def _is_host(tensor: Tensor) -> bool:
-    """Whether NumPy can view the tensor's memory: it is on the host, contiguous, and of a type that NumPy
-    has.
-    """
+    """Whether NumPy can view the tensor's memory: on the host, contiguous, and of a type that NumPy has."""
     return tensor.place.is_cpu_place() and dtype_of(tensor) != "BF16" and tensor.is_contiguous()
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """The element type, by its name in checkpoints."""
     return DTYPE_OF_NAME[str(tensor.dtype).removeprefix("paddle.")]
 
 
@@ -231,7 +219,6 @@ def _vocab_dim(place: Any) -> int | None:
 
 
 def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any) -> None:
-    """Copy a tensor's part of the stored tensor into it."""
     offset, shape = tuple(place.offset), tuple(place.local_shape)
     if tuple(entry.shape) == tuple(place.global_shape):
         if entry.dtype == dtype_of(tensor) and _is_host(tensor):
@@ -265,7 +252,6 @@ def _key(entry: TensorEntry) -> tuple[str, str, str]:
 
 
 def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -> None:
-    """Raise CheckpointError if one of checkpoint and model is quantised and the other is not."""
     stored = set(checkpoint.names())
     for name, param in params:
         if name not in stored:

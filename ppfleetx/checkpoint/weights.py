@@ -39,14 +39,12 @@ class Weights:
 
     Attributes:
         place: the source of the weights, for messages.
-        tensors: tensors by canonical name, in any order, with or without vocabulary padding.
-        model: the keys of the `Model` section that the source defines.
+        tensors: by canonical name, in any order, with or without vocabulary padding.
+        model, generation: the keys of these sections that the source defines.
         vocab_size: the size of the vocabulary without padding; None if the source does not distinguish
             padding.
         epoch, step: progress of the training; 0 for formats that do not record it.
         source: facts about the source (any JSON), to keep in the checkpoint's state.
-        tokenizer_dir: the directory with the tokenizer's files, if there is one.
-        generation: the keys of the `Generation` section that the source defines.
         notes: warnings about how the source was read, one sentence each.
     """
 
@@ -62,9 +60,8 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """The weights with all tensors, except the ones named in ``keep``, in one element type (a key of
-        NUMPY_OF_DTYPE). None changes no tensor.
-        """
+        """The weights with all tensors, except the ones named in ``keep``, in one element type. None
+        changes none."""
         if dtype is None:
             return self
         return self.with_tensors(
@@ -78,20 +75,15 @@ class Weights:
         )
 
     def with_tensors(self, tensors: Mapping[str, LazyTensor]) -> Weights:
-        """The same weights with other tensors."""
         return replace(self, tensors=tensors)
 
     def with_tokenizer(self, directory: Path) -> Weights:
-        """The same weights with the tokenizer of another directory."""
         return replace(self, tokenizer_dir=directory)
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """The network that the keys of a `Model` section describe.
-
-    Raises:
-        CheckpointError: the keys describe no network. The message names `place`, their source.
-    """
+    """The network that the keys of a `Model` section describe. Raises CheckpointError, which names their
+    `place`."""
     try:
         return section_of(ModelConfig, dict(keys))
     except ConfigError as error:
@@ -99,11 +91,8 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """The parameters of `model`, in its order and shapes; vocabulary padding is added or cut.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape.
-    """
+    """The parameters of `model`, in its order and shapes; vocabulary padding is added or cut. Raises
+    CheckpointError if a tensor is missing, unknown or of another shape."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -117,7 +106,6 @@ def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
 
 
 def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") -> LazyTensor:
-    """A tensor of a checkpoint, read on demand."""
     entry = checkpoint.entry(name, kind, state)
     return LazyTensor(entry.dtype, tuple(entry.shape), lambda: checkpoint.read(name, kind, state))
 
@@ -155,13 +143,8 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """Convert ``pieces`` to the element types they were loaded from if no bit is lost; otherwise leave them
-    unchanged.
-
-    Args:
-        pieces: slices of a model in memory.
-        stored: the element types in the file, by name.
-    """
+    """Convert ``pieces`` of a model in memory to the element types ``stored`` of the file they were loaded
+    from, if no bit is lost; otherwise leave them unchanged."""
     made = []
     for piece in pieces:
         wanted = stored.get(piece.name, piece.dtype)

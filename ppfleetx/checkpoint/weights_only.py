@@ -44,10 +44,9 @@ from ppfleetx.utils.log import get_logger
 
 
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
-    """Read the weights of a checkpoint in our format.
+    """Read the weights of a checkpoint in our format, from any path that `Engine.save_load.ckpt_dir` accepts.
 
     Args:
-        path: any path that `Engine.save_load.ckpt_dir` accepts.
         masters: whether to read float32 master weights instead of 16-bit weights, if there are any.
         few_bits: whether to accept quantised weights, as they are stored.
     """
@@ -96,8 +95,7 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """The `Generation` section of a manifest's configuration, without wrong keys and keys of a single
-    call.
-    """
+    call."""
     section = config.get("Generation") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return {}
@@ -122,7 +120,6 @@ def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list
 
 
 def find_tokenizer_dir(checkpoint: Path) -> Path | None:
-    """The tokenizer stored in or beside a checkpoint."""
     places = (checkpoint / TOKENIZER_DIR, checkpoint.resolve().parent / TOKENIZER_DIR)
     return next((place for place in places if place.is_dir()), None)
 
@@ -144,12 +141,7 @@ def save_weights(
     """Write a checkpoint of weights alone and return its step directory.
 
     Args:
-        output: output directory.
-        cfg: the configuration of the model.
-        tensors: its parameters.
-        tokenizer: its tokenizer, if it has one.
         source: what the checkpoint's state says about where the weights come from.
-        epoch, step: their progress.
         documents: files of the checkpoint; None: those of ``cfg`` and ``tokenizer``.
     """
     return save_checkpoint(
@@ -169,16 +161,11 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it.
+    """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it. Returns the step
+    directory.
 
-    Args:
-        weights: the source of progress, tokenizer and generation defaults.
-        tensors: all parameters of `model`, padded.
-        model: the network.
-        output: output directory.
-
-    Returns:
-        The step directory.
+    ``tensors`` are all parameters of `model`, padded; progress, tokenizer and generation defaults are those
+    of `weights`.
     """
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -209,7 +196,6 @@ def write_ppfleetx(
 
 
 def _end_ids(source: Mapping[str, Any]) -> list[int]:
-    """The end-of-text tokens that a Hugging Face directory names."""
     said = source.get("generation_config", source.get("config"))
     given = said.get("eos_token_id") if isinstance(said, Mapping) else None
     ids = given if isinstance(given, list) else [given]
@@ -228,9 +214,8 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer in a directory, with its own end-of-document token; None if our tokenizer cannot
-    read it.
-    """
+    """The tokenizer in a directory, with its own end-of-document token; None if our tokenizer cannot read
+    it."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:
@@ -239,7 +224,6 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _files_of(tokenizer_dir: Path) -> dict[str, bytes]:
-    """The files of a copied tokenizer as documents of a checkpoint."""
     files = sorted(path for path in tokenizer_dir.glob("*") if path.is_file())
     return {f"{TOKENIZER_DIR}/{path.name}": read_bounded(path, MAX_DOCUMENT_BYTES) for path in files}
 
@@ -247,7 +231,6 @@ def _files_of(tokenizer_dir: Path) -> dict[str, bytes]:
 def _write_config(
     output: Path, model: ModelConfig, tokenizer: Tokenizer | None, generation: Mapping[str, Any]
 ) -> None:
-    """Write a configuration of the network to train from or generate with."""
     tree: dict[str, Any] = {
         "Global": {"local_batch_size": 1},
         "Model": model.model_dump(mode="json", exclude_unset=True),

@@ -40,6 +40,10 @@ class RankIndex:
     files: Mapping[str, FileEntry]
     tensors: Sequence[TensorEntry]
 
+    @property
+    def directory(self) -> str:
+        return next(iter(self.files)).split("/")[0]
+
 
 def save_checkpoint(
     output_dir: str | Path,
@@ -58,12 +62,11 @@ def save_checkpoint(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> Path:
-    """Save a checkpoint of one process and return its directory `output_dir/epoch_{E}_step_{S}`.
+    """Save a checkpoint of one process and return its directory `output_dir/epoch_{E}_step_{S}`. For other
+    arguments see :class:`Manifest`.
 
     Args:
         tensors: slices that together cover every tensor.
-        state: the trainer's own state: any JSON value.
-        plan, config, fingerprints, vocab_size: see :class:`Manifest`.
         rank_dir: the directory of this rank's files; None: the directory of rank (0, 0, 0).
         documents: the content of each document (`checkpoint/documents.py`), by path.
         ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints
@@ -104,10 +107,8 @@ def save_checkpoint(
 
 
 class saving:  # noqa: N801  (a context manager reads as a verb)
-    """Lock the output directory and make a directory to write a checkpoint into.
-
-    On exit, the directory is removed unless `commit` has renamed it.
-    """
+    """Lock the output directory and make a directory to write a checkpoint into. On exit, it is removed
+    unless `commit` has renamed it."""
 
     def __init__(self, output_dir: Path, epoch: int, step: int) -> None:
         self._output_dir = output_dir
@@ -142,10 +143,7 @@ def write_rank(
     verify: bool = True,
 ) -> RankIndex:
     """Write one rank's slices under `staged / rank_dir`, flush them to disk, read them back and compare.
-
-    Raises:
-        CheckpointError: the data read back differ from the data written.
-    """
+    Raises CheckpointError if they differ."""
     target = staged / rank_dir
     target.mkdir()
     files: dict[str, FileEntry] = {}
@@ -181,14 +179,8 @@ def commit(
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Turn the files of all ranks into a checkpoint, point `latest` to it and delete old checkpoints.
-
-    `ownership` and `documents` are the same as for `save_checkpoint`. The run and the checksums are added to
-    the manifest.
-
-    Raises:
-        CheckpointError: the ranks' slices do not cover whole tensors, the files cannot be read back, or the
-            run may not replace the existing checkpoint of this name.
-    """
+    Raises CheckpointError if the ranks' slices do not cover whole tensors, the files cannot be read back,
+    or the run may not replace the existing checkpoint of this name."""
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
     written = storage.write_documents(staged, documents or {})

@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.foreign_formats import read_also
+from ppfleetx.checkpoint.foreign_formats import ForeignFormats, read_also
 
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
 
 
-class _Converters:
-    """The converters, which are imported only if a directory is not a checkpoint in our format."""
+class _Converters(ForeignFormats):
+    """The converters. They are imported only if a directory is not a checkpoint in our format."""
 
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described

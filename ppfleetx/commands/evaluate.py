@@ -29,7 +29,7 @@ from ppfleetx.data.tasks.evaluation import (
     read_text,
     window_batches,
 )
-from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import check_tokenizer
 from ppfleetx.models.evaluator import perplexity
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS
 from ppfleetx.utils.files import atomic_write, writing
@@ -39,7 +39,7 @@ from ppfleetx.utils.progress import track
 if TYPE_CHECKING:
     from ppfleetx.commands.model_verbs import Evaluate, Job
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.parallel.runner import Runner
+    from ppfleetx.parallel.step import StepRunner
 
 RESULT_FILE = "eval_result.json"
 
@@ -205,7 +205,7 @@ def _evaluate(
 
 
 def sum_over_windows(
-    runner: Runner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
+    runner: StepRunner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> float:
     """Sum the counts of ``GPTEvalModule`` over all windows and data-parallel ranks, in float64."""
     section = cfg.Offline_Eval

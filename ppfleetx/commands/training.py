@@ -40,7 +40,7 @@ from ppfleetx.distributed.together import first_on_each_node, joint_errors, loca
 from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.parallelize import parallelize
-from ppfleetx.parallel.runner import Runner
+from ppfleetx.parallel.step import StepRunner
 from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
@@ -140,7 +140,7 @@ def _go_back(
 
 
 def _pruning(
-    cfg: RunConfig, ctx: ParallelContext, runner: Runner, length: TrainingLength
+    cfg: RunConfig, ctx: ParallelContext, runner: StepRunner, length: TrainingLength
 ) -> PruningInTraining | None:
     options = cfg.Compress.pruning
     if options is None:
@@ -220,7 +220,7 @@ def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = Tru
     return partial(make, task, ctx, has_labels=has_labels)
 
 
-def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
+def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
     """Write predictions for ``Data.Test``, which has no labels."""
     evaluator = evaluator_of(cfg, ctx, has_labels=False)()
     for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
@@ -246,7 +246,9 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     return start
 
 
-def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()) -> Runner:
+def build_runner(
+    cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()
+) -> StepRunner:
     """Build the configured model under the plan of ``ctx``, with fresh weights. ``sources`` names the corpora
     whose losses are logged separately.
     """

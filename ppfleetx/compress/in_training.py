@@ -40,7 +40,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.gpt.spec import model_spec
 from ppfleetx.optims.build import build_optimizer
-from ppfleetx.parallel.runner import Runner
+from ppfleetx.parallel.step import StepRunner
 from ppfleetx.utils.log import get_logger
 
 _WIDTH = 8  # size of the tensors on which the activation and the optimizer are tested
@@ -58,7 +58,7 @@ class PruningInTraining:
         ConfigError: the network cannot be pruned, or its activation or the optimizer moves zeros.
     """
 
-    def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
+    def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None
         self._options, self._model, self._ctx, self._runner = cfg.Compress.pruning, cfg.Model, ctx, runner
         self._cfg = cfg

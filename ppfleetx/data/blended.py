@@ -29,18 +29,11 @@ _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, blocks walked at the 
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the corpus of each sample, and the sample's number within that corpus.
+    """The corpus of each sample, int16 [size], and the sample's number within that corpus, int64 [size].
 
     Sample k is taken from the corpus that is furthest behind its share: the one with the largest ``weight *
-    max(k, 1) - taken``, or the first of these. Megatron-LM's ``helpers.cpp`` uses the same rule in the same
-    double precision, so both produce the same order.
-
-    Args:
-        weights: the normalised weights of the corpora.
-        size: the number of samples in the blend.
-
-    Returns:
-        The corpora, int16 [size], and the numbers within them, int64 [size].
+    max(k, 1) - taken``, or the first of these. Weights are normalised. Megatron-LM's ``helpers.cpp`` uses the
+    same rule in the same double precision, so both produce the same order.
     """
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
@@ -50,13 +43,9 @@ def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[n
     """Like `blending_indices`, for a blend that takes every sample of every corpus once, or for its first
     ``size`` samples.
 
-    The rule is the same as in `blending_indices`, with weights in proportion to the sizes, among the corpora
-    that have samples left. Megatron-LM's ``build_exhaustive_blending_indices`` does the same. If its blend of
-    ``size`` samples without weights is possible, it is the beginning of this blend.
-
-    Args:
-        sizes: the number of samples of each corpus, at least 1.
-        size: the number of samples in the blend, at most the sum of ``sizes``; None: the sum.
+    The rule is the same, with weights in proportion to the sizes, among the corpora that have samples left.
+    Megatron-LM's ``build_exhaustive_blending_indices`` does the same. If its blend of ``size`` samples
+    without weights is possible, it is the beginning of this blend.
     """
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
@@ -102,8 +91,7 @@ def _choose(
 
 def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
     """Guess the samples taken after ``step`` steps: integers close to ``weights * step`` that sum to
-    ``step``.
-    """
+    ``step``."""
     shares = weights * step
     taken = np.floor(shares)
     missing = step - int(taken.sum())
@@ -114,13 +102,11 @@ def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
 def _walk(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Follow the rule for one block from each of ``steps``, all at the same time.
+    """Follow the rule for one block from each of ``steps``, all at the same time. Returns choices
+    [_BLOCK_STEPS, blocks], and samples taken [blocks, corpora] at the end.
 
     Corpora that have reached their limit are skipped. (After the last sample, all corpora have; the choices
     from there on are cut off.)
-
-    Returns:
-        Choices [_BLOCK_STEPS, blocks], and samples taken [blocks, corpora] at the end.
     """
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
@@ -137,22 +123,19 @@ def _walk(
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Divide weights by their sum, as Megatron-LM does before blending."""
     values = np.array(weights, np.float64)
     return (values / np.sum(values)).tolist()
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """The size of the blend, and the number of samples to prepare from each corpus. Weights are
-    normalised.
-    """
+    """The size of the blend, and the number of samples to prepare from each corpus."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend: the corpus of each sample, and its number in the corpus.
+    """The order of a blend.
 
     Attributes:
         decisive: everything that determines the order, for fingerprints.
@@ -168,7 +151,6 @@ class BlendOrder:
 
     @property
     def counts(self) -> list[int]:
-        """The number of samples taken from each corpus."""
         return np.bincount(self.dataset_index, minlength=len(self.shares)).tolist()
 
 
@@ -218,15 +200,8 @@ def _load_or_build(
 
 
 class BlendedDataset:
-    """One dataset made of several, sample by sample.
-
-    Args:
-        datasets: the datasets, each with at least as many samples as the order takes from it.
-        order: the corpus and number of each sample.
-
-    Attributes:
-        tells_sources: whether samples carry ``source_ids``, the numbers of their corpora.
-    """
+    """One dataset made of several, sample by sample; if it ``tells_sources``, samples carry ``source_ids``,
+    the numbers of their corpora."""
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA
@@ -240,7 +215,6 @@ class BlendedDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Samples in one pass over all corpora."""
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> Sample:
@@ -259,14 +233,12 @@ class BlendedDataset:
     @property
     def sources(self) -> list[str]:
         """The names of the corpora, in the order of ``source_ids``: the last part of each prefix, if these
-        parts differ.
-        """
+        differ."""
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes
 
     def describe(self) -> str:
-        """Describe each corpus in one line, then the blend."""
         shares = ", ".join(f"{100 * weight:.2f}%" for weight in self.order.shares)
         lines = [dataset.describe() for dataset in self.datasets]
         return "\n".join(

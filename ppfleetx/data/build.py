@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -29,8 +28,7 @@ from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.data.tokenizer.files import GPT2_FILES
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -44,8 +42,7 @@ _LENGTH_MULTIPLE = 8  # few different shapes, and little padding
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One corpus, the sequences ``[first, last)`` that make up the split, and the corpus's share of the
-    blend."""
+    """The sequences ``[first, last)`` of a corpus that make up the split, and its share of the blend."""
 
     corpus: TokenStore
     first: int
@@ -54,7 +51,6 @@ class CorpusPart:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of this part."""
         return int(self.corpus.sizes[self.first : self.last].sum(dtype=np.int64))
 
 
@@ -68,13 +64,9 @@ def requested_samples(cfg: RunConfig, mode: Mode) -> int:
     """
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
-    return cfg.batch.global_batch_size * _evaluation_batches(cfg, mode)
-
-
-def _evaluation_batches(cfg: RunConfig, mode: Mode) -> int:
-    """The global batches in one pass over Eval or Test."""
     engine = cfg.Engine
-    return engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
+    num_batches = engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
+    return cfg.batch.global_batch_size * num_batches
 
 
 def build_dataloader(
@@ -84,16 +76,13 @@ def build_dataloader(
     data_size: int = 1,
     consumed_samples: int = 0,
 ) -> DataLoader:
-    """Build the loader of ``Data.<mode>`` for one data rank.
+    """Build the loader of ``Data.<mode>`` for one data rank. Raises as `build_dataset`.
 
     Train never ends: it starts at ``consumed_samples``, and restarts from the first sample after the last
     prepared one. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same in
     every iteration of the loader, so that losses can be compared. With ``sampler.drop_last: False`` they end
     with the split, and samples with a zero loss mask fill up the last batch, so no sample counts twice. Eval
     and Test of a dataset of texts are always read whole, in this way.
-
-    Raises:
-        ConfigError, DataError: see `build_dataset`.
     """
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
@@ -133,13 +122,10 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
 
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
-    """Open the corpora of ``Data.<mode>.dataset`` and put their samples in order.
+    """Open the corpora of ``Data.<mode>.dataset`` and put their samples in order. Raises DataError.
 
-    With ``sampler.drop_last: False``, Eval and Test ask for at most one epoch: no sample is repeated.
-    In run mode ``epoch`` Train asks for at most ``num_train_epochs`` epochs.
-
-    Raises:
-        DataError: a corpus is missing, damaged or too small.
+    With ``sampler.drop_last: False``, Eval and Test ask for at most one epoch: no sample is repeated. In run
+    mode ``epoch`` Train asks for at most ``num_train_epochs`` epochs.
     """
     section = getattr(cfg.Data, mode)
     dataset_cfg = section.dataset
@@ -183,9 +169,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """A dataset of texts: its section, its tokenizer, checked against the model's vocabulary, and the
-    multiple to which lengths are padded.
-    """
+    """The section, tokenizer (checked against the model's vocabulary) and multiple of lengths of a dataset
+    of texts."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -201,11 +186,8 @@ def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """Load the tokenizer of ``Data.tokenizer``; None if the configuration names none.
-
-    Raises:
-        DataError: its files are missing or damaged; the message names the key.
-    """
+    """Load the tokenizer of ``Data.tokenizer``; None if none is named. Raises DataError, which names the
+    key."""
     files = cfg.Data.tokenizer
     key = next((key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), "")
     if files is None or (not key and files.name == "BPE"):
@@ -218,14 +200,12 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
 
 
 def _place(cfg: RunConfig, key: str) -> str:
-    """The place where the key was set, in brackets, for messages."""
     return f" ({cfg.origins.get(key, 'default')})"
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """The end-of-document id of the section, or else of the tokenizer. The tokenizer is read only if an
-    option needs the id.
-    """
+    """The end-of-document id of the section, or else of the tokenizer, which is read only if an option needs
+    it."""
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id
@@ -239,11 +219,8 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
 
 
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
-    """Open the corpora of each entry of ``Data.<mode>.dataset.input_dir``.
-
-    Raises:
-        DataError: a corpus is missing or damaged. The message names the key, and says how to make a corpus.
-    """
+    """Open the corpora of each entry of ``Data.<mode>.dataset.input_dir``. Raises DataError, which names the
+    key and says how to make a corpus."""
     section = getattr(cfg.Data, mode)
     given, key = section.dataset.input_dir, section.key_of(mode, "input_dir")
     entries = [given] if isinstance(given, str) else given
@@ -260,8 +237,10 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     """The corpora of the section, with normalised weights if there are several."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     weights = dataset_cfg.weights
+    number = MODES.index(mode)
     groups = [
-        [_part(corpus, dataset_cfg.split, mode) for corpus in group] for group in open_corpora(cfg, mode)
+        [CorpusPart(corpus, *split_ranges(len(corpus), dataset_cfg.split)[number], 1.0) for corpus in group]
+        for group in open_corpora(cfg, mode)
     ]
     if weights is not None and len(weights) != len(groups):
         key = getattr(cfg.Data, mode).key_of(mode, "weights")
@@ -286,14 +265,9 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     return _blend_parts(parts, dataset_cfg, mode)
 
 
-def _part(corpus: TokenStore, split: str | Sequence[float], mode: Mode) -> CorpusPart:
-    first, last = split_ranges(len(corpus), split)[MODES.index(mode)]
-    return CorpusPart(corpus, first, last, 1.0)
-
-
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """The parts to blend, with normalised weights. Corpora without a weight of their own are left out if
-    they are too short for one sample."""
+    """The parts to blend, with normalised weights. Corpora without a weight of their own are left out if they
+    are too short for one sample."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

@@ -27,32 +27,23 @@ _OVERHEAD_BYTES = 4096  # the most bytes in the file besides checksums
 
 
 def checksums_path(prefix: str | os.PathLike[str]) -> Path:
-    """The path of the checksums of ``prefix``."""
     return Path(f"{os.fspath(prefix)}.checksums.json")
 
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """The checksums of one file.
-
-    Attributes:
-        num_bytes: the length of the file.
-        crcs: CRC-32 of each block; the last block may be shorter.
-    """
+    """The length of one file, and the CRC-32 of each block; the last block may be shorter."""
 
     num_bytes: int
     crcs: list[int]
 
 
 class RunningChecksums:
-    """The checksums of a file that is being written, piece by piece."""
-
     def __init__(self) -> None:
         self._num_bytes = 0
         self._crcs: list[int] = []
 
     def update(self, data: bytes | memoryview) -> None:
-        """Add the next bytes of the file."""
         view = memoryview(data)
         position = 0
         while position < len(view):
@@ -65,7 +56,6 @@ class RunningChecksums:
             position += len(piece)
 
     def result(self) -> FileChecksums:
-        """The checksums of everything that was added."""
         return FileChecksums(self._num_bytes, list(self._crcs))
 
 
@@ -85,22 +75,13 @@ class Block:
 
 @dataclass(frozen=True)
 class CorpusChecksums:
-    """The contents of ``PREFIX.checksums.json``.
-
-    Attributes:
-        prefix: path of the corpus without ``.bin`` or ``.idx``.
-        files: the checksums of ``.bin`` and ``.idx``, by suffix.
-    """
+    """The contents of ``PREFIX.checksums.json``: the checksums of ``.bin`` and ``.idx``, by suffix."""
 
     prefix: str
     files: dict[str, FileChecksums]
 
     def write(self) -> None:
-        """Write the file atomically.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
+        """Write the file atomically. Raises DataError."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -132,11 +113,7 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Check the blocks of a file in order. Yields each block's bytes and, if damaged, its description.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """Check the blocks of a file in order. Yields each block's bytes and, if damaged, its description."""
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:
             for number, crc in enumerate(sums.crcs):
@@ -147,17 +124,11 @@ class CorpusChecksums:
                 yield data, None if is_sound else Block(path, number, first, end)
 
     def damage(self, suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[Block]:
-        """All damaged blocks of these files."""
         for suffix in suffixes:
             yield from (block for _, block in self.blocks(suffix) if block is not None)
 
 
 def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
-    """Compute the checksums of an existing pair.
-
-    Raises:
-        DataError: a file is missing or cannot be read.
-    """
     files = {}
     for suffix in SUFFIXES:
         sums = RunningChecksums()
@@ -169,11 +140,8 @@ def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
 
 
 def read_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums | None:
-    """Read the checksums of ``prefix``; None if it has none.
-
-    Raises:
-        DataError: the file of checksums is damaged itself.
-    """
+    """Read the checksums of ``prefix``; None if it has none. Raises DataError if they are damaged
+    themselves."""
     path = checksums_path(prefix)
     if not path.exists():
         return None

@@ -10,13 +10,12 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.vocabulary import check_corpus, check_tokenizer
+from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -29,14 +28,9 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of these sections with their checksums, as far as each section's ``verify`` says.
-
-    One log line says how much was compared, and which corpora have no checksums.
-
-    Raises:
-        DataError: a corpus is damaged, its checksums belong to another corpus, or it has none and ``verify``
-            is full.
-    """
+    """Compare the corpora of these sections with their checksums, as far as each section's ``verify``
+    says. One log line says how much was compared, and which corpora have no checksums. Raises DataError if
+    a corpus is damaged, its checksums belong to another corpus, or it has none and ``verify`` is full."""
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
@@ -64,15 +58,10 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums. Returns False if it has none.
+    """Compare a corpus with its checksums. Returns False if it has none. Raises as `verify_corpora`.
 
-    Args:
-        prefix: path of the corpus without ``.bin`` or ``.idx``.
-        level: ``index`` compares the lengths of both files and all of ``.idx``; ``full`` also compares all of
-            ``.bin``.
-
-    Raises:
-        DataError: see `verify_corpora`.
+    ``level`` ``index`` compares the lengths of both files and all of ``.idx``; ``full`` also compares all of
+    ``.bin``.
     """
     checksums = read_checksums(prefix)
     if checksums is None:
@@ -98,7 +87,6 @@ def describe(block: Block, corpus: IndexedDataset | None) -> str:
 
 
 def _opened(prefix: str) -> IndexedDataset | None:
-    """Open the corpus; None if its index cannot be read."""
     try:
         return IndexedDataset(prefix)
     except DataError:
@@ -115,11 +103,8 @@ def documents_in(corpus: IndexedDataset, block: Block) -> tuple[int, int]:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """Describe all damage of a corpus in sentences, and return whether it has checksums.
-
-    Raises:
-        DataError: there is no such corpus.
-    """
+    """All damage of a corpus in sentences, and whether it has checksums. Raises DataError if there is no such
+    corpus."""
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
         raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
     has_checksums = checksums_path(prefix).exists()
@@ -144,17 +129,14 @@ def _damaged_blocks(prefix: str) -> list[str]:
     return found
 
 
+_PART = 1 << 16  # tokens that are read in one go
 _MOST_TOKENS = 1 << 24  # of all corpora, which takes a tenth of a second
 _FEWEST_TOKENS = 1 << 18  # of each corpus
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Report on token ids, as lines of text. Missing files are skipped: training may run on another
-    machine.
-
-    Raises:
-        DataError: a tokenizer or a corpus is damaged, or has an id outside the model's vocabulary.
-    """
+    """Report on token ids, as lines of text. Missing files are skipped: training may run on another machine.
+    Raises DataError for damage, or an id outside the model's vocabulary."""
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -170,11 +152,7 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Like `check_tokenizer`, with the places of both settings in the message.
-
-    Raises:
-        DataError: the tokenizer has more ids than the model.
-    """
+    """Like `check_tokenizer`, with the places of both settings in the message."""
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:
@@ -208,7 +186,6 @@ def _corpus_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
-    """The distinct corpora of Train and Eval, and whether an entry matches no corpus."""
     found: dict[str, None] = {}
     missing = False
     for _, section in cfg.Data.sections("Train", "Eval"):
@@ -221,3 +198,33 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
             except MissingDataError:
                 missing = True
     return list(found), missing
+
+
+def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
+    """Raise DataError if a corpus has an id that a model with ``vocab_size`` tokens lacks.
+
+    A corpus of more than ``most_tokens`` is read in evenly spaced parts; the other ids are checked when they
+    are read for training. Returns the highest id found (-1 if there is no token), and the number of tokens
+    read.
+    """
+    highest, seen = -1, 0
+    for first, last in _parts(corpus.num_tokens, most_tokens):
+        tokens = corpus.flat(first, last)
+        lowest, highest, seen = int(tokens.min()), max(highest, int(tokens.max())), seen + len(tokens)
+        if highest >= vocab_size or lowest < 0:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(
+                f"{corpus.prefix} holds the token id {wrong}, and the model has ids 0 to {vocab_size - 1} "
+                f"(Model.vocab_size = {vocab_size}). Either the corpus was made with another tokenizer, or a "
+                f"new model needs -o Model.vocab_size={max(highest + 1, vocab_size)} or more"
+            )
+    return highest, seen
+
+
+def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
+    if num_tokens <= most_tokens:
+        starts = range(0, num_tokens, _PART)
+    else:
+        count = max(2, most_tokens // _PART)
+        starts = np.linspace(0, num_tokens - _PART, count).astype(np.int64).tolist()
+    return [(start, min(start + _PART, num_tokens)) for start in starts]

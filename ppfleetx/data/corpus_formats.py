@@ -28,16 +28,9 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
 
 
 class FleetXDataset(TokenStore):
-    """Reader with the interface of `ppfleetx.data.indexed.IndexedDataset`.
-
-    The tokens of ``_ids.npy`` are memory-mapped; the legacy archive has to be read whole.
-
-    Args:
-        prefix: the path without ``_ids.npy``; any of the suffixes is accepted and removed.
-
-    Raises:
-        DataError: a file is missing or damaged, or the lengths do not add up to the number of tokens.
-    """
+    """Reader of FleetX's arrays. The tokens of ``_ids.npy`` are memory-mapped; the legacy archive has to
+    be read whole. ``prefix`` may have any of the suffixes. Raises DataError if a file is missing or
+    damaged, or the lengths do not add up to the number of tokens."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -45,7 +38,9 @@ class FleetXDataset(TokenStore):
         for suffix in FLEETX_SUFFIXES:
             text = text.removesuffix(suffix)
         if Path(f"{text}_ids.npy").exists():
-            tokens = _map_npy(Path(f"{text}_ids.npy"))
+            path = Path(f"{text}_ids.npy")
+            with _damage(path):
+                tokens = _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
             path = Path(f"{text}_idx.npz")
             index = _read_npz(path, ("lens",))
         else:
@@ -64,14 +59,7 @@ class FleetXDataset(TokenStore):
         super().__init__(text, tokens, lengths, byte_offsets, boundaries.astype(np.int64, copy=False))
 
 
-def _map_npy(path: Path) -> np.ndarray:
-    """Memory-map the array of a ``.npy`` file."""
-    with _damage(path):
-        return _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
-
-
 def _read_npz(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Read the known arrays of an ``.npz`` file, which must include the ``required`` ones."""
     if not path.exists():
         raise DataError(f"{path} does not exist, and the corpus beside it needs it")
     with _damage(path), np.load(path, allow_pickle=False) as archive:
@@ -104,7 +92,6 @@ def _damage(path: Path) -> Iterator[None]:
 
 
 def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-    """Raise DataError, naming the index, if lengths, boundaries and tokens do not match."""
     if lengths.size and lengths.min() < 0:
         raise DataError(f"{path} is damaged: sequence {int(lengths.argmin())} has a negative length")
     if lengths.size and lengths.max() > _LONGEST:
@@ -119,10 +106,8 @@ def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.n
 
 def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a FleetX corpus as a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
-
-    Raises:
-        DataError: the corpus is missing or damaged, or the pair exists already and must not be replaced.
-    """
+    Raises DataError if the corpus is missing or damaged, or the pair exists already and must not be
+    replaced."""
     source = FleetXDataset(prefix)
     refuse_to_replace(out, overwrite)
     boundaries = source.document_indices
@@ -139,12 +124,8 @@ _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 
 @os_errors(DataError)
 def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
-    """Open the corpus with this prefix; a suffix is removed, and ``.bin``/``.idx`` is preferred to
-    FleetX's arrays.
-
-    Raises:
-        DataError: there is no corpus, or it is damaged or holds no token ids.
-    """
+    """Open the corpus with this prefix; a suffix is removed, and ``.bin``/``.idx`` is preferred to FleetX's
+    arrays. Raises DataError."""
     text = _without_suffix(os.fspath(prefix))
     has_pair = bin_path(text).exists() or idx_path(text).exists()
     if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
@@ -157,12 +138,8 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
-    """Find the prefixes of an entry of ``input_dir``: all corpora of a directory, sorted by name, or the
-    entry itself.
-
-    Raises:
-        MissingDataError: the directory holds no corpus.
-    """
+    """The prefixes of an entry of ``input_dir``: all corpora of a directory, sorted by name, or the entry
+    itself. Raises MissingDataError if a directory holds none."""
     text = os.fspath(entry)
     if not Path(text).is_dir():
         return [_without_suffix(text)]

@@ -26,12 +26,8 @@ MODES = ("Train", "Eval", "Test")
 
 
 def parse_split(split: str | Sequence[float]) -> list[float]:
-    """Parse the three non-negative weights of a split, which then sum to 1, from ``"949,50,1"``, ``[949,
-    50, 1]`` or fewer numbers.
-
-    Raises:
-        DataError: more than three numbers, a negative one, or nothing above zero.
-    """
+    """The three non-negative weights of a split, which then sum to 1, from ``"949,50,1"``, ``[949, 50, 1]``
+    or fewer numbers. Raises DataError."""
     numbers = re.findall(r"[-.0-9]+", split) if isinstance(split, str) else split
     try:
         weights = [float(number) for number in numbers]
@@ -63,9 +59,8 @@ Sample = dict[str, np.ndarray]
 PADDING = -1
 """The index of a sample that fills up a batch and does not count."""
 
-_MANY_EPOCHS = (
-    4  # beyond this, repeated text helps little (Muennighoff et al. 2023, "Data-constrained scaling")
-)
+# Beyond this, repeated text helps little (Muennighoff et al. 2023, "Data-constrained scaling").
+_MANY_EPOCHS = 4
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,6 @@ class SampleOptions:
         reset_position_ids: whether positions start again at 0 after each end of document.
         reset_attention_mask: whether a token attends to its own document only.
         eod_mask_loss: whether positions with the end-of-document token as input have no loss.
-        eod_id: end-of-document token; needed by the three options above.
         vocab_size: the true vocabulary size; an id outside it is an error. None does not check ids.
     """
 
@@ -102,13 +96,9 @@ class GPTDataset:
     """Samples ``0 .. len - 1``, cut from sequences ``[first, last)`` of a corpus, in shuffled order.
 
     Args:
-        corpus: the opened corpus.
-        first, last: the split's range of sequences.
-        options: the options for cutting and masking samples.
         num_samples: the number of samples that the run will ask for, which decides how many epochs are
             shuffled together. None: one epoch.
         at_least: the minimum number of samples, see `plan_epochs`.
-        seed: the seed of the order.
         name: the name of the split in messages (Train, Eval, Test).
         cache_dir: the directory for index maps; None: ``cache`` beside the corpus.
 
@@ -176,7 +166,6 @@ class GPTDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Samples in one pass over the split."""
         return self.tokens_per_epoch / self.options.sequence_length
 
     def __getitem__(self, index: int) -> Sample:
@@ -198,7 +187,7 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """The pieces of sequences that form sample ``index``, as (sequence, first token, end)."""
+        """The pieces of sequences that form a sample, as (sequence, first token, end)."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()
@@ -209,7 +198,6 @@ class GPTDataset:
         return list(zip(sequences, starts, ends, strict=True))
 
     def _window(self, index: int) -> np.ndarray:
-        """The L + 1 tokens of sample ``index``, int64."""
         pieces = [
             self.corpus.get(sequence, start, end - start) for sequence, start, end in self._pieces(index)
         ]
@@ -231,7 +219,6 @@ class GPTDataset:
                 )
 
     def describe(self) -> str:
-        """Describe in one line the size of the split and how much of it is requested."""
         length = self.options.sequence_length
         epochs = self.num_requested / self.samples_per_epoch
         text = (

@@ -40,11 +40,9 @@ class EpochPlan:
     """The number of times a split is read to yield the requested samples.
 
     Attributes:
-        tokens_per_epoch: the number of tokens of the split.
         sequence_length: tokens the model sees per sample (L).
         num_epochs: the smallest number of epochs whose tokens suffice (E).
         separate_final_epoch: whether the last epoch is shuffled separately, after all others.
-        num_samples: the number of samples in E epochs, at least as many as requested.
     """
 
     tokens_per_epoch: int
@@ -58,7 +56,6 @@ class EpochPlan:
 
     @property
     def num_samples_before_final_epoch(self) -> int:
-        """The number of samples that start before the last epoch."""
         return ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.sequence_length
 
 
@@ -80,16 +77,8 @@ class IndexMaps:
 def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
-    """Compute the number of epochs for ``num_samples`` samples (None: one epoch), and whether the last
-    epoch is shuffled separately.
-
-    Args:
-        tokens_per_epoch: tokens of the split, at least 1.
-        sequence_length: tokens the model sees per sample.
-        num_samples: the requested number of samples.
-        at_least: the minimum number of samples. If the plan for ``num_samples`` has fewer, the plan is made
-            for this number.
-    """
+    """The number of epochs for ``num_samples`` samples (None: one epoch), and whether the last is shuffled
+    separately. If that gives fewer than ``at_least`` samples, the plan is made for ``at_least``."""
     assert tokens_per_epoch > 0
     assert sequence_length > 0
     if num_samples is None:
@@ -116,13 +105,8 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
-    """Build the maps of sequences ``[first, last)``.
-
-    Args:
-        sizes: int32 [N], tokens of every sequence of the corpus.
-        plan: the result of `plan_epochs` with the tokens of that range.
-        seed: the seed of the generator that shuffles documents, then samples.
-    """
+    """Build the maps of sequences ``[first, last)`` of a corpus whose sequences have ``sizes`` tokens, int32
+    [N]. The generator with ``seed`` shuffles documents, then samples."""
     # The order is defined by the legacy generator: only its stream gives Megatron's permutations.
     random = np.random.RandomState(seed)
     # Lengths mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
@@ -215,16 +199,9 @@ def load_or_build(
     damaged.
 
     The files are ``{key}-{name}.npy`` for each array and, written last, ``{key}.json`` with the length and
-    checksum of each. If the directory cannot be written, a warning is logged, and every process builds the
-    arrays.
-
-    Args:
-        names: the names of the arrays that ``build`` returns.
-        about: the meaning of the key, written to the JSON file for people to read.
-        num_bytes: the approximate memory for building the arrays.
-
-    Raises:
-        DataError: the arrays are not stored, and there is not enough memory to build them.
+    checksum of each, and ``about`` for people to read. If the directory cannot be written, a warning is
+    logged, and every process builds the arrays. Raises DataError if the arrays are not stored, and building
+    them takes more memory than there is (``num_bytes``).
     """
     stored = _load(directory, key, names)
     if stored is not None:
@@ -265,7 +242,6 @@ def _store(directory: Path, key: str, arrays: Arrays, about: Mapping[str, Any]) 
 
 
 def _load(directory: Path, key: str, names: tuple[str, ...]) -> Arrays | None:
-    """Load the arrays; None if they are missing or (with a warning) damaged."""
     description = directory / f"{key}.json"
     if not description.is_file():
         return None

@@ -51,46 +51,34 @@ DTYPES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_CHUNK = (
-    1 << 22
-)  # index entries handled at a time, so that checks and writes need no second copy of the index
+# Index entries handled at a time, so that checks and writes need no second copy of the index.
+_CHUNK = 1 << 22
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """The smallest dtype in which Megatron would store ids of this vocabulary (``vocab_size`` before
-    padding)."""
+    """The smallest dtype in which Megatron would store ids of this vocabulary (without padding)."""
     small = vocab_size is not None and vocab_size < 65500
     return np.dtype("<u2") if small else np.dtype("<i4")
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """The path of the token file of ``prefix``."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """The path of the index file of ``prefix``."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise DataError if a finished pair exists that must not be replaced.
-
-    A ``.bin`` alone is not a finished pair, because the index is written last.
-    """
+    """Raise DataError if a finished pair exists that must not be replaced. The index is written last."""
     if idx_path(prefix).exists() and not overwrite:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
 
 
 class IndexedDataset(TokenStore):
     """Reader of one ``.bin`` / ``.idx`` pair; everything is memory-mapped and checked when opened.
-
-    Args:
-        prefix: the path of the pair without ``.bin`` or ``.idx`` (either suffix is accepted and removed).
-
-    Raises:
-        DataError: a file of the pair is missing, truncated, damaged, or of an unsupported kind.
-    """
+    ``prefix`` may have either suffix. Raises DataError if a file of the pair is missing, truncated,
+    damaged, or of an unsupported kind."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -113,9 +101,7 @@ class IndexedDataset(TokenStore):
 def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.ndarray:
     size = file_status(path, DataError).st_size
     if size % dtype.itemsize or size == 0:
-        return np.empty(
-            0, dtype
-        )  # an empty file cannot be mapped; `_check_index` checks whether it should be empty
+        return np.empty(0, dtype)  # cannot be mapped; `_check_index` checks whether it should be empty
     with opened(path, DataError) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not read_ahead and hasattr(mmap, "MADV_RANDOM"):
@@ -126,7 +112,6 @@ def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.nda
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Check the header and file length; return views of lengths, byte offsets and document boundaries."""
     raw = _map_file(path, np.dtype("u1"))
     if raw.shape[0] < HEADER.size:
         raise DataError(f"{path} is truncated: {raw.shape[0]} bytes, the header alone has {HEADER.size}")
@@ -157,8 +142,6 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 def _check_index(
     prefix: str, dtype: np.dtype, sizes: np.ndarray, byte_offsets: np.ndarray, document_indices: np.ndarray
 ) -> None:
-    """Check in chunks that lengths, offsets and boundaries agree with each other and with the length of
-    .bin."""
     path, total = idx_path(prefix), 0
     for first in range(0, sizes.shape[0], _CHUNK):
         lengths = sizes[first : first + _CHUNK].astype(np.int64)
@@ -189,14 +172,8 @@ class IndexedDatasetWriter:
 
     It also writes the checksums of both files (`ppfleetx.data.checksums`). The index is held in memory as
     flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalises on
-    success, and removes the temporary file if the block raises.
-
-    Args:
-        prefix: path of the pair to write; existing files are replaced by `finalize`, ``.idx`` last.
-        dtype: the dtype of the stored tokens, see `optimal_dtype`.
-
-    Raises:
-        DataError: the dtype cannot be stored, or a file cannot be written.
+    success, and removes the temporary file if the block raises. Raises DataError if the dtype cannot be
+    stored, or a file cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
@@ -206,7 +183,7 @@ class IndexedDatasetWriter:
             raise DataError(f"tokens cannot be stored as {self.dtype}; known: {', '.join(map(str, _CODES))}")
         self._lengths = array("i")
         self._boundaries = array("q", [0])
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._checksums = RunningChecksums()
         self._temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
         with self._writing():
@@ -214,35 +191,16 @@ class IndexedDatasetWriter:
             self._file = self._temporary.open("wb")
 
     @property
-    def num_tokens(self) -> int:
-        """The number of tokens written so far."""
-        return self._num_tokens
-
-    @property
     def num_documents(self) -> int:
-        """The number of documents written so far."""
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document. ``lengths`` are the token counts of its consecutive sequences.
-
-        Raises:
-            ValueError: ``lengths`` do not add up to the number of tokens.
-        """
-        if sum(lengths) != len(tokens):
-            raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
-        self._write(tokens)
-        self._lengths.extend(int(n) for n in lengths)
-        self._boundaries.append(len(self._lengths))
+        """Append one document. ``lengths`` are the token counts of its consecutive sequences."""
+        self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each. This is faster than one at a time.
-
-        Args:
-            flat_tokens: the tokens of all documents, one after another.
-            lengths: the number of tokens of each document. 0 writes a document without a sequence, like
-                ``add_document([], [])``.
-        """
+        """Append many documents of one sequence each, which is faster than one at a time. A length of 0
+        writes a document without a sequence, like ``add_document([], [])``."""
         lengths = np.asarray(lengths)
         filled = lengths != 0
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
@@ -253,11 +211,10 @@ class IndexedDatasetWriter:
         Args:
             flat_tokens: the tokens of all sequences, one after another.
             lengths: the number of tokens of each sequence.
-            boundaries: for each document, the number of sequences up to its end; the last one is the number
-                of all sequences.
+            boundaries: for each document, the number of sequences up to its end.
 
         Raises:
-            ValueError: ``lengths`` do not add up to the number of tokens, or one is negative.
+            ValueError: these do not add up, or a length is negative.
         """
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
@@ -270,12 +227,8 @@ class IndexedDatasetWriter:
         self._boundaries.frombytes(boundaries.tobytes())
 
     def add_index(self, other: IndexedDataset, blocks: Iterable[bytes]) -> None:
-        """Append all sequences and documents of another pair.
-
-        Args:
-            other: the other pair, which must store the same dtype.
-            blocks: the bytes of the other pair's ``.bin``.
-        """
+        """Append all sequences and documents of another pair of the same dtype. ``blocks`` are the bytes of
+        its ``.bin``."""
         assert other.dtype == self.dtype
         first_sequence = len(self._lengths)
         for first in range(0, len(other), _CHUNK):
@@ -286,7 +239,7 @@ class IndexedDatasetWriter:
             )
         for block in blocks:
             self._write_bytes(block)
-        self._num_tokens += other.num_tokens
+        self.num_tokens += other.num_tokens
 
     def finalize(self) -> None:
         """Write the index and rename both files to their final names."""
@@ -305,7 +258,6 @@ class IndexedDatasetWriter:
                 CorpusChecksums(self.prefix, files).write()
 
     def abort(self) -> None:
-        """Discard everything that was written."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -320,14 +272,13 @@ class IndexedDatasetWriter:
         else:
             self.abort()
 
-    def _write(self, tokens: Sequence[int] | np.ndarray) -> None:
-        values = np.asarray(tokens)
+    def _write(self, values: np.ndarray) -> None:
         if values.dtype != self.dtype:
             _check_fits(values, self.dtype, self.prefix)
             values = values.astype(self.dtype)
         if values.size:
             self._write_bytes(np.ascontiguousarray(values).data.cast("B"))
-        self._num_tokens += values.shape[0]
+        self.num_tokens += values.shape[0]
 
     def _write_bytes(self, data: bytes | memoryview) -> None:
         with self._writing():
@@ -336,7 +287,6 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn system errors (disk full, no permission) into DataError."""
         try:
             yield
         except OSError as error:

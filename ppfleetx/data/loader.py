@@ -27,10 +27,6 @@ class GlobalBatchSampler:
     b do not affect which samples a step trains on.
 
     Args:
-        total: the number of samples of the dataset.
-        global_batch_size: the number of samples of a step over all data ranks (B).
-        micro_batch_size: the number of samples of a forward pass on one data rank (b).
-        data_rank, data_size: this data rank, and the number of data ranks (D).
         consumed_samples: the number of samples already used. Every iteration starts after them.
         size_at: a function that returns the size of the step that begins after a number of samples, if it is
             not always B.
@@ -77,7 +73,6 @@ class GlobalBatchSampler:
 
     @property
     def num_steps(self) -> int | None:
-        """The number of steps of one iteration; None if it is endless."""
         if self.tail == "wrap":
             return None
         left = max(0, self.total - self.consumed_samples)
@@ -142,9 +137,8 @@ class Dataset(Protocol):
     """The interface of datasets: samples numbered from 0 to ``len - 1``. `PADDING` (-1) gives a sample that
     does not count.
 
-    Attributes:
-        fingerprint: a hash of everything that determines the samples and their order. A resumed run refuses a
-            dataset with a different fingerprint.
+    ``fingerprint`` is a hash of everything that determines the samples and their order. A resumed run refuses
+    a dataset with a different one.
     """
 
     fingerprint: str
@@ -175,11 +169,8 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Cut batches to the longest of their sequences (``lengths``), rounded up to a multiple of
-    ``multiple``.
-
-    All micro batches of a step get the same length, because a pipeline requires it.
-    """
+    """Cut all micro batches of a step to the longest of their sequences (``lengths``), rounded up to a
+    multiple. A pipeline requires the same length."""
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)
 
@@ -188,12 +179,7 @@ class DataLoader:
     """Iterates over steps, each a list of this data rank's micro batches as NumPy arrays.
 
     Iterating again starts again at the sampler's first step, so every evaluation sees the same batches.
-
-    Args:
-        dataset: the source of the samples.
-        sampler: decides which samples are in each step.
-        num_workers: the number of threads that prepare steps ahead of time, in order; with 0, the caller's
-            thread does it.
+    ``num_workers`` threads prepare steps ahead of time, in order; with 0, the caller's thread does it.
     """
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
@@ -209,7 +195,6 @@ class DataLoader:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Samples in one pass over the text of the split."""
         return self.dataset.samples_per_epoch
 
     @property
@@ -218,7 +203,6 @@ class DataLoader:
         return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:
-        """Describe the data and the number of epochs, in lines for people."""
         return self.dataset.describe()
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:

@@ -8,11 +8,12 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import DataError, shown
 from ppfleetx.utils.foreign_files import opened
 
 MAX_LINE_BYTES = 64_000_000
@@ -23,10 +24,10 @@ _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
 _PACKED_BYTES = 2048  # decompressed at a time, which yields at most about 64 MB
 _BLOCK_BYTES = 1 << 20
+_FIELDS_NAMED = 10  # in a message
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the file name ends in the suffix of a supported compression."""
     return path.suffix in _PACKED
 
 
@@ -43,13 +44,8 @@ def refuse_other_packing(path: Path) -> None:
 class TextFile:
     """The bytes of a file, decompressed if its name ends in ``.gz`` or ``.zst``. This is a context manager.
 
-    Consecutive gzip members or zstandard frames form one text. Each must be complete.
-
-    Args:
-        path: the file.
-
-    Raises:
-        DataError: the file cannot be read, is damaged, or is cut off.
+    Consecutive gzip members or zstandard frames form one text. Each must be complete. Raises DataError if the
+    file cannot be read, is damaged, or is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +76,6 @@ class TextFile:
         return self._raw
 
     def read(self, num_bytes: int) -> bytes:
-        """Read ``num_bytes`` bytes, or fewer at the end of the text."""
         parts, missing = [], num_bytes
         while missing:
             part = self._read_some(min(missing, _BLOCK_BYTES))
@@ -91,7 +86,7 @@ class TextFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_all(self, limit: int | None = None) -> bytes | None:
-        """Read the rest of the text; None if it is longer than ``limit`` bytes."""
+        """None if it is longer than ``limit`` bytes."""
         content = io.BytesIO()
         while part := self._read_some(_BLOCK_BYTES):
             content.write(part)
@@ -129,7 +124,6 @@ class _ZstdFile:
         self._packed, self._text = b"", memoryview(b"")
 
     def read(self, num_bytes: int) -> bytes:
-        """Read up to ``num_bytes`` of the text; empty at its end."""
         while not self._text:
             packed = self._packed or self._file.read(_PACKED_BYTES)
             if not packed:
@@ -146,14 +140,8 @@ class _ZstdFile:
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as (number from 1, line without its end).
 
-    Only line feeds end lines; a carriage return before one stays.
-
-    Args:
-        path: the file.
-        see: a function called with all bytes in order, to hash them.
-
-    Raises:
-        DataError: as in `TextFile`, or a line is longer than `MAX_LINE_BYTES`.
+    Only line feeds end lines; a carriage return before one stays. ``see`` is called with all bytes in order,
+    to hash them. Raises DataError as `TextFile` does, or if a line is longer than `MAX_LINE_BYTES`.
     """
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
@@ -178,17 +166,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the records of a file, as (line where the record begins, text).
+    """Like `read_lines`, for the records of a file, as (line where the record begins, text).
 
     Records are the lines that are not empty or, in a ``.json`` file that begins with ``[``, the items of the
-    array.
-
-    Args:
-        path: the file, compressed or not.
-        see: a function called with all bytes in order, to hash them.
-
-    Raises:
-        DataError: as in `read_lines`, or the array is not JSON. Lines are not parsed yet.
+    array. Lines are not parsed yet.
     """
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
@@ -205,36 +186,55 @@ def _items(
     path: Path, first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]
 ) -> Iterator[tuple[int, bytes]]:
     content = b"\n".join([first[1], *(line for _, line in lines)])
-    number, decoder, place = first[0], json.JSONDecoder(), 0
     try:
         text = content.decode("utf-8")
-        start = _SPACE.match(text, text.index("[") + 1).end()
-        is_empty = text.startswith("]", start)
-        while not is_empty:
-            _, end = decoder.raw_decode(text, start)
-            number, place = number + text.count("\n", place, start), start
-            yield number, text[start:end].encode()
-            after = _SPACE.match(text, end).end()
-            if not text.startswith(",", after):
-                break
-            start = _SPACE.match(text, after + 1).end()
-        end = start if is_empty else after
-        if not text.startswith("]", end) or _SPACE.match(text, end + 1).end() != len(text):
-            raise json.JSONDecodeError("the array does not end here", text, end)
+        count = len(json.loads(text))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{first[0] + error.lineno - 1}: this is not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: this is not JSON: {error}") from error
+    number, decoder, end = first[0], json.JSONDecoder(), text.index("[")
+    for _ in range(count):
+        start = _SPACE.match(text, end + 1).end()
+        number += text.count("\n", end, start)
+        yield number, text[start : (stop := decoder.raw_decode(text, start)[1])].encode()
+        end = text.find(",", stop)
+        number += text.count("\n", start, end)
 
 
 def load_line(line: bytes) -> Any:
-    """Parse a line of JSON.
-
-    Raises:
-        UnicodeDecodeError: the line is not UTF-8.
-        ValueError: the line is not JSON, or too deeply nested.
-    """
+    """Parse a line of JSON. Raises ValueError; UnicodeDecodeError if it is not UTF-8."""
     try:
         return json.loads(line.decode("utf-8"))
     except RecursionError:
         raise ValueError("too deeply nested") from None
+
+
+def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
+    """Parse a line with a JSON object. Raises DataError, with its place, if it is none with ``wanted``."""
+    try:
+        record = load_line(line)
+    except ValueError as error:
+        raise DataError(f"{place}: this is not a line of JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: must be an object with {wanted}")
+    return record
+
+
+def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> str:
+    """The text in a field of a record. Raises DataError, with its place, if there is none."""
+    text = record.get(field)
+    if not isinstance(text, str):
+        names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
+        more = ", ..." if len(record) > _FIELDS_NAMED else ""
+        raise DataError(f"{place}: field {field!r} must be a text; the record's fields: {names}{more}{hint}")
+    refuse_surrogates(text, f"{place}: field {field!r}")
+    return text
+
+
+def refuse_surrogates(text: str, what: str) -> None:
+    """Raise DataError for half a surrogate pair, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} holds a lone surrogate, which is not text") from error

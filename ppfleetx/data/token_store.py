@@ -50,15 +50,10 @@ class TokenStore:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the whole corpus."""
         return self._tokens.shape[0]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens ``[offset, offset + length)`` of one sequence, as a read-only view (no copy).
-
-        Raises:
-            IndexError: the sequence does not exist, or has no such range of tokens.
-        """
+        """Tokens ``[offset, offset + length)`` of one sequence, as a read-only view. Raises IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
         size = int(self.sizes[index])
@@ -71,18 +66,14 @@ class TokenStore:
         return self._tokens[start : start + length]
 
     def flat(self, first: int, last: int) -> np.ndarray:
-        """Return tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
+        """Tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
         return self._tokens[first:last]
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few
-        blocks.
-
-        The blocks distinguish two corpora with equal sequence lengths (fixed-length chunks under two
-        tokenizers, for example), but a single changed token elsewhere goes unnoticed. The hash does not
-        contain the path, so a corpus can be moved.
-        """
+        blocks, which differ for fixed-length chunks under two tokenizers. A single changed token elsewhere
+        goes unnoticed. The path does not count, so a corpus can be moved."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
         for values in (self.sizes, self.document_indices):

@@ -19,11 +19,8 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear
 
 
 class Adapters:
-    """Named adapters for ``model``. If none is active, the model computes as before.
-
-    Args:
-        model: the base model, with all its layers in this process.
-    """
+    """Named adapters for ``model``, with all its layers in this process. If none is active, it computes as
+    before."""
 
     def __init__(self, model: NextTokenModel) -> None:
         self._model = model
@@ -34,17 +31,8 @@ class Adapters:
         return tuple(self._branches)
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
-        """Add an adapter.
-
-        Args:
-            name: the adapter's name for :meth:`using`.
-            tensors: float32 ``[in, rank]`` and ``[rank, out]`` of linears, by canonical name (``X.lora.a``
-                and ``X.lora.b``).
-            scale: factor of the adapter's output.
-
-        Raises:
-            CheckpointError: the adapter is for layers that this model does not have, or for experts.
-        """
+        """Add an adapter: float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each linear X.
+        Raises CheckpointError if the adapter is for layers that this model does not have, or for experts."""
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")
@@ -66,7 +54,6 @@ class Adapters:
         self._branches[name] = branches
 
     def _linears(self) -> dict[str, nn.Layer]:
-        """The layers of the model that have a matrix, by canonical name."""
         return {
             parameter.info.name.removesuffix(".weight"): layer
             for layer in self._model.model.sublayers()
@@ -76,7 +63,7 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """Context manager: inside it the model computes with this adapter; None: without one."""
+        """Inside it the model computes with this adapter; None: without one."""
         if name is None:
             yield
             return
@@ -93,7 +80,6 @@ class Adapters:
 
 
 def _dtype_of(linear: nn.Layer) -> Any:
-    """The type that a linear computes in."""
     weight = linear.weight
     return getattr(weight, "compute_dtype", None) or (
         weight.dtype if weight.is_floating_point() else paddle.float32

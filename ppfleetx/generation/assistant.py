@@ -14,23 +14,14 @@ from ppfleetx.generation.text import NoTokenizer
 
 
 class Assistant:
-    """A model that proposes the next tokens of another model's rows, by greedy search.
-
-    Args:
-        model: computes its logits.
-        max_positions: the longest row it can read; longer rows get no proposals.
-        tokenizer: the tokenizer of the assistant.
-    """
+    """A model that proposes the next tokens of another model's rows, by greedy search. Rows longer than
+    ``max_positions`` get no proposals."""
 
     def __init__(self, model: NextTokenModel, max_positions: int, tokenizer: Tokenizer | NoTokenizer) -> None:
         self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
 
     def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
-        """Check that the model to assist has the same tokens.
-
-        Raises:
-            ConfigError: the tokenizers differ.
-        """
+        """Raise ConfigError unless the model to assist has the same tokens."""
         if isinstance(tokenizer, NoTokenizer) or isinstance(self._tokenizer, NoTokenizer):
             raise ConfigError(
                 "both models need a tokenizer: their token ids must mean the same",
@@ -44,10 +35,6 @@ class Assistant:
                 key="Generation.assistant_model",
                 value=place,
             )
-
-    def rows(self) -> ProposedRows:
-        """Start to propose tokens for new rows."""
-        return ProposedRows(self)
 
 
 class ProposedRows:
@@ -77,6 +64,5 @@ class ProposedRows:
             logits = self._batch.next_logits()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
         if self._batch.num_rows:
             self._batch.select(rows)

@@ -38,12 +38,11 @@ class BeamOptions:
     """Options of beam search.
 
     Attributes:
-        num_beams: beams per prompt, in all groups together.
+        num_beams: beams per prompt, in all groups together; ``num_groups`` divides it.
         length_penalty: log-probabilities are divided by length to the power of this; above 0 favours long
             results.
         early_stopping: True stops a group as soon as it has N results. False stops it when its best beam
             would not be among the results if it ended now; "never" only when that holds for any length.
-        num_groups: number of groups; divides ``num_beams``.
         diversity_rate: how much a token's score drops for each beam of an earlier group that took it.
     """
 
@@ -55,7 +54,6 @@ class BeamOptions:
 
     @property
     def group_size(self) -> int:
-        """The number of beams in a group, N."""
         return self.num_beams // self.num_groups
 
 
@@ -66,15 +64,8 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """Find the best continuations of every prompt, ``num_results`` rows each, best first.
-
-    Args:
-        session: the prompts.
-        rules: see :class:`~ppfleetx.generation.search.Rules`; applied to log-probabilities.
-        max_new_tokens: limit of new tokens for each prompt, at least 1.
-        options: see :class:`BeamOptions`.
-        num_results: results per prompt, at most the number of beams.
-    """
+    """Find the best continuations of every prompt, ``num_results`` rows each, best first. ``rules`` act on
+    log-probabilities; limits of new tokens are at least 1."""
     assert 1 <= num_results <= options.num_beams
     assert options.num_beams % options.num_groups == 0
     logits = session.next_logits()
@@ -118,7 +109,6 @@ def _take_step(
         log_probs: ``[groups * N, V]`` of the next token after each beam.
         history: tokens so far of each of the ``groups * N`` rows.
         step: new tokens so far.
-        rules: see :func:`beam_search`.
     """
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
@@ -141,7 +131,6 @@ def _take_step(
 
 
 def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -> paddle.Tensor:
-    """The penalties ``[b * N, V]`` of tokens that beams of earlier groups have ``taken``."""
     counts = np.stack([np.bincount(tokens, minlength=vocab) for tokens in taken])
     penalty = (options.diversity_rate * counts).astype(np.float32)
     return paddle.to_tensor(np.repeat(penalty, options.group_size, axis=0))
@@ -149,15 +138,13 @@ def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The likeliest continuations of a group, best first."""
-
     scores: list[float]
     beams: list[int]
     tokens: list[int]
 
 
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
-    """Select the likeliest continuations, given log-probabilities ``[groups * N, V]`` of the next token."""
+    """The likeliest continuations, given log-probabilities ``[groups * N, V]`` of the next token."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))
@@ -171,7 +158,6 @@ def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
 
 
 def _results(groups: Sequence[_Group], count: int) -> list[Row]:
-    """Collect the best ``count`` results of each prompt from all its groups."""
     found: dict[int, list[tuple[float, Row]]] = {}
     for group in groups:
         found.setdefault(group.prompt, []).extend(group.finished)
@@ -199,7 +185,6 @@ class _Group:
         self.ids = [[] for _ in range(self.options.group_size)]
 
     def advance(self, best: _Candidates) -> _Move:
-        """Take one step. Returns the beams that continue."""
         size, length = self.options.group_size, len(self.ids[0]) + 1
         is_last = length == self.max_new_tokens
         kept: list[tuple[float, int, int]] = []
@@ -221,7 +206,6 @@ class _Group:
         self.finished.append((ranked, Row(self.max_new_tokens, ids, reason, rank_score=ranked)))
 
     def _can_improve(self, length: int) -> bool:
-        """Whether an active beam could still become one of the results."""
         options = self.options
         if len(self.finished) < options.group_size:
             return True

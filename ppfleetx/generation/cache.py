@@ -27,25 +27,19 @@ class GrowingCache:
 
     def __init__(self) -> None:
         self._layers: Layers = {}  # [b, g, k, d], contiguous; columns after the first n are finite
-        self._past = self._length = 0
+        self._past = self.length = 0  # columns held, n
         self._num_new, self._visible = 0, np.zeros((0, 0), dtype=bool)
         self._penalties: dict[int | None, paddle.Tensor] = {}  # masks of this pass, by window
         self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
-    @property
-    def length(self) -> int:
-        """The number of columns held, n."""
-        return self._length
-
     def extend(self, num_new: int, visible: np.ndarray) -> None:
-        """Prepare a pass of the model that extends each row by ``num_new`` columns.
+        """Prepare a pass of the model that extends each row by ``num_new`` columns, which every layer will
+        pass to :meth:`update`.
 
-        Args:
-            num_new: number of columns that every layer will pass to :meth:`update`.
-            visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to
-                (apart from columns after the position itself). In the first pass the layers handle this.
+        ``visible [b, n + num_new]`` bool are the columns that the new positions of each row may attend to
+        (apart from columns after the position itself). In the first pass the layers handle this.
         """
-        self._past, self._length = self._length, self._length + num_new
+        self._past, self.length = self.length, self.length + num_new
         if self._past:
             self._make_room()
         self._num_new, self._visible = num_new, visible[:1] if visible.all() else visible
@@ -53,7 +47,7 @@ class GrowingCache:
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
         """Allocate the :meth:`memory` of a first pass, for code that computes all layers at once."""
-        shape = [rows, groups, self._length + ROOM, head_dim]
+        shape = [rows, groups, self.length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 
     def update(
@@ -74,13 +68,12 @@ class GrowingCache:
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at once.
-        After :meth:`begin`, and from the second pass on, they have room for the new columns, which this code
-        fills."""
+        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at
+        once. After :meth:`begin`, and from the second pass on, they have room for the new columns, which
+        this code fills."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:
-        """``[1]`` int64: the first column of this pass."""
         return paddle.to_tensor(np.array([self._past]))
 
     def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
@@ -91,15 +84,13 @@ class GrowingCache:
         return self._penalty(window, self.memory()[0].shape[2])
 
     def _penalty(self, window: int | None, num_columns: int) -> paddle.Tensor:
-        """The mask that layers with this window add to their scores in this pass."""
         if window not in self._penalties:
             mask = cached_mask(self._num_new, num_columns, self._visible, window)
             self._penalties[window] = penalty_of(paddle.to_tensor(mask))
         return self._penalties[window]
 
     def shorten(self, length: int) -> None:
-        """Drop all but the first ``length`` columns."""
-        self._length = min(self._length, length)
+        self.length = min(self.length, length)
 
     def select(self, rows: paddle.Tensor) -> None:
         """Keep, repeat or reorder batch rows: row ``i`` becomes what row ``rows[i]`` was (``rows`` int64)."""
@@ -111,14 +102,14 @@ class GrowingCache:
         rows, groups, num_columns, size = memory.shape
         if self._places is None:
             first = np.arange(rows * groups)[:, None] * num_columns
-            self._places = paddle.to_tensor((first + np.arange(self._past, self._length)).flatten())
+            self._places = paddle.to_tensor((first + np.arange(self._past, self.length)).flatten())
         # A reshaped tensor shares the memory.
         paddle.scatter_(memory.reshape([-1, size]), self._places, new.reshape([-1, size]))
 
     def _make_room(self) -> None:
         for index, (key, value) in self._layers.items():
-            if key.shape[2] < self._length:
-                room = self._length - self._past + ROOM
+            if key.shape[2] < self.length:
+                room = self.length - self._past + ROOM
                 self._layers[index] = (
                     _lengthened(key, self._past, room),
                     _lengthened(value, self._past, room),

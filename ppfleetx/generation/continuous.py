@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.cache import GrowingCache, Layers
-from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, without_prefixes
+from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, shared
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
 # How many columns of a prompt are run at a time. Otherwise attention scores and their masks would grow with
@@ -30,14 +30,13 @@ class JoinableCache(GrowingCache):
     """
 
     def forget_first(self, columns: int) -> None:
-        """Drop the first ``columns`` of all rows."""
         if columns:
             for layer, (key, value) in self._layers.items():
                 self._layers[layer] = (
                     key[:, :, columns:].contiguous(),
                     value[:, :, columns:].contiguous(),
                 )
-            self._length -= columns
+            self.length -= columns
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
         """Start ``rows`` equal rows from the first ``columns`` of one row's ``layers``."""
@@ -46,7 +45,7 @@ class JoinableCache(GrowingCache):
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
             for layer, pair in layers.items()
         }
-        self._length = columns
+        self.length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
         """Copy the keys and values ``[1, g, m, d]`` of one row's ``columns [m]``."""
@@ -65,7 +64,7 @@ class JoinableCache(GrowingCache):
                 for held in pair
             )
             self._layers[layer] = (key, value)
-        self._length = columns.shape[1]
+        self.length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
         """Append the rows of ``other``, aligned so that all rows end at the same column."""
@@ -78,7 +77,7 @@ class JoinableCache(GrowingCache):
                 for part in (0, 1)
             )
             self._layers[layer] = (key, value)
-        self._length = columns
+        self.length = columns
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
@@ -90,24 +89,15 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
     return paddle.concat([zeros, tensor[:, :, :length]], axis=2)
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens that two rows have in common at the beginning."""
-    most = min(len(one), len(other))
-    return next((i for i in range(most) if one[i] != other[i]), most)
-
-
 class ContinuousBatch:
     """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
 
-    A row gets the same logits as if it were alone, up to float rounding.
-
-    Args:
-        model: computes the logits.
-        prefixes: keys and values of earlier rows, reused for prompts with the same prefix.
+    A row gets the same logits as if it were alone, up to float rounding. Prompts with the prefix of an
+    earlier row reuse its keys and values, which ``prefixes`` stores.
     """
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
-        self._model, self._prefixes = model, prefixes
+        self._model, self._prefixes = model, prefixes or PrefixStore(0)
         self.history: list[list[int]] = []
         """The tokens of each row, including its prompt."""
         self._clear()
@@ -156,7 +146,7 @@ class ContinuousBatch:
         new: list[list[int]] = []
         for i, (row, held) in enumerate(zip(rows, self.history, strict=True)):
             columns = np.flatnonzero(self._visible[i])
-            same = _shared(held[: len(columns)], row[:-1])
+            same = shared(held[: len(columns)], row[:-1])
             self._visible[i, columns[same:]] = False
             self.history[i] = list(row[: same + 1])
             new.append(list(row[same + 1 :]))
@@ -202,7 +192,6 @@ class ContinuousBatch:
         self._newcomers: list[tuple[list[int], int]] = []
 
     def _step(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Compute logits ``[(1 + s) * b, V]`` for the rows in the cache; see :meth:`logits_with_guesses`."""
         self._take_out_unused()
         width = 1 + max(map(len, guesses))
         rows = self.history[: len(guesses)]
@@ -236,11 +225,9 @@ class ContinuousBatch:
             self._visible = np.take_along_axis(self._visible, columns, axis=1)
 
     def _prefill(self) -> paddle.Tensor:
-        """Run the prompts of new rows, and append their keys and values to the cache."""
         prompts, copies = [prompt for prompt, _ in self._newcomers], [n for _, n in self._newcomers]
-        groups = without_prefixes(prompts) if self._prefixes is None else self._prefixes.groups(prompts)
         parts, first = [], 0
-        for group in groups:
+        for group in self._prefixes.groups(prompts):
             parts.append(self._run_prompts(group, copies[first : first + len(group.prompts)]))
             first += len(group.prompts)
         self._before = self._cache.length - 1
@@ -260,10 +247,9 @@ class ContinuousBatch:
             part = slice(start, start + _PREFILL_COLUMNS)
             ids, places = paddle.to_tensor(tokens[:, part]), paddle.to_tensor(positions[:, part])
             logits = self._model.with_cache(ids, places, visible[:, : past + part.stop], cache)
-        if self._prefixes is not None:
-            self._prefixes.count(group)
-            for row, prompt in enumerate(group.prompts):
-                self._remember(prompt, cache, row, visible[row])
+        self._prefixes.num_reused += group.length * len(group.prompts)
+        for row, prompt in enumerate(group.prompts):
+            self._remember(prompt, cache, row, visible[row])
         if max(copies) > 1:
             repeated = np.repeat(np.arange(len(copies)), copies)
             index = paddle.to_tensor(repeated)
@@ -279,7 +265,6 @@ class ContinuousBatch:
         return logits
 
     def _remember(self, tokens: Sequence[int], cache: JoinableCache, row: int, visible: np.ndarray) -> None:
-        """Store the keys and values of ``tokens`` for prompts that begin with them."""
-        if self._prefixes is not None and self._prefixes.wants(tokens):
+        if self._prefixes.wants(tokens):
             columns = np.flatnonzero(visible)[: self._prefixes.max_tokens]
             self._prefixes.put(tokens[: len(columns)], cache.copy_of(row, columns))

@@ -31,14 +31,11 @@ AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]
 
 
 class FusedBlocks:
-    """The blocks and the final norm of a model, for passes with a cache.
+    """The blocks and the final norm of a model, for passes with a cache; :func:`can_fuse` must be true for
+    them.
 
-    Args:
-        layers: the blocks and the final norm; :func:`can_fuse` must be true for them.
-
-    Attributes:
-        takes_prompts: whether it may run prompts, too. It does with low-bit weights, where separate
-            operations would take a quarter of the time; in float32, MKL is faster for prompts.
+    It ``takes_prompts``, too, with low-bit weights, where separate operations would take a quarter of the
+    time; in float32, MKL is faster for prompts.
     """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
@@ -68,8 +65,8 @@ class FusedBlocks:
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]`` in ``cache``. None if this
-        is not possible."""
+        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]``. None if this is not
+        possible."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -115,7 +112,7 @@ class FusedBlocks:
 
 
 def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """Build the blocks and the final norm of a model as one operation; None if this is not supported."""
+    """The blocks and the final norm of a model as one operation; None if this is not supported."""
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -166,8 +163,7 @@ def _has_hooks(layer: nn.Layer) -> bool:
 
 
 def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
-    """The norms of a block in the order of
-    :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_norm`."""
+    """The norms of a block in the order of `BlockWeights.add_norm`."""
     attention = block.attention
     return (
         block.input_norm,
@@ -180,8 +176,7 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
 
 
 def linears_of(block: Block) -> tuple[nn.Layer, ...]:
-    """The linears of a block in the order of
-    :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_linear`."""
+    """The linears of a block in the order of `BlockWeights.add_linear`."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,8 @@ import paddle
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.vocabulary import check_tokenizer
-from ppfleetx.generation.assistant import Assistant
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
+from ppfleetx.generation.assistant import Assistant, ProposedRows
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
@@ -33,17 +33,8 @@ OnText = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of prompts.
-
-    Attributes:
-        cfg: the ``Generation`` section.
-        default_seed: the seed if ``cfg.seed`` is None.
-        first_prompt: number of the batch's first prompt in the whole list.
-        max_new_tokens: limit of new tokens for each prompt.
-        end_ids: tokens that end a row.
-        options: options for choosing the rows' tokens.
-        on_text: see :data:`OnText`.
-    """
+    """A batch of prompts, whose first one has number ``first_prompt`` in the whole list. ``default_seed``
+    is the seed if ``cfg.seed`` is None."""
 
     cfg: GenerationConfig
     default_seed: int
@@ -61,7 +52,6 @@ class Batch:
 
     @property
     def streams(self) -> list[tuple[int, int]]:
-        """The random streams of the rows: (prompt of the batch, copy) for each row."""
         copies = self.cfg.num_return_sequences
         return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
 
@@ -82,7 +72,6 @@ class Batch:
 
     @property
     def _all_streams(self) -> list[tuple[int, int]]:
-        """The random streams of the rows: (prompt of the whole list, copy) for each row."""
         return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
 
     def exponentials(self, vocab_size: int) -> np.ndarray:
@@ -97,7 +86,6 @@ class Batch:
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 
     def choose(self, vocab_size: int) -> Choose:
-        """Return the function that chooses the rows' tokens from ids below ``vocab_size``."""
         if self.is_greedy:
             return greedy
         return Sampler(self.seed, self._all_streams, vocab_size, self.options)
@@ -123,27 +111,14 @@ class Generation:
 
 
 class TextGenerator(ABC):
-    """Base class of generators: token ids, limits, batches and text.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        max_positions: limit of tokens in a prompt and its continuation together.
-    """
+    """Base class of generators: token ids, limits, batches and text. ``max_positions`` limits a prompt and
+    its continuation together."""
 
     takes_assistant = False
     """Whether `Generation.assistant_model` can be used."""
 
     def __init__(self, tokenizer: Tokenizer | NoTokenizer, max_positions: int) -> None:
-        self._tokenizer, self._max_positions = tokenizer, max_positions
-
-    @property
-    def tokenizer(self) -> Tokenizer | NoTokenizer:
-        return self._tokenizer
-
-    @property
-    def max_positions(self) -> int:
-        """The limit of tokens in a prompt and its continuation together."""
-        return self._max_positions
+        self.tokenizer, self.max_positions = tokenizer, max_positions
 
     def generate(
         self,
@@ -160,7 +135,6 @@ class TextGenerator(ABC):
         Args:
             prompts: texts, which `Tokenizer.encode_prompt` encodes, or token ids, which are used unchanged.
                 An empty prompt starts from BOS or the end-of-text token.
-            cfg: the ``Generation`` section.
             seed: used if ``cfg.seed`` is None.
             on_text: called with text as it is generated, see :data:`OnText`.
             batch_rows: number of sequences to generate at the same time (at least all sequences of one
@@ -171,7 +145,7 @@ class TextGenerator(ABC):
             ConfigError: an option does not fit the model or the prompts.
             DataError: a prompt is neither a text nor a list of the tokenizer's ids.
         """
-        if cfg.stop is not None and isinstance(self._tokenizer, NoTokenizer):
+        if cfg.stop is not None and isinstance(self.tokenizer, NoTokenizer):
             raise ConfigError(
                 "without a tokenizer there is no text to look for it in",
                 key="Generation.stop",
@@ -182,7 +156,7 @@ class TextGenerator(ABC):
                 "this program takes no assistant", key="Generation.assistant_model", value=cfg.assistant_model
             )
         end_ids = self.end_ids(cfg)
-        options = RowOptions.of(cfg, self._tokenizer, end_ids)
+        options = RowOptions.of(cfg, self.tokenizer, end_ids)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
         per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences
@@ -200,10 +174,10 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that end a continuation: from ``cfg`` if it names any, otherwise from the tokenizer's
+        """The tokens that end a continuation: from ``cfg`` if it names any, else from the tokenizer's
         files."""
-        check_ids("eos_token_id", cfg.end_ids or (), self._tokenizer)
-        return ended_by(cfg, self._tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self._tokenizer)
+        check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
+        return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
@@ -211,31 +185,31 @@ class TextGenerator(ABC):
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
-        emit = None if batch.on_text is None else _bound(batch.on_text, batch.first_prompt + prompt, copy)
-        return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
+        emit = None if batch.on_text is None else partial(batch.on_text, batch.first_prompt + prompt, copy)
+        return RowText(self.tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else token_ids(prompt)
-        prefix = [*self._tokenizer.prefix_ids]
+        ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        prefix = [*self.tokenizer.prefix_ids]
         if isinstance(prompt, str) and prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:
             get_logger().warning(
                 "a prompt begins with %r, which %s adds as well: it is there twice, as in transformers",
-                self._tokenizer.decode(prefix),
-                self._tokenizer.place,
+                self.tokenizer.decode(prefix),
+                self.tokenizer.place,
             )
-        wrong = [i for i in ids if not 0 <= i < self._tokenizer.vocab_size]
+        wrong = [i for i in ids if not 0 <= i < self.tokenizer.vocab_size]
         if wrong:
-            raise DataError(f"token id {wrong[0]} of a prompt is not one of {self._tokenizer.place}")
-        return ids or [self._tokenizer.start_id]
+            raise DataError(f"token id {wrong[0]} of a prompt is not one of {self.tokenizer.place}")
+        return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
         """The limit of new tokens of a prompt: ``max_dec_len`` if it was set, or else as many as fit."""
-        room = self._max_positions - prompt_length
+        room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
         facts = (
             f"prompt {number} has {counted(prompt_length, 'token')}, which leaves room for {max(room, 0)} "
-            f"more in the model's {self._max_positions} positions (Model.max_position_embeddings)"
+            f"more in the model's {self.max_positions} positions (Model.max_position_embeddings)"
         )
         if room <= 0 or room < cfg.min_dec_len or "max_dec_len" in cfg.model_fields_set:
             raise ConfigError(facts, key="Generation.max_dec_len", value=cfg.max_dec_len)
@@ -248,8 +222,7 @@ class Generator(TextGenerator):
 
     Args:
         model: the model, with all its stages in this process.
-        model_cfg: its ``Model`` section.
-        tokenizer: the model's tokenizer; None: prompts and results are token ids.
+        tokenizer: None: prompts and results are token ids.
         vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. All ranks of this group must
             generate from the same prompts at the same time, and get the same results.
         load_assistant: loads the model that ``Generation.assistant_model`` names.
@@ -274,12 +247,7 @@ class Generator(TextGenerator):
         self.takes_assistant = load_assistant is not None
         self._assistants: dict[str, Assistant] = {}
         # A model may have more ids than its tokenizer; ids without a text are not generated.
-        self._next_token = NextTokenModel(model, known.vocab_size, vocab_group)
-
-    @property
-    def next_token_model(self) -> NextTokenModel:
-        """The model that computes the logits, in `eval` mode, for use in your own decoding loop."""
-        return self._next_token
+        self.next_token_model = NextTokenModel(model, known.vocab_size, vocab_group)
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         was_training = self._model.training
@@ -288,7 +256,7 @@ class Generator(TextGenerator):
             with paddle.no_grad():
                 if batch.uses_lookup:
                     return self._decode_with_lookup(prompts, batch, texts)
-                session = DecodingSession(self._next_token, prompts, use_cache=batch.cfg.use_cache)
+                session = DecodingSession(self.next_token_model, prompts, use_cache=batch.cfg.use_cache)
                 if batch.cfg.decode_strategy == "beam_search":
                     return self._search(session, batch, texts)
                 return self._decode(session, batch, texts)
@@ -297,21 +265,21 @@ class Generator(TextGenerator):
                 self._model.train()
 
     def _decode(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        def on_token(row: int, token_id: int) -> bool:
-            return texts[row].feed(token_id)
-
-        choose, rules = batch.choose(self._next_token.vocab_size), self._rules(batch)
-        copies, limits = batch.cfg.num_return_sequences, batch.max_new_tokens
         return decode(
-            session, choose, rules, limits, copies=copies, on_token=on_token, num_top=batch.cfg.logprobs
+            session,
+            batch.choose(self.next_token_model.vocab_size),
+            self._rules(batch),
+            batch.max_new_tokens,
+            copies=batch.cfg.num_return_sequences,
+            on_token=lambda row, token_id: texts[row].feed(token_id),
+            num_top=batch.cfg.logprobs,
         )
 
     def _assistant(self, place: str) -> Assistant:
-        """The assistant at ``place``, loaded at its first use."""
         if place not in self._assistants:
             assert self._load_assistant is not None
             assistant = self._load_assistant(place)
-            assistant.check(self._tokenizer, place)
+            assistant.check(self.tokenizer, place)
             self._assistants[place] = assistant
         return self._assistants[place]
 
@@ -319,12 +287,12 @@ class Generator(TextGenerator):
         cfg = batch.cfg
         assistant = None if cfg.assistant_model is None else self._assistant(cfg.assistant_model)
         return decode_with_lookup(
-            self._next_token,
+            self.next_token_model,
             prompts,
             self._rules(batch),
             batch.max_new_tokens,
             cfg.prompt_lookup_num_tokens if assistant is None else cfg.num_assistant_tokens,
-            assistant=None if assistant is None else assistant.rows(),
+            assistant=None if assistant is None else ProposedRows(assistant),
             on_token=lambda row, token_id: texts[row].feed(token_id),
         )
 
@@ -345,12 +313,8 @@ class Generator(TextGenerator):
         cfg, keys = batch.cfg, ("forced_bos_token_id", "forced_eos_token_id")
         forced = [getattr(cfg, key) for key in keys]
         for key, token_id in zip(keys, forced, strict=True):
-            check_ids(key, () if token_id is None else (token_id,), self._tokenizer)
+            check_ids(key, () if token_id is None else (token_id,), self.tokenizer)
         return Rules(batch.end_ids, cfg.min_dec_len, batch.options, *forced)
-
-
-def _bound(on_text: OnText, prompt: int, copy: int) -> Callable[[str], None]:
-    return lambda piece: on_text(prompt, copy, piece)
 
 
 def _generation(row: Row, text: RowText, scored: bool) -> Generation:

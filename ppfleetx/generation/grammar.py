@@ -21,16 +21,8 @@ _WHITESPACE = r" |\n {0,20}"
 
 
 class Grammar:
-    """Determines which tokens may come next in a row. Rows may share it.
-
-    Args:
-        grammar: a grammar of llguidance.
-        tokenizer: llguidance's tokenizer.
-        vocab_size: number of tokens.
-
-    Raises:
-        ConfigError: the grammar is invalid.
-    """
+    """Determines which tokens may come next in a row, by a grammar of llguidance and its tokenizer. Rows
+    may share it. Raises ConfigError if the grammar is invalid."""
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
         from llguidance import LLMatcher
@@ -45,11 +37,8 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for a form of continuation that ends with one of ``end_ids``.
-
-        Raises:
-            ConfigError: the library is missing, it does not support the form, or there is no end token.
-        """
+        """Build the grammar for a form of continuation that ends with one of ``end_ids``. Raises
+        ConfigError if the library is missing, it does not support the form, or there is no end token."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):

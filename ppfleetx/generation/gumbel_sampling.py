@@ -30,16 +30,11 @@ def race_size(vocab_size: int) -> int:
 
 
 class RandomStream:
-    """The random numbers of one row, a function of (seed, prompt, copy) and the number of the step.
+    """The random numbers of one row, a function of (seed, number of the prompt, of the continuation, of the
+    step).
 
     They are computed on the host from the output of Philox 4x64-10, which NumPy guarantees to be stable, so
     they depend neither on the device, nor on other rows, nor on NumPy's version.
-
-    Args:
-        seed: the seed of the run.
-        prompt: number of the prompt.
-        copy: number of the continuation.
-        vocab_size: V.
     """
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
@@ -67,11 +62,9 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Draw one token per row, ``[b]`` int64.
+    """Draw one token per row, ``[b]`` int64, by ``exponentials [b, n]`` float32 of the rows' `RandomStream`.
 
-    Args:
-        weights: ``[b, V]`` float32 probabilities up to a factor per row; a token of weight 0 is never drawn.
-        exponentials: ``[b, n]`` float32, see `RandomStream`.
+    ``weights [b, V]`` float32 are probabilities up to a factor per row; a token of weight 0 is never drawn.
     """
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
         return paddle.to_tensor(_draw_on_host(weights.numpy(), exponentials.numpy()))

@@ -27,13 +27,8 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SeededPrompts:
-    """Prompts that share a known prefix and are run together.
-
-    Attributes:
-        prompts: token ids.
-        length: number of positions in the prefix; 0: there is no prefix.
-        layers: keys and values of the prefix, possibly with more positions after it.
-    """
+    """Prompts that share a known prefix of ``length`` positions and are run together. ``layers`` are keys
+    and values of the prefix, possibly with more positions after it."""
 
     prompts: list[Sequence[int]]
     length: int = 0
@@ -41,25 +36,12 @@ class SeededPrompts:
 
     @property
     def rests(self) -> list[Sequence[int]]:
-        """The rest of each prompt, which must be run; at least one token."""
         return [prompt[self.length :] for prompt in self.prompts]
 
 
-def without_prefixes(prompts: Sequence[Sequence[int]]) -> list[SeededPrompts]:
-    """All prompts in one group without a prefix."""
-    return [SeededPrompts(list(prompts))]
-
-
 class PrefixStore:
-    """A store of the keys and values of earlier sequences that evicts the least recently used.
-
-    Args:
-        max_tokens: the most positions to hold; 0: none.
-
-    Attributes:
-        num_tokens: positions held now.
-        num_reused: positions that prompts did not have to compute so far.
-    """
+    """A store of the keys and values of earlier sequences that evicts the least recently used. It holds at
+    most ``max_tokens`` positions; ``num_reused`` counts those that prompts did not have to compute so far."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.num_tokens, self.num_reused = max_tokens, 0, 0
@@ -72,10 +54,6 @@ class PrefixStore:
         parts = [list(members) for _, members in grouped]
         return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
 
-    def count(self, group: SeededPrompts) -> None:
-        """Count the positions that a group saved when it was run."""
-        self.num_reused += group.length * len(group.prompts)
-
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether ``tokens`` are worth storing: long enough and not known yet."""
         known = self._longest([*tokens, -1])[0]  # plus one, because the last token is ignored
@@ -85,7 +63,7 @@ class PrefixStore:
         """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``."""
         array = np.array(tokens, np.int64)
         # The new entry replaces those that are prefixes of it.
-        self._entries = [one for one in self._entries if _shared(one.tokens, array) < len(one.tokens)]
+        self._entries = [one for one in self._entries if shared(one.tokens, array) < len(one.tokens)]
         self._entries.append(_Entry(array, layers))
         sizes = [len(one.tokens) for one in self._entries]
         while sum(sizes) > self.max_tokens:
@@ -95,7 +73,7 @@ class PrefixStore:
     def _longest(self, prompt: Sequence[int]) -> tuple[int, Layers]:
         """The length of the longest known prefix of a prompt, never its last token, and its entry."""
         array = np.array(prompt[:-1], np.int64)
-        lengths = [_shared(one.tokens, array) for one in self._entries]
+        lengths = [shared(one.tokens, array) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
         if best is None or lengths[best] < SHORTEST:
             return 0, {}
@@ -103,8 +81,8 @@ class PrefixStore:
         return lengths[best], self._entries[-1].layers
 
 
-def _shared(one: np.ndarray, other: np.ndarray) -> int:
+def shared(one: np.ndarray | Sequence[int], other: np.ndarray | Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
     size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
+    differs = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
     return int(differs[0]) if len(differs) else size

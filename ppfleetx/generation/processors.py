@@ -19,15 +19,10 @@ SMALLEST = 1e-6
 
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
-    """Make tokens that have occurred less likely (Keskar et al., 2019).
+    """Make tokens that have occurred less likely (Keskar et al., 2019): ``history`` is ``[b, n]`` int64.
 
     A token's logit is divided by ``penalty`` if it is positive, and multiplied by it if negative. This
     happens once, however often the token occurred.
-
-    Args:
-        logits: ``[b, V]``.
-        history: ``[b, n]`` int64 ids of prompt and generated tokens.
-        penalty: greater than 1 discourages repetition, 1 changes nothing.
     """
     seen = paddle.take_along_axis(logits, history, axis=1)
     seen = paddle.where(seen < 0, seen * penalty, seen / penalty)
@@ -63,22 +58,12 @@ def candidates(
     min_p: float = 0.0,
     typical_p: float = 1.0,
 ) -> paddle.Tensor:
-    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, and return the distribution.
+    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, and return the distribution: ``[b,
+    V]`` probabilities up to a factor per row, 0 where a token is not kept.
 
-    Top-k keeps the k likeliest tokens. Top-p renormalises these and keeps the smallest set of likeliest
-    tokens whose probability reaches p (Holtzman et al., 2020); at least one is kept. Min-p keeps the tokens
-    with at least this share of the largest probability (Nguyen et al., 2024).
-
-    Args:
-        logits: ``[b, V]`` float32.
-        temperature: positive divisor of the logits.
-        top_k: 0 keeps all.
-        top_p: in (0, 1]; 1 keeps all.
-        min_p: in [0, 1]; 0 keeps all.
-        typical_p: see :func:`typical`; 1 keeps all.
-
-    Returns:
-        ``[b, V]`` probabilities up to a factor per row, 0 where a token is not kept.
+    Top-k keeps the k likeliest tokens (0: all). Top-p renormalises these and keeps the smallest set of
+    likeliest tokens whose probability reaches p (Holtzman et al., 2020); at least one is kept. Min-p keeps
+    the tokens with at least this share of the largest probability (Nguyen et al., 2024).
     """
     temperature, top_p = max(temperature, SMALLEST), max(top_p, SMALLEST)
     if temperature != 1.0:
@@ -97,12 +82,10 @@ def candidates(
 
 
 def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
-    """Locally typical sampling (Meister et al., 2022).
+    """Locally typical sampling (Meister et al., 2022) of ``weights [b, V]``, probabilities up to a factor per
+    row.
 
     Keeps the tokens whose information is nearest to the entropy, until their probability reaches ``mass``.
-
-    Args:
-        weights: ``[b, V]`` probabilities up to a factor per row.
     """
     given = weights.numpy()
     probabilities = given.astype(np.float64) / given.sum(-1, keepdims=True)
@@ -118,8 +101,8 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Scatter ``probabilities [b, m]`` of tokens ``ids [b, m]`` into ``[b, vocab_size]``, with 0 for all
-    other tokens.
+    """Scatter ``probabilities [b, m]`` of tokens ``ids [b, m]`` into ``[b, vocab_size]``, with 0 for other
+    tokens.
 
     Unlike in sorted order, two almost equally likely tokens do not swap places if the last bits of their
     probabilities change.
@@ -129,7 +112,7 @@ def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> 
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find the ``count`` largest values in each row of ``values [b, m]``, descending, and their columns."""
+    """The ``count`` largest values in each row of ``values [b, m]``, descending, and their columns."""
     if not _is_on_host(values):
         return paddle.topk(values, count, axis=-1)
     # Paddle's CPU kernel sorts whole rows; NumPy selects first, which is several times faster.
@@ -144,8 +127,7 @@ def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Te
 
 
 def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
-    """Compute ``log_softmax`` of ``logits [b, V]``; Paddle's own kernel takes a second for 8 rows on a
-    CPU."""
+    """``log_softmax`` of ``logits [b, V]``; Paddle's own kernel takes a second for 8 rows on a CPU."""
     shifted = logits - logits.max(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 

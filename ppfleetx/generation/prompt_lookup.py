@@ -42,15 +42,8 @@ def decode_with_lookup(
     assistant: ProposedRows | None = None,
     on_token: OnToken | None = None,
 ) -> list[Row]:
-    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.search.decode`.
-
-    Args:
-        model: computes the logits.
-        prompts: token ids, none of them empty.
-        rules, max_new_tokens, on_token: as in ``decode``.
-        most_guesses: the most tokens to guess for a row in one pass.
-        assistant: the source of guesses; None: the row's own text.
-    """
+    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.search.decode`, with at most
+    ``most_guesses`` for a row in one pass, from an assistant or the row's own text."""
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
     rows = [
@@ -81,12 +74,7 @@ def decode_with_lookup(
 
 
 class _GuessedRow:
-    """A row and the guesses for its next tokens. Good guesses lead to more guesses.
-
-    Attributes:
-        history: the row's tokens, including the prompt.
-        result: the row's new tokens.
-    """
+    """A row and the guesses for its next tokens. Good guesses lead to more guesses."""
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, most_guesses: int) -> None:
         self.result, self._number, self.history = result, number, list(prompt)
@@ -101,7 +89,6 @@ class _GuessedRow:
             logits: ``[1 + s, b, V]`` after the last token of each row of the batch, and after each guess.
             likeliest: ``[1 + s, b]`` the likeliest tokens.
             i: index of this row in the batch.
-            rules, on_token: as in :func:`decode_with_lookup`.
         """
         new: list[int] = []
         while True:
@@ -116,7 +103,9 @@ class _GuessedRow:
             self.history.append(token)
             if not goes_on or new != self._guesses[: len(new)]:
                 break
-        self._learn(len(new) - 1)
+        if self._guesses:
+            right = len(new) - 1
+            self._width = next_width(self._width, right, self._most, right == len(self._guesses))
         return new
 
     @property
@@ -139,13 +128,8 @@ class _GuessedRow:
         return self._guesses
 
     def _choose(self, logits: paddle.Tensor, rules: Rules) -> int:
-        """The likeliest token of ``logits [1, V]`` after applying the rules."""
         limits = np.array([self.result.max_new_tokens])
         return int(process(logits, lambda: [self.history], len(self.result.ids), limits, rules).argmax())
-
-    def _learn(self, right: int) -> None:
-        if self._guesses:
-            self._width = next_width(self._width, right, self._most, right == len(self._guesses))
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
@@ -157,8 +141,7 @@ def next_width(width: int, right: int, most: int, all_right: bool) -> int:
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """Choose how many guesses to verify per row, given ``counts [b]`` guesses, to get the most tokens per
-    second.
+    """How many guesses to verify per row, given ``counts [b]`` guesses, to get the most tokens per second.
 
     In a pass all rows have the same number of positions, even if they have fewer guesses.
     """

@@ -53,14 +53,8 @@ class RowOptions:
     def of(
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> RowOptions:
-        """Build the options of a section or a request.
-
-        Args:
-            end_ids: tokens that end a row.
-
-        Raises:
-            ConfigError: an option does not fit the tokenizer, or its library is missing.
-        """
+        """Build the options of a section or a request. Raises ConfigError if one does not fit the
+        tokenizer, or its library is missing."""
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
         words = [one for word in options.bad_words for one in _sequences(word, tokenizer)]
         for key, ids in (
@@ -79,7 +73,6 @@ class RowOptions:
 
     @property
     def change_logits(self) -> bool:
-        """Whether any of :data:`PROCESSORS` would change logits."""
         return any(getattr(self, name) != getattr(PLAIN, name) for name in PROCESSORS)
 
 
@@ -88,11 +81,8 @@ PLAIN = RowOptions()
 
 
 def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray | None) -> paddle.Tensor:
-    """Choose one token per row of processed ``logits [b, V]``.
-
-    Args:
-        exponentials: ``[b, n]`` numbers of the rows' `RandomStream`; not needed at temperature 0.
-    """
+    """Choose one token per row of processed ``logits [b, V]``, by numbers ``[b, n]`` of the rows'
+    `RandomStream`, which temperature 0 does not need."""
     if options.temperature == 0.0:
         return logits.argmax(-1)
     weights = candidates(
@@ -107,7 +97,6 @@ def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray 
 
 
 def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) -> None:
-    """Raise ConfigError unless all ``ids`` of the key are in the tokenizer."""
     wrong = next((one for one in ids if one >= tokenizer.vocab_size), None)
     if wrong is not None:
         raise ConfigError(
@@ -118,19 +107,15 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a row: the tokens in ``options`` and, unless ``ignore_eos`` is set, the model's own
-    ``end_ids``.
-
-    Raises:
-        ConfigError: a token is not in the tokenizer.
-    """
+    """The tokens that end a row: those in ``options`` and, unless ``ignore_eos`` is set, the model's own
+    ``end_ids``. Raises ConfigError if one is not in the tokenizer."""
     check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
     own = () if options.ignore_eos else end_ids
     return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
 
 
 def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
-    """The token sequences of a bad word: without a space before it and, if a space changes its tokens, with
+    """The token sequences of a bad word: without a space before it and, if that changes its tokens, with
     one."""
     if not isinstance(word, str):
         return [word]
@@ -183,7 +168,7 @@ def _penalize_frequency(logits: paddle.Tensor, amount: float, rows: Sequence[Row
 
 
 def _counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
-    """Count how often each token occurs among the new tokens of each row, ``[b, V]`` float32."""
+    """How often each token occurs among the new tokens of each row, ``[b, V]`` float32."""
     counts = [np.bincount(np.asarray(row.new, np.int64), minlength=vocab_size) for row in rows]
     return np.stack(counts).astype(np.float32)
 

@@ -21,13 +21,9 @@ _COLUMNS = 128  # positions of a prompt whose logits are held in memory at a tim
 
 @dataclass(frozen=True)
 class RowChoice:
-    """The inputs for choosing one row's next token.
-
-    Attributes:
-        tokens: the row's tokens so far.
-        exponentials: ``[n]`` numbers from the row's `RandomStream`; not needed at temperature 0.
-        forbidden: ids that must not come next (the end tokens, before the minimum length).
-    """
+    """The inputs for choosing one row's next token: ``[n]`` numbers from its `RandomStream`, which
+    temperature 0 does not need, and ids that must not come next (the end tokens, before the minimum
+    length)."""
 
     options: RowOptions
     tokens: RowTokens
@@ -55,13 +51,8 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of a token in the model's own distribution, before any sampling option.
-
-    Attributes:
-        token: the token's id.
-        logprob: its log-probability; None for the first token of a text, which has none.
-        top: ids and log-probabilities of the likeliest tokens at this position, in descending order.
-    """
+    """The log-probability of a token in the model's own distribution, before any sampling option (None for
+    the first token of a text), and the likeliest tokens at this position, in descending order."""
 
     token: int
     logprob: float | None
@@ -82,13 +73,7 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Score each token of a text, given the tokens before it; the first token has no score.
-
-    Args:
-        model: computes the logits.
-        tokens: the text, at least one token.
-        num_top: number of the likeliest tokens to list at each position.
-    """
+    """Score each token of a text, given the tokens before it; the first token has no score."""
     scores = [TokenScore(tokens[0], None)]
     for start, part, *inputs in _parts(tokens[:-1]):
         logits = model.with_cache(*inputs, part)
@@ -97,8 +82,7 @@ def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> 
 
 
 def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
-    """Compute the embedding ``[h]`` float32 of a text: the last hidden state before the head, scaled to
-    length 1."""
+    """The embedding ``[h]`` float32 of a text: the last hidden state before the head, scaled to length 1."""
     for _start, _size, *inputs in _parts(tokens):
         hidden = model.hidden_states(*inputs)
     vector = hidden[-1, 0].astype("float32").numpy()

@@ -32,12 +32,9 @@ class Rules:
     """The rules that change logits before a token is chosen, and the tokens that end a row.
 
     Attributes:
-        end_ids: tokens that end a row; if empty, only its length ends a row.
         min_new_tokens: smallest number of tokens before an end token.
-        options: see :class:`~ppfleetx.generation.row_options.RowOptions`.
-        forced_bos_id: the first new token; None: this token is chosen like the others.
-        forced_eos_id: the last token of a row that reaches its limit; None: this token is chosen like the
-            others.
+        forced_bos_id, forced_eos_id: the first new token, and the last token of a row that reaches its limit;
+            None: these are chosen like the others.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -58,12 +55,8 @@ class Rules:
 
 @dataclass
 class Row:
-    """The new tokens of a row, including the end token, and why it ended.
-
-    Attributes:
-        scores: the score of each token, if requested.
-        rank_score: in beam search, the score by which results are ranked.
-    """
+    """The new tokens of a row, including the end token, and why it ended. In beam search, results are
+    ranked by ``rank_score``."""
 
     max_new_tokens: int
     ids: list[int] = field(default_factory=list)
@@ -94,13 +87,9 @@ def decode(
     """Extend every row of the session until it ends. Finished rows leave the batch.
 
     Args:
-        session: the prompts.
-        choose: greedy search or sampling.
-        rules: see :class:`Rules`.
         max_new_tokens: limit of new tokens for each prompt, at least 1.
         copies: number of continuations of each prompt; the rows of prompt ``i`` begin at ``i * copies``. Each
             prompt is run only once.
-        on_token: called with every token.
         num_top: number of the likeliest tokens to list with the score of each token; None: no scores.
     """
     logits = session.next_logits()
@@ -147,9 +136,7 @@ def process(
     Args:
         logits: ``[b, V]``; beam search passes log-probabilities.
         tokens: returns the ids of each row, including its prompt; called only if an option depends on them.
-        num_new: number of new tokens so far.
         limits: ``[b]`` limit of new tokens of each row.
-        rules: see :class:`Rules`.
     """
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
@@ -165,19 +152,12 @@ def process(
 
 
 def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
-    """The likeliest token of each row."""
     return logits.argmax(-1)
 
 
 class Sampler:
-    """Samples tokens. Each row has its own random numbers, independent of the other rows.
-
-    Args:
-        seed: the seed of the run.
-        streams: (prompt number, copy number) of each row.
-        vocab_size: V.
-        options: options that determine the distribution.
-    """
+    """Samples tokens. Each row has its own random numbers, independent of the other rows: ``streams`` are
+    the (prompt number, copy number) of each row."""
 
     def __init__(
         self,

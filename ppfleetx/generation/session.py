@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import paddle
-from paddle import nn
 
 from ppfleetx.distributed.collectives import all_gather_columns
 from ppfleetx.generation.cache import GrowingCache
@@ -25,11 +25,10 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 class NextTokenModel:
     """A staged model that computes only the logits after the last position.
 
-    The logits have no columns for vocabulary padding, so a padding id can never be chosen.
+    The logits have no columns for vocabulary padding, so a padding id can never be chosen. The matrix of a
+    tied head is copied, so later changes of the weights have no effect on it.
 
     Args:
-        model: the model. The matrix of a tied head is copied, so later changes of the weights have no effect
-            on it.
         vocab_size: only ids below this are generated.
         vocab_group: tensor-parallel ranks, each with its columns of the head. They must call all methods
             together, and all get the same logits.
@@ -56,9 +55,11 @@ class NextTokenModel:
             use_huge_pages(self.head_matrix)
         for parameter in model.parameters():
             use_huge_pages(parameter)
-        self._fused: FusedBlocks | None = None  # built at first use
         self._layer_by_layer = False
-        self._looked_for_fused = False
+
+    @cached_property
+    def _fused(self) -> FusedBlocks | None:
+        return fused_trunk(self.model.stages[1:-1])
 
     def with_cache(
         self,
@@ -68,18 +69,16 @@ class NextTokenModel:
         cache: GrowingCache,
         num_last: int = 1,
     ) -> paddle.Tensor:
-        """Compute the logits after new ``tokens [b, s]``, which extend the n columns of ``cache``.
+        """Compute the logits after new ``tokens [b, s]`` int64, which extend the n columns of ``cache``.
 
         Args:
-            tokens, position_ids: ``[b, s]`` int64.
             visible: ``[b, n + s]`` bool, the columns that each row may attend to. In the first pass the other
                 columns must be padding on the left.
-            cache: the cache of these rows.
             num_last: number of last positions L to compute logits for.
 
         Returns:
             ``[b, V]`` float32 after the last token; with ``num_last`` L, ``[L * b, V]`` for the last L
-            positions, ordered by position.
+                positions, ordered by position.
         """
         *_, head = self.model.stages
         hidden = self.hidden_states(tokens, position_ids, visible, cache)
@@ -96,32 +95,27 @@ class NextTokenModel:
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
         cache.extend(tokens.shape[1], visible)
-        return self._run_trunk(self.model.stages[:-1], state, cache)
+        return self._run_trunk(state, cache)
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Context manager: inside it the operator for whole blocks is not used, because it skips hooks of
-        layers."""
+        """Inside it the operator for whole blocks is not used, because it skips hooks of layers."""
         self._layer_by_layer = True
         try:
             yield
         finally:
             self._layer_by_layer = False
 
-    def _run_trunk(
-        self, trunk: Sequence[nn.Layer], state: tuple[paddle.Tensor, ...], cache: GrowingCache
-    ) -> paddle.Tensor:
+    def _run_trunk(self, state: tuple[paddle.Tensor, ...], cache: GrowingCache) -> paddle.Tensor:
         """The hidden states ``[s, b, h]`` before the head, computed in one operation if possible."""
         position_ids = state[1]
-        embedding, *rest = trunk
+        embedding, *rest, _ = self.model.stages
         state = embedding(state, cache)
-        if not paddle.is_grad_enabled() and not self._layer_by_layer:
-            if not self._looked_for_fused:
-                self._fused, self._looked_for_fused = fused_trunk(rest), True
-            if self._fused is not None and (cache.follows or self._fused.takes_prompts):
-                done = self._fused.run(state[0], position_ids, cache)
-                if done is not None:
-                    return done
+        fused = None if paddle.is_grad_enabled() or self._layer_by_layer else self._fused
+        if fused is not None and (cache.follows or fused.takes_prompts):
+            done = fused.run(state[0], position_ids, cache)
+            if done is not None:
+                return done
         for stage in rest:
             state = stage(state, cache)
         return state[0]
@@ -134,7 +128,6 @@ class NextTokenModel:
         return self._all_columns(logits[-1])
 
     def _all_columns(self, logits: paddle.Tensor) -> paddle.Tensor:
-        """Gather the head's output ``[b, columns of this rank]`` into ``[b, V]`` float32."""
         if self._vocab_group is not None:
             logits = all_gather_columns(logits, self._vocab_group)
         if logits.shape[-1] != self.vocab_size:
@@ -149,8 +142,8 @@ def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Stack prompts as one array ``[b, n]`` int64; also return the number of padding columns before each
-    ``[b]`` int64.
+    """Stack prompts as one array ``[b, n]`` int64; also return the padding columns before each, ``[b]``
+    int64.
 
     Padding columns hold the row's own first token: the model does not attend to them, and the set of tokens
     that have occurred stays the same.
@@ -168,12 +161,8 @@ class DecodingSession:
     """A batch of rows that grow by one token per step.
 
     Prompts of unequal length are padded on the left. Rows do not attend to padding, and their positions count
-    from the first real token, so a row gets the same logits as if it were alone.
-
-    Args:
-        model: computes the logits.
-        prompts: token ids of each row, none of them empty.
-        use_cache: keep keys and values; otherwise every step runs a forward pass over all tokens.
+    from the first real token, so a row gets the same logits as if it were alone. Without ``use_cache``, every
+    step runs a forward pass over all tokens.
     """
 
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:

@@ -17,14 +17,8 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Return a list of prompts, and whether a single prompt was given.
-
-    Args:
-        given: a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``).
-
-    Raises:
-        DataError: ``given`` is something else, or an id is not an integer.
-    """
+    """A list of prompts, and whether a single prompt was given: a text, token ids (a list, an array or a
+    tensor ``[n]``), or a list of these (``[b, n]``). Raises DataError for anything else."""
     if hasattr(given, "numpy"):  # a tensor
         given = given.numpy()
     if isinstance(given, np.ndarray):
@@ -40,7 +34,7 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
 
 
 def as_texts(given: Any) -> list[str]:
-    """Return a text, or a list of texts, as a list. Raises DataError for anything else."""
+    """A text, or a list of texts, as a list. Raises DataError for anything else."""
     if isinstance(given, str):
         return [given]
     texts = list(given) if isinstance(given, Iterable) else [given]
@@ -50,11 +44,7 @@ def as_texts(given: Any) -> list[str]:
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """The token ids of a prompt that is not a text.
-
-    Raises:
-        DataError: the prompt contains anything but integers.
-    """
+    """The token ids of a prompt that is not a text. Raises DataError."""
     if hasattr(prompt, "numpy"):
         prompt = prompt.numpy()
     if isinstance(prompt, np.ndarray):
@@ -81,12 +71,8 @@ def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class NoTokenizer:
-    """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are empty.
-
-    Attributes:
-        vocab_size: number of token ids of the model.
-        end_ids: empty, so only the length ends a continuation unless ``Generation.eos_token_id`` is set.
-    """
+    """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are
+    empty. Only the length ends a continuation, unless ``Generation.eos_token_id`` is set."""
 
     place = "the model's vocabulary"
     prefix_ids = end_ids = ()
@@ -108,15 +94,12 @@ class NoTokenizer:
         raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
 
     def stream_decoder(self, **_options: Any) -> NoTokenizer:
-        """Return a decoder that returns no text."""
         return self
 
     def feed(self, _token_id: int) -> str:
-        """Return no text."""
         return ""
 
     def finish(self) -> str:
-        """Return no text."""
         return ""
 
 
@@ -124,7 +107,6 @@ class RowText:
     """Decodes one row token by token.
 
     Args:
-        tokenizer: the model's tokenizer.
         stops: stop strings; the row ends before the first of them.
         prompt: ids of the prompt, which may affect how the text begins.
         emit: called with each piece of text once it is certain to be part of the result.

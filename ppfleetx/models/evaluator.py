@@ -61,7 +61,7 @@ class Evaluator(Protocol):
     """Accumulates the results of one evaluation. All ranks of a job call its methods together."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add one batch; ``runner`` is a :class:`~ppfleetx.parallel.runner.Runner`."""
+        """Add one batch; ``runner`` is a :class:`~ppfleetx.parallel.step.StepRunner`."""
 
     def result(self) -> Measured | None:
         """Return the result over all batches; None if nothing counted."""

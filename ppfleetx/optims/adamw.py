@@ -66,9 +66,8 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Read the powers of both betas if they are not cached. All parameters of a fused call must have the
-        same powers, because a GPU kernel uses the first parameter's for all.
-        """
+        """Read the powers of both betas if they are not cached. A GPU kernel uses the first parameter's
+        for all."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -76,7 +75,6 @@ class AdamW(Rule):
 def adamw(
     view: ParamView, lr: paddle.Tensor, *, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> None:
-    """Apply one step of AdamW in place."""
     has_master = view.rounded is not None
     moment1, moment2, power1, power2 = (view.states[name] for name in STATES)
     _C_ops.adamw_(
@@ -115,12 +113,8 @@ def fused_adamw(
 ) -> None:
     """Apply one step of AdamW to float32 tensors in place.
 
-    Args:
-        parameters, gradients: two lists of the same length; each pair has the same shape.
-        lr: the learning rate, one element.
-        states: first and second moments, and the powers of both betas, with one element each. Their exponent
-            is the number of steps begun.
-        betas, epsilon, weight_decay: the constants of AdamW.
+    ``lr`` has one element. ``states`` are first and second moments, and the powers of both betas, with one
+    element each. Their exponent is the number of steps begun.
     """
     moments1, moments2, powers1, powers2 = states
     _C_ops.fused_adam_(
@@ -146,9 +140,8 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return both betas to the power of the step count, read from the states; 0 on a CPU, whose kernel reads
-    the powers of each parameter itself.
-    """
+    """Both betas to the power of the step count, read from the states; 0 on a CPU, whose kernel reads the
+    powers of each parameter itself."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

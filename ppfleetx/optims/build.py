@@ -24,12 +24,10 @@ def build_optimizer(
     num_layers: int = 0,
     width_multiplier: float = 1.0,
 ) -> Optimizer:
-    """Build the optimizer of section `Optimizer` over (canonical name, parameter) pairs.
+    """Build the optimizer of section `Optimizer` over (canonical name, parameter) pairs; frozen ones
+    (`stop_gradient`) are left out.
 
     Args:
-        cfg_optimizer: the section.
-        named_params: parameters; frozen ones (`stop_gradient`) are left out.
-        place: where and how it works.
         num_layers: blocks of the whole model, for layer-wise decay.
         width_multiplier: the model's width over that of its base (``Model.mup_base_width``).
 
@@ -56,11 +54,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """The parameter groups of section ``Optimizer``: first the groups of the key ``groups``, then the groups
-    of the registered optimizer.
-
-    A parameter that belongs to a group of the section is not in a group of the registered optimizer.
-    """
+    """The parameter groups of section ``Optimizer``: first the groups of the key ``groups``, then the
+    groups of the registered optimizer, for the other parameters."""
     groups = []
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
@@ -77,9 +72,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the parameter groups of the registered optimizer, which is a rule for all parameters or a
-    function that returns groups.
-    """
+    """The parameter groups of the registered optimizer, which is a rule for all parameters or a function
+    that returns groups."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

@@ -36,9 +36,7 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Make a parameter, its moments and its powers. The powers are in host memory, as in Paddle's
-    optimizers.
-    """
+    """A parameter, its moments and its powers. The powers are in host memory, as in Paddle's optimizers."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]
@@ -47,14 +45,12 @@ def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
 
 
 def grad_norm(dtype: str) -> Pairs:
-    """Try the sum of all squares."""
     gradients = _gradients(dtype)
     fused, plain = (squares_of(gradients, ops) for ops in (FusedOps({"grad_norm": [dtype]}), FusedOps()))
     yield sum(fused), sum(plain)
 
 
 def grad_scale(dtype: str) -> Pairs:
-    """Try the scaling of all gradients."""
     fused, plain = _gradients(dtype), _gradients(dtype)
     scale_all(fused, 0.37, FusedOps({"grad_scale": [dtype]}))
     scale_all(plain, 0.37, FusedOps())

@@ -22,7 +22,7 @@ _SMALL = 1 << 16
 
 
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
-    """Return the sum of squares of all gradients, a float64 tensor of shape [].
+    """The sum of squares of all gradients, a float64 tensor of shape [].
 
     A parameter that occurs twice (tied) counts once; a parameter without a gradient counts as zero.
     """

@@ -40,8 +40,7 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 def expects_gradient(parameter: Tensor) -> bool:
     """Whether a step computes with the parameter. The answer is the same on all ranks, whatever their
-    data.
-    """
+    data."""
     return not getattr(parameter, "is_idle", False)
 
 
@@ -66,9 +65,8 @@ def add_to_main_gradient(parameter: Tensor) -> None:
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
-    """Return :func:`complete_gradient` and remove it from the parameter. The next backward pass makes a new
-    one.
-    """
+    """Return :func:`complete_gradient` and remove it from the parameter. The next backward pass makes a
+    new one."""
     import paddle
 
     gradient = complete_gradient(parameter)

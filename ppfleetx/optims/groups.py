@@ -13,7 +13,7 @@ from ppfleetx.nn.param_spec import ParamSpec
 
 
 def decays(name: str, global_shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to parameter `name`.
+    """Whether weight decay applies to a parameter.
 
     Biases and one-dimensional parameters (norm gains) are not decayed; matrices are, including word and
     position embeddings (Megatron's rule). The shape is the global shape, so a slice of a matrix counts as a
@@ -23,7 +23,6 @@ def decays(name: str, global_shape: Sequence[int]) -> bool:
 
 
 def takes_all(spec: ParamSpec) -> bool:
-    """A filter that takes every parameter."""
     return True
 
 
@@ -37,17 +36,11 @@ MUON_RULES: dict[str, Callable[[ParamSpec], bool]] = {"Muon": is_hidden_matrix, 
 
 
 def width_factor(spec: ParamSpec, width_multiplier: float) -> float:
-    """Factor of a parameter's learning rate under ``Model.mup_base_width`` (Yang et al., 2022, table 8).
-
-    Args:
-        spec: the parameter.
-        width_multiplier: the model's width over that of its base.
-    """
+    """Factor of a parameter's learning rate under ``Model.mup_base_width`` (Yang et al., 2022, table 8)."""
     return 1 / width_multiplier if is_hidden_matrix(spec) or spec.kind == "router" else 1.0
 
 
 def layer_factor(name: str, decay: float, num_layers: int) -> float:
-    """The factor of a parameter's learning rate under ``Optimizer.layer_decay``."""
     if decay == 1.0:
         return 1.0
     block = re.match(r"decoder\.layers\.(\d+)\.", name)
@@ -58,15 +51,8 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A line of the list that ``--check`` prints.
-
-    Attributes:
-        name: the name of the group.
-        optimizer: the optimizer of its parameters.
-        names: the canonical names of its parameters.
-        num_elements: the total number of elements of its parameters.
-        settings: the settings that differ from the section's.
-    """
+    """A line of the list that ``--check`` prints: a group's parameters, and the settings that differ from
+    the section's."""
 
     name: str
     optimizer: str
@@ -76,15 +62,8 @@ class GroupRow:
 
 
 def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRow]:
-    """The groups of the section's ``groups``, then the rest.
-
-    Args:
-        cfg: the section ``Optimizer``.
-        specs: all parameters of the model.
-
-    Raises:
-        ConfigError: a group contains no parameter, or none that its optimizer can update.
-    """
+    """The groups of the section's ``groups``, then the rest, for all parameters of the model. Raises
+    ConfigError if a group contains no parameter, or none that its optimizer can update."""
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     for spec in specs:
         if spec.trains:

@@ -71,7 +71,6 @@ class Muon(Rule):
             view.value.subtract_(lr * change)
 
     def _of_each_matrix(self, update: Tensor, parts: Sequence[Part]) -> Tensor:
-        """Compute the change ``[..., in, out]`` of each matrix that ``update`` consists of, in its place."""
         if not parts or self.muon.split == "none":
             return self._orthogonal(update)
         period = parts[0].period
@@ -104,12 +103,8 @@ class Muon(Rule):
 def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilon: float) -> Tensor:
     """Move the singular values of each matrix in ``[..., m, n]`` near 1, and keep its singular vectors.
 
-    Args:
-        matrix: the matrices to orthogonalise.
-        steps: the number of iterations.
-        coefficients: the name of the table of coefficients. After its end the table begins again; the table
-            of ``polar_express`` repeats its last row.
-        epsilon: the smallest norm to divide by.
+    After the end of the table of coefficients it begins again; ``polar_express`` repeats its last row.
+    ``epsilon`` is the smallest norm to divide by.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()
@@ -125,7 +120,6 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilo
 
 
 def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
-    """The scale of a matrix's change; see ``Optimizer.muon.scale``."""
     if kind == "original":
         return max(1.0, fan_out / fan_in) ** 0.5
     if kind == "unit_rms_norm":
@@ -134,6 +128,5 @@ def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
 
 
 def muon(cfg: OptimizerConfig) -> list[Group]:
-    """The parameter groups of ``Optimizer.name = Muon``."""
     rules: dict[str, type[Rule]] = {"Muon": Muon, "AdamW": AdamW}
     return [Group(name, rules[name](cfg), takes) for name, takes in MUON_RULES.items()]

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     """Copy a tensor to host memory, even if it is already there, where ``Tensor.cpu`` returns the tensor
-    itself.
-    """
+    itself."""
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 
 @contextmanager
 def made_on_host() -> Iterator[None]:
-    """Context manager in which Paddle creates tensors in host memory."""
     device = paddle.get_device()
     paddle.set_device("cpu")
     try:
@@ -37,7 +35,6 @@ def made_on_host() -> Iterator[None]:
 
 
 def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: float) -> None:
-    """Update one parameter, whose master weight and states are in host memory."""
     with made_on_host():
         value = copy_to_host(view.value) if view.rounded is None else view.value
         here = replace(view, value=value, gradient=copy_to_host(view.gradient), rounded=None)

@@ -8,7 +8,7 @@ inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,6 @@ NamedParams = Sequence[tuple[str, "Tensor"]]
 StateKey = tuple[str, str]
 
 
-def _alone(axis: str) -> None:
-    """The group lookup of a job without other ranks: None along every axis."""
-
-
 @dataclass(frozen=True)
 class UpdatePlace:
     """Where an optimizer's states live, and how it finds groups of ranks.
@@ -49,19 +45,12 @@ class UpdatePlace:
     multi_precision: bool = False
     on_host: bool = False
     fused: bool = False
-    group_of: Callable[[str], Any] = _alone
+    group_of: Callable[[str], Any] = lambda _: None
 
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together.
-
-    Attributes:
-        rule: the update rule.
-        lr_factor: the factor of the step's learning rate.
-        weight_decay: the weight decay in every step; None: the value passed with each step.
-        params: the parameters.
-    """
+    """Parameters that are updated together. A ``weight_decay`` of None is the value passed with each step."""
 
     rule: Rule
     lr_factor: float
@@ -70,14 +59,13 @@ class _Members:
 
 
 class Optimizer:
-    """An optimizer: updates parameters by the rules of their groups.
+    """Updates parameters by the rules of their groups.
 
     Args:
-        groups: groups of parameters; each parameter belongs to the first group that matches it.
+        groups: each parameter belongs to the first group that matches it.
         named_params: (canonical name, parameter) pairs; frozen ones are left out.
         decays: whether weight decay applies to a parameter, by canonical name.
         weight_decay: the weight decay, until a step sets another.
-        place: where and how it works.
         rate_factor: of a parameter's learning rate, by canonical name, beside its group's.
     """
 
@@ -111,8 +99,7 @@ class Optimizer:
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Use these float32 tensors, by canonical name, as master weights. Missing ones are made from the
-        rounded parameters.
-        """
+        rounded parameters."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
@@ -133,9 +120,7 @@ class Optimizer:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """Return the state tensors by (canonical name, state name). They are created if no step was taken
-        yet.
-        """
+        """The state tensors by (canonical name, state name). They are created if no step was taken yet."""
         for group in self._groups:
             group.rule.forget()
         state: dict[StateKey, Tensor] = {}
@@ -147,7 +132,6 @@ class Optimizer:
         return state
 
     def _find_members(self) -> list[_Members]:
-        """Group the parameters that are updated together, by group, learning rate and weight decay."""
         found: dict[tuple[int, float, float | None], NamedParams] = {}
         for number, group in enumerate(self._groups):
             for name, param in self.named_params:
@@ -163,7 +147,6 @@ class Optimizer:
         ]
 
     def _views(self, members: NamedParams) -> list[ParamView]:
-        """Make views of the parameters that have a gradient."""
         views = []
         for name, param in members:
             gradient = gradient_of(param)
@@ -197,7 +180,7 @@ class Optimizer:
 
     def _new_state(self, spec: StateSpec, param: Tensor) -> Tensor:
         dtype = "float32" if _is_16_bit(param) else param.dtype
-        with made_on_host() if spec.is_number else self._where():
+        with made_on_host() if spec.is_number or self._place.on_host else nullcontext():
             return paddle.full([1] if spec.is_number else param.shape, spec.start, dtype)
 
     def _master_of(self, name: str, param: Tensor) -> Tensor | None:
@@ -205,9 +188,6 @@ class Optimizer:
             master = param.detach().astype("float32")
             self._masters[name] = copy_to_host(master) if self._place.on_host else master
         return self._masters.get(name)
-
-    def _where(self) -> AbstractContextManager[None]:
-        return made_on_host() if self._place.on_host else nullcontext()
 
 
 def _group(name: str, param: Tensor, groups: Sequence[Group]) -> Group:

@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 class StateSpec:
     """A tensor that a rule keeps for each parameter. Checkpoints store it under the parameter's name.
 
-    Attributes:
-        name: the name of the state.
-        start: the value of its elements before the first step.
-        is_number: whether it is a single number, ``[1]``, in host memory; otherwise it has the parameter's
-            shape.
+    ``start`` is the value of its elements before the first step. A single number (``is_number``) is ``[1]``,
+    in host memory; other states have the parameter's shape.
     """
 
     name: str
@@ -39,11 +36,9 @@ class ParamView:
     """A parameter as a rule sees it: float32 tensors of the same shape (a state may be a single number).
 
     Attributes:
-        name: canonical name.
         spec: its declaration; None if an optimizer is tried without a model.
         value: the parameter, or its master weight.
         gradient: the gradient, summed over the job and clipped. The rule may overwrite it.
-        states: the states, by name.
         rounded: the 16-bit parameter whose master weight is ``value``; None if there is none, or if it is not
             in the same memory.
     """
@@ -65,8 +60,6 @@ class Rule(ABC):
             the matrix). Under tensor parallelism, one of the ranks that share a matrix then updates it.
         rounds: whether :meth:`update` also writes :attr:`ParamView.rounded`.
         fused: whether the run uses fused kernels.
-
-    Args:
         cfg: the section ``Optimizer``; ``cfg.options`` holds the options that the rule was registered with.
     """
 
@@ -85,7 +78,6 @@ class Rule(ABC):
         Args:
             group: parameters with gradients, or some of them; the others are passed in other calls of the
                 same step.
-            lr: this step's learning rate.
             weight_decay: this step's weight decay; 0 for a group of biases and gains, which are not decayed.
         """
 
@@ -97,14 +89,12 @@ class Rule(ABC):
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
     """The learning rate as a tensor, for kernels that update ``value``. All updates of a step share the
-    tensor, so do not change it.
-    """
+    tensor, so do not change it."""
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 
 @lru_cache(maxsize=1)
 def _rate(lr: float, dtype: str, device: str) -> Tensor:
-    """The learning rate as a tensor, which is created once per step."""
     return paddle.full([1], lr, dtype)
 
 
@@ -113,8 +103,6 @@ class Group:
     """Parameters that share an update rule.
 
     Attributes:
-        name: the name of the group.
-        rule: their update rule.
         takes: a function that decides whether a parameter belongs to the group. The first group that takes a
             parameter has it.
         lr_factor: the factor of the step's learning rate.
@@ -142,11 +130,8 @@ class SGD(Rule):
 
 
 class UpdateRule(ABC):
-    """The former rule interface, supported for one more version. It sees one tensor at a time.
-
-    Attributes:
-        states: the names of the tensors that it keeps. They have the parameter's shape and start at 0.
-    """
+    """The former rule interface, supported for one more version. It sees one tensor at a time. ``states``
+    names the tensors that it keeps. They have the parameter's shape and start at 0."""
 
     states: ClassVar[tuple[str, ...]] = ()
 

@@ -17,7 +17,7 @@ from typing import Any
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.registries import SCHEDULES
-from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
+from ppfleetx.config.sections.optimizer import OptimizerConfig
 from ppfleetx.utils.log import get_logger
 
 
@@ -46,11 +46,7 @@ class Schedule:
         _check_lengths(self)
 
     def lr(self, step: int) -> float:
-        """The learning rate used in step `step` (1 is the first).
-
-        Raises:
-            ConfigError: the schedule gives no learning rate for this step.
-        """
+        """The learning rate used in step `step` (1 is the first). Raises ConfigError if there is none."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
@@ -74,7 +70,6 @@ class Schedule:
         return self.start_weight_decay + (self.end_weight_decay - self.start_weight_decay) * ratio
 
     def describe(self) -> str:
-        """One line for the log: style, limits and lengths."""
         text = f"{self.decay_style} learning rate, peak {self.max_lr:g}"
         if SCHEDULES.traits(self.decay_style).decays:
             text += f", floor {self.min_lr:g} at step {self.decay_steps}"
@@ -108,7 +103,6 @@ class Schedule:
             raise unreadable from error
 
     def differences(self, other: Schedule) -> dict[str, tuple[Any, Any]]:
-        """The fields that differ, as {name: (value here, value in `other`)}."""
         mine, theirs = self.state(), other.state()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
@@ -151,31 +145,21 @@ def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
     """
     lr = cfg_optimizer.lr
     decay_steps = lr.decay_steps or max_steps
+    of_rate = (lr.warmup_rate or 0.0) * decay_steps
+    wsd_steps = lr.wsd_decay_steps or max(1, decay_steps // 10)
     schedule = Schedule(
         max_lr=lr.max_lr,
         min_lr=lr.min_lr,
-        warmup_steps=_warmup_steps(lr, decay_steps),
+        warmup_steps=of_rate if lr.warmup_steps is None else lr.warmup_steps,
         decay_steps=decay_steps,
         decay_style=lr.decay_style,
-        wsd_decay_steps=_wsd_decay_steps(lr, decay_steps),
+        wsd_decay_steps=wsd_steps if lr.decay_style == "wsd" else None,
         wsd_decay_style=lr.wsd_decay_style,
         **_weight_decay(cfg_optimizer, max_steps),
     )
     for step in (math.floor(schedule.warmup_steps) + 1, max(schedule.decay_steps, 1)):
         schedule.lr(step)
     return schedule
-
-
-def _warmup_steps(lr: LRConfig, decay_steps: int) -> float:
-    if lr.warmup_steps is not None:
-        return lr.warmup_steps
-    return (lr.warmup_rate or 0.0) * decay_steps
-
-
-def _wsd_decay_steps(lr: LRConfig, decay_steps: int) -> int | None:
-    if lr.decay_style != "wsd":
-        return None
-    return lr.wsd_decay_steps or max(1, decay_steps // 10)
 
 
 def _weight_decay(cfg_optimizer: OptimizerConfig, max_steps: int) -> dict[str, Any]:

@@ -53,8 +53,6 @@ def _changing(view: ParamView) -> list[paddle.Tensor]:
 
 
 def _gathered(view: ParamView, dim: int | None, group: Any) -> ParamView:
-    """Gather copies of a whole matrix that is sliced along ``dim``."""
-
     def whole(tensor: paddle.Tensor) -> paddle.Tensor:
         if dim is None:
             return tensor.detach().clone()

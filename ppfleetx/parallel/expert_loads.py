@@ -22,10 +22,8 @@ class ExpertLoads:
     experts.
 
     Args:
-        model: this rank's part of the model.
         routers: the number of experts of each router in the whole model, by the router's canonical name; the
             same on all ranks.
-        ctx: this process's place in the job.
         same_on: axes whose ranks hold the same hidden states.
     """
 
@@ -44,7 +42,6 @@ class ExpertLoads:
         self._idle = {name: np.zeros(size, int) for name, size in routers.items()}
 
     def begin(self) -> None:
-        """Discard earlier counts; call this before the passes of a step."""
         for router in self._held.values():
             router.seen = None
 
@@ -68,9 +65,7 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """Balance the routers and warn of starving experts. Call this after a step whose update was
-        applied.
-        """
+        """Balance the routers and warn of starving experts, after a step whose update was applied."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():

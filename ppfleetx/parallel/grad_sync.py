@@ -55,7 +55,7 @@ class GradientSync:
 
     Args:
         parameters: this rank's trainable parameters, each once, in model order.
-        ctx: this process's place in the job, with the groups that the whole model needs.
+        ctx: with the groups that the whole model needs.
         tied_group: the group of pipeline ranks with copies of the tied parameters, if this rank is one of
             them.
         has_experts: whether the model has parameters in the experts' view, on any rank.
@@ -100,7 +100,7 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Return each group of the gradient sums, in order, with this rank's parameters that use it."""
+        """Each group of the gradient sums, in order, with this rank's parameters that use it."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -129,7 +129,6 @@ class GradientSync:
         return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // BUCKETS_IN_SIZE)])
 
     def begin(self, num_micro_batches: int) -> None:
-        """Start a step with this number of backward passes."""
         for sums in (self._sums, self._sharding):
             if sums is not None:
                 sums.begin(num_micro_batches)
@@ -148,11 +147,8 @@ class GradientSync:
             equalize_packed(_gradients(members), group)
 
     def norm(self) -> paddle.Tensor:
-        """Return the norm of the whole model's gradient as a float64 tensor on the device. Each parameter
-        counts once.
-
-        The squares of each view are summed over its own axes.
-        """
+        """The norm of the whole model's gradient, a float64 tensor on the device. Each parameter counts
+        once. The squares of each view are summed over its own axes."""
         mesh = self._ctx.mesh
         squares = [
             self._ctx.sum_tensor_over(norm_axes(view, mesh), squared_norm(counted, self.ops))
@@ -161,11 +157,9 @@ class GradientSync:
         return (squares[0] if len(squares) == 1 else paddle.add_n(squares)).sqrt()
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """Clip the gradients, given their norm from :meth:`norm`."""
         scale_to_norm(self.parameters, norm, max_norm, self.ops)
 
     def finish_values(self) -> None:
-        """Wait until all parameter values of the last update have arrived."""
         if self._values is not None:
             self._values.finish()
 
@@ -182,9 +176,8 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """The gradients of these parameters. A missing gradient becomes zero, so that all ranks send the same
-    tensors.
-    """
+    """The gradients of these parameters. A missing one becomes zero, so that all ranks send the same
+    tensors."""
     return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
 

@@ -22,17 +22,8 @@ if TYPE_CHECKING:
 
 
 class LocalRunner(StepRunner):
-    """Runs a model whose stages are all in this process. Parameters may be slices.
-
-    Args:
-        model: the container of the stages, a callable ``paddle.nn.Layer``.
-        module: the task, which computes the loss from the model's outputs.
-        factory: the factory that made the layers; it knows how the model's outputs are sliced.
-        optimizer: the optimizer; None for a runner that only evaluates.
-        ctx: this process's place in the job.
-        sync: sums and clips gradients; None for the only process of a job.
-        options: seed, clipping and precision.
-    """
+    """Runs a model whose stages are all in this process. Parameters may be slices. ``sync`` is None for
+    the only process of a job."""
 
     def __init__(
         self,
@@ -69,7 +60,7 @@ class LocalRunner(StepRunner):
         function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
         micro_batches: Sequence[MicroBatch],
     ) -> list[np.ndarray]:
-        """See :meth:`Runner.compute`."""
+        """``function(model, tensors)`` for each micro batch of this rank, in evaluation mode."""
         self.model.eval()
         self._scales.begin()
         with self._precision.autocast():

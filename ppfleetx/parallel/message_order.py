@@ -33,13 +33,8 @@ def take_turns() -> None:
 
 
 def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
-    """Return the messages of one exchange in this rank's order.
-
-    Args:
-        messages: the messages. Each has an ``op``, Paddle's function that sends or receives, and a ``peer``,
-            a global rank.
-        hcg: fleet's topology.
-    """
+    """The messages of one exchange in this rank's order. Each has an ``op``, Paddle's function that sends
+    or receives, and a ``peer``, a global rank; ``hcg`` is fleet's topology."""
     is_odd, order = hcg.get_stage_id() % 2 == 1, _ODD if hcg.get_stage_id() % 2 else _EVEN
 
     def place(message: Any) -> int:

@@ -33,13 +33,8 @@ _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Decides when each bucket of gradients is sent.
-
-    Args:
-        buckets: lists of parameters, in the order in which they are sent; no parameter is in two buckets.
-        send: a function that sends the bucket with a given index.
-        each_pass: whether every backward pass sends all buckets; otherwise only the last pass of a step does.
-    """
+    """Decides when each bucket of gradients is sent, in the order of ``buckets``, of which no two have a
+    parameter in common: in ``each_pass``, or only in the last pass of a step."""
 
     def __init__(
         self,
@@ -57,20 +52,17 @@ class SendOrder:
             parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
 
     def begin(self, num_passes: int) -> None:
-        """Begin a step of ``num_passes`` micro batches."""
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Mark the gradients of ``passes`` passes as complete. Gradients that the data did not reach become
-        zero.
-        """
+        """Mark the gradients of ``passes`` passes as complete. Gradients that the data did not reach
+        become zero."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
         self._send_complete()
 
     def finish(self) -> None:
-        """Send the remaining buckets."""
         while self._num_sent < self._num_sends:
             self._send_next()
         if not self._num_passes:
@@ -86,11 +78,9 @@ class SendOrder:
 
     @property
     def _num_sends(self) -> int:
-        """The number of sends in this step."""
         return len(self._buckets) * (self._num_passes if self._each_pass else 1)
 
     def _on_gradient(self, parameter: paddle.Tensor) -> None:
-        """Called when a backward pass has added to a gradient."""
         key = id(parameter)
         self._counts[key] += 1
         assumed = 1 if self._each_pass and not self._is_first_step else None
@@ -107,13 +97,11 @@ class SendOrder:
             self._send_next()
 
     def _is_complete(self) -> bool:
-        """Whether the next bucket to send has all its gradients of the current pass."""
         earlier, index = divmod(self._num_sent, len(self._buckets))
         passes = earlier + 1 if self._each_pass else self._num_passes
         return all(not expects_gradient(p) or self._has(p, passes) for p in self._buckets[index])
 
     def _has(self, parameter: paddle.Tensor, passes: int) -> bool:
-        """Whether a parameter has its gradient from this many passes."""
         parts = self._per_pass.get(id(parameter), 1 if self._each_pass else math.inf)
         return self._counts[id(parameter)] >= parts * passes
 
@@ -123,12 +111,8 @@ class SendOrder:
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients are sent together, in the order of the backward pass.
-
-    Attributes:
-        start: see :data:`Start`.
-        done: a function called when the sums have arrived.
-    """
+    """Parameters whose gradients are sent together, in the order of the backward pass. ``done`` is called
+    when the sums have arrived."""
 
     parameters: Sequence[paddle.Tensor]
     start: Start
@@ -136,11 +120,8 @@ class Bucket(NamedTuple):
 
 
 class BucketSums:
-    """Sends each bucket once a step, as soon as its gradients are complete.
-
-    Args:
-        buckets: the buckets, in the order in which they are sent; no parameter is in two.
-    """
+    """Sends each bucket once a step, as soon as its gradients are complete. No parameter is in two
+    buckets."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
@@ -148,11 +129,9 @@ class BucketSums:
         self._under_way: deque[tuple[Any, Bucket]] = deque()
 
     def begin(self, num_passes: int) -> None:
-        """Begin a step of ``num_passes`` micro batches."""
         self._order.begin(num_passes)
 
     def finish(self) -> None:
-        """Send the remaining buckets, and wait for all sums."""
         self._order.finish()
         while self._under_way:
             self._complete()
@@ -167,7 +146,6 @@ class BucketSums:
             self._under_way.append((bucket.start(move_together(gradients)), bucket))
 
     def _complete(self) -> None:
-        """Wait for the oldest reduction."""
         task, bucket = self._under_way.popleft()
         task.wait()
         bucket.done()

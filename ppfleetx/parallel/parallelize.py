@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -20,18 +20,18 @@ from ppfleetx.nn.column_overlap import column_exchange
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
+from ppfleetx.nn.init import Constant
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.quantized import with_small_weights
-from ppfleetx.nn.stage import LayerFactory, Stage
+from ppfleetx.nn.stage import LayerFactory, Stage, first_value
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.groups import group_rows
+from ppfleetx.optims.on_host import copy_to_host
 from ppfleetx.optims.optimizer import Optimizer, UpdatePlace
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
-from ppfleetx.parallel.initial_values import give_values
 from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.runner import Runner
-from ppfleetx.parallel.step import StepOptions
+from ppfleetx.parallel.step import StepOptions, StepRunner
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.param_broadcast import NewValues
@@ -39,16 +39,14 @@ if TYPE_CHECKING:
     from ppfleetx.parallel.zero3 import ParameterSharding
 
 
-def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
+def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> StepRunner:
     """Build the model of ``module`` under the plan of ``ctx``, and return its runner.
 
     The order: layers of the plan -> stages -> container of layers without values (the whole model, or a
     pipeline rank's part) -> 16-bit parameters -> their owners -> plan-free initial weights -> optimizer ->
     its sharding -> sums of gradients -> runner. Without ``train`` there are no initial weights and no
-    optimizer: the caller has to restore the weights before running the model.
-
-    Raises:
-        ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
+    optimizer: the caller has to restore the weights before running the model. Raises ConfigError if
+    ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
     """
     if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
         raise ConfigError(
@@ -63,27 +61,23 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     precision = Precision(cfg.Engine.mix_precision)
     factory.fused = _fused_ops(cfg, ctx, precision, train)
     if train:
-        factory.matmul = _matmul(cfg, ctx, precision, factory.fused)
+        # Stage 3 drops values after each use, but copies of them would stay.
+        keeps = precision.products_alone and ctx.plan.sharding_stage != 3
+        casts = "weight_cast" in factory.fused.taken or keeps
+        defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
+        dtype = cfg.Engine.mix_precision.dtype if casts else None
+        factory.matmul = Matmul(cast_to=dtype, fused=factory.fused, defers=defers)
     precision.keeps_casts = factory.matmul.kept
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, precision, train)
 
 
 def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train: bool) -> FusedOps:
-    """Resolve ``Model.fused_ops`` for the parameters that this run trains."""
     unused = {name: why for name, (_, why) in without_place(cfg).items()}
     ops = choose(cfg.Model.fused_ops, precision.types, ctx, unused)
     if train:
         say(ops)
     return ops
-
-
-def _matmul(cfg: RunConfig, ctx: ParallelContext, precision: Precision, ops: FusedOps) -> Matmul:
-    """The :class:`Matmul` of this run."""
-    # Stage 3 drops values after each use, but copies of them would stay.
-    casts = "weight_cast" in ops.taken or (precision.products_alone and ctx.plan.sharding_stage != 3)
-    defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
-    return Matmul(cast_to=cfg.Engine.mix_precision.dtype if casts else None, fused=ops, defers=defers)
 
 
 def _local_runner(
@@ -93,7 +87,7 @@ def _local_runner(
     ctx: ParallelContext,
     precision: Precision,
     train: bool,
-) -> Runner:
+) -> StepRunner:
     options = _step_options(cfg, precision)
     model = StagedModel(_stages(module, factory, cfg), None, empty=True)
     optimizer, sync = _optimizer_and_sync(
@@ -109,7 +103,7 @@ def _pipeline_runner(
     ctx: ParallelContext,
     precision: Precision,
     train: bool,
-) -> Runner:
+) -> StepRunner:
     from paddle.distributed import fleet
 
     from ppfleetx.parallel.message_order import take_turns
@@ -137,9 +131,8 @@ def _pipeline_runner(
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
-    """The task's stages, with small weights or fake quantisation if the configuration asks for it. With
-    adapters, the base's scales are frozen too.
-    """
+    """The task's stages, with small weights or fake quantisation. With adapters, the base's scales are
+    frozen too."""
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
         return with_small_weights(stages, cfg.Compress.Weights, factory)
@@ -165,8 +158,7 @@ def _optimizer_and_sync(
     tied_group: Any = None,
 ) -> tuple[Optimizer | None, GradientSync]:
     """Give the parameters their types and values. Returns the optimizer of the parameters that this rank
-    updates, and the object that sums gradients over the job.
-    """
+    updates, and the object that sums gradients over the job."""
     parameters = model.parameters()
     ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
     trainable = [parameter for parameter in parameters if parameter.spec.trains]
@@ -218,7 +210,6 @@ def _values(
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> NewValues | ParameterSharding:
-    """The object that sends parameter values from their owners."""
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
         from ppfleetx.parallel.zero3 import ParameterSharding
@@ -228,3 +219,48 @@ def _values(
 
     layers = [layer for _, layer in stages] if overlaps else None
     return NewValues(trainable, sharding, layers, cfg.Distributed.packed_bytes)
+
+
+@paddle.no_grad()
+def give_values(
+    parameters: Iterable[paddle.Tensor],
+    seed: int | None,
+    with_masters: Iterable[paddle.Tensor],
+    sharding: Sharding | None,
+    *,
+    masters_on_host: bool = False,
+) -> dict[str, paddle.Tensor]:
+    """Allocate each empty parameter this rank holds, and fill it with its initial value in its own type.
+
+    A model for a run is built empty: its parameters have names, shapes and types, but no memory. So every
+    parameter's owner is known before the first value exists, and no rank ever holds more than the values it
+    keeps plus one parameter in float32.
+
+    Args:
+        seed: None draws no values, because a checkpoint will be loaded.
+        with_masters: the parameters whose exact float32 values are returned.
+        sharding: decides which values and masters this rank keeps; None keeps all.
+
+    Returns:
+        The float32 values by canonical name, for master weights.
+    """
+    masters: dict[str, paddle.Tensor] = {}
+    wanted = {id(p) for p in with_masters if sharding is None or sharding.owns(p)}
+    for parameter in parameters:
+        if parameter._is_initialized() or not (sharding is None or sharding.holds(parameter)):
+            continue
+        value = _undrawn(parameter) if seed is None else first_value(parameter, seed)
+        if id(parameter) in wanted:
+            masters[parameter.info.name] = copy_to_host(value) if masters_on_host else value
+        if value.dtype != parameter.dtype:
+            value = value.astype(parameter.dtype)
+        parameter.get_tensor()._share_data_with(value.get_tensor())
+    return masters
+
+
+def _undrawn(parameter: paddle.Tensor) -> paddle.Tensor:
+    """A placeholder value that is cheap to make."""
+    init = parameter.info.init
+    return paddle.full(
+        parameter.shape, init.value if isinstance(init, Constant) else 0.0, dtype=parameter.dtype
+    )

@@ -29,7 +29,6 @@ class NewValues:
 
     Args:
         parameters: this rank's parameters, each once, in the order of the forward pass.
-        owning: knows which rank has a parameter's new value.
         layers: layers whose forward passes wait for their own parameters; None: the update waits for all
             parameters.
         packed_bytes: the most bytes packed at a time.
@@ -76,13 +75,11 @@ class NewValues:
             self._tasks[id(parameter)] = self._start(parameter)(parameter.detach())
 
     def finish(self) -> None:
-        """Wait for all broadcasts; afterwards every parameter is up to date."""
         self._finish_small()
         while self._tasks:
             self._tasks.pop(next(iter(self._tasks))).wait()
 
     def _by_owner(self, parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
-        """Group ``parameters`` by owner, in the order of groups and ranks."""
         found: dict[tuple[int, int], list[paddle.Tensor]] = {}
         for parameter in parameters:
             place = self._owning.group_of(parameter).id, self._owning.owner_of(parameter)

@@ -45,8 +45,6 @@ def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
 
 
 class StageDesc(LayerDesc):
-    """Wraps one stage as a layer description, from which Paddle's container builds layers."""
-
     def __init__(self, stage: Stage, index: int, *, ends_chunk: bool) -> None:
         super().__init__(stage.layer_cls)
         self.stage, self.index, self._ends_chunk = stage, index, ends_chunk
@@ -76,10 +74,7 @@ class Passage(paddle.nn.Layer):
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's pipeline container, with the uneven chunks of our plan.
-
-    Parameters have no memory yet.
-    """
+    """Paddle's pipeline container, with the uneven chunks of our plan. Parameters have no memory yet."""
 
     def __init__(
         self,
@@ -113,19 +108,15 @@ class StagePipeline(PipelineLayer):
         self._end_poss = [self._bounds[chunk + 1] for chunk in chunks]
 
     def held_stages(self) -> list[tuple[int, paddle.nn.Layer]]:
-        """Return (index in the model, layer) of each stage on this rank."""
+        """(index in the model, layer) of each stage on this rank."""
         held = [layer for layer in self.sublayers() if hasattr(layer, "index_in_model")]
         return [(layer.index_in_model, layer) for layer in held]
 
 
 class PipelineRunner(StepRunner):
-    """Runs this rank's stages in Paddle's schedule.
-
-    Args:
-        pipeline: the result of ``fleet.distributed_model`` for a :class:`StagePipeline`.
-        loss: the object given to the pipeline as its loss function.
-        optimizer, ctx, sync, options: see :class:`StepRunner`.
-    """
+    """Runs this rank's stages in Paddle's schedule: ``pipeline`` is the result of
+    ``fleet.distributed_model`` for a :class:`StagePipeline`, ``loss`` the object given to it as its loss
+    function."""
 
     def __init__(
         self,
@@ -169,9 +160,8 @@ class PipelineRunner(StepRunner):
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Add micro batches that do not count until the number is a multiple of the stages, as virtual stages
-        require.
-        """
+        """Add micro batches that do not count until the number is a multiple of the stages, as virtual
+        stages require."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -179,12 +169,7 @@ class PipelineRunner(StepRunner):
 
 
 class PipelineLoss:
-    """The loss at the end of the pipeline.
-
-    Args:
-        module: the task.
-        factory: the factory that made the layers; it knows how the logits are sliced.
-    """
+    """The loss of a task at the end of the pipeline. ``factory`` knows how the logits are sliced."""
 
     def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
         self.module, self.factory = module, factory
@@ -234,6 +219,5 @@ def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
 
 
 def _rank_of(index: int, bounds: Sequence[int], ctx: ParallelContext) -> int:
-    """The rank in the pipeline that holds a stage."""
     chunk = max(c for c, start in enumerate(bounds[:-1]) if start <= index)
     return chunk % ctx.plan.pp

@@ -57,10 +57,8 @@ class _Sent:
 class ListedPipeline(PipelineParallel):
     """A Paddle pipeline that trains with a list of passes. For evaluation it uses Paddle's schedule.
 
-    Args:
-        model: this rank's stages.
-        matmul: multiplies by the weights of these stages. If it defers their gradients, the order is ZB-H1,
-            else 1F1B.
+    If ``matmul``, which multiplies by the weights of these stages, defers their gradients, the order is
+    ZB-H1, else 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
@@ -84,7 +82,9 @@ class ListedPipeline(PipelineParallel):
                 self._forward(data, work)
             else:
                 self._backward(work)
-        self._end_passes()
+        for direction in list(self._sent):
+            self._complete(direction)
+        self.processed_steps += 1
 
     def _begin_passes(self) -> list[Pass]:
         self._reset_user_hooks_status()
@@ -98,13 +98,7 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input()
         return order
 
-    def _end_passes(self) -> None:
-        for direction in list(self._sent):
-            self._complete(direction)
-        self.processed_steps += 1
-
     def _follows(self, work: Pass, part: str) -> bool:
-        """Whether the next pass that communicates is of the given kind."""
         following = self._following.get(work)
         return following is not None and following.part == part
 
@@ -117,9 +111,7 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Return the part of an output that the backward pass needs. A value that another rank holds is
-        dropped.
-        """
+        """Keep what the backward pass needs of an output. A value that another rank holds is dropped."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))
@@ -131,7 +123,7 @@ class ListedPipeline(PipelineParallel):
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """Return the input gradient of the oldest forward pass; under ZB-H1 weight gradients are deferred."""
+        """The input gradient of the oldest forward pass; under ZB-H1 weight gradients are deferred."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()

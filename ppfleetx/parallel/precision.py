@@ -45,13 +45,7 @@ class LossScaler:
     """The loss scale of float16, with the rules of Megatron-LM (``optimizer/grad_scaler.py``).
 
     The ``hysteresis``-th overflow and every later one halves the scale. The count starts again only when the
-    scale grows, after ``window`` steps without overflow.
-
-    Attributes:
-        scale: the factor of the loss in the next step.
-        window: steps without overflow before the scale doubles.
-        hysteresis: overflows before the scale halves.
-        dynamic: False keeps the scale constant.
+    scale grows, after ``window`` steps without overflow. A scale that is not ``dynamic`` is constant.
     """
 
     scale: float
@@ -90,11 +84,7 @@ class LossScaler:
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; a constant scale keeps its configured value.
-
-        Raises:
-            CheckpointError: ``state`` is not the state of a loss scale.
-        """
+        """Restore a saved state; a constant scale keeps its configured value. Raises CheckpointError."""
         if self.dynamic:
             scale, *steps = (state.get(key) for key in ("scale", "quiet_steps", "tolerated"))
             is_scale = type(scale) in (int, float) and 0 < scale < 1e300
@@ -109,10 +99,7 @@ class LossScaler:
 
 
 class Precision:
-    """Applies ``Engine.mix_precision`` to a model and its steps.
-
-    Args:
-        cfg: the configuration section; by default everything is float32.
+    """Applies ``Engine.mix_precision`` to a model and its steps; by default everything is float32.
 
     Attributes:
         scaler: the loss scale; None if none is needed.
@@ -152,7 +139,6 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss before the backward pass."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
@@ -163,12 +149,11 @@ class Precision:
 
     @property
     def lowers_parameters(self) -> bool:
-        """Whether parameters are 16-bit and need master weights."""
         return bool(self._cfg.enable) and self._cfg.level == "O2" and not self.products_alone
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context manager for forward passes: the level and the lists decide in which types operations run.
+        """Context for forward passes: the level and the lists decide in which types operations run.
 
         At O2, operations outside the lists run in the types of their tensors, and in float32 if these differ.
         """
@@ -190,13 +175,11 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """Convert the parameters to 16 bits in place (O2), before they have memory.
+        """Convert the parameters to 16 bits in place (O2), before they have memory. Returns those that need
+        float32 master weights; none unless ``train``.
 
         Call this before adding hooks to the parameters: with ``main_grad_fp32``, the hook that moves
         gradients to float32 must be the first.
-
-        Returns:
-            The parameters that need float32 master weights; none unless ``train``.
         """
         with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
@@ -231,7 +214,6 @@ class Precision:
 
 
 def has_kernels(dtype: str) -> bool:
-    """Whether the device has kernels for ``dtype``."""
     return on_card() and computes_in(dtype)
 
 

@@ -42,8 +42,7 @@ class Sharding:
 
     Args:
         parameters: this rank's trainable parameters, each once, in model order.
-        ctx: this process's place in the job, with the groups of owners.
-        stage: 1, 2 or 3.
+        ctx: with the groups of owners.
         frozen: the other parameters. They have no gradients and no states, but their values are shared too
             (stage 3) and saved.
         bucket_bytes: the approximate size of the gradient messages sent while the backward pass continues.
@@ -87,9 +86,8 @@ class Sharding:
         return self._axes_of[parameter.info.name]
 
     def _deal_out(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks also
-        hold, belong to the first rank of each group.
-        """
+        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks
+        also hold, belong to the first rank of each group."""
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -101,9 +99,7 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """The group of ranks that share the parameter, one of which owns it; None if only this rank
-        holds it.
-        """
+        """The ranks that share the parameter, one of which owns it; None if only this rank holds it."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
@@ -111,12 +107,10 @@ class Sharding:
         return self.owners[parameter.info.name]
 
     def owns(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank is the parameter's owner."""
         group = self.group_of(parameter)
         return group is None or self.owner_of(parameter) == group.rank
 
     def holds(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank keeps the parameter's value between uses."""
         return self._stage < 3 or self.owns(parameter)
 
     def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
@@ -124,7 +118,6 @@ class Sharding:
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _by_place(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
-        """Group parameters into one bucket per owner and type."""
         found: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
             found.setdefault(self._place(parameter), []).append(parameter)
@@ -154,13 +147,11 @@ class Sharding:
         return lambda flat: distributed.reduce(flat, group.ranks[owner], group=group, sync_op=False)
 
     def _drop(self, parameters: Iterable[paddle.Tensor]) -> None:
-        """Drop gradients that were reduced to another rank."""
         for parameter in parameters:
             if not self.owns(parameter):
                 drop_gradient(parameter)
 
     def begin(self, num_passes: int) -> None:
-        """Start a step of ``num_passes`` micro batches."""
         self._passes_of = Counter()
         for sums in (self._sums, self._order):
             if sums is not None:
@@ -174,10 +165,8 @@ class Sharding:
         """Track the end of each layer's backward pass (stages 2 and 3), so that ranks stay in step even if
         some ranks' data skip part of a layer.
 
-        Args:
-            stages: (index in the model, layer) of each stage on this rank.
-            when_complete: a function called in a layer's backward pass. It calls its argument when the
-                layer's weights have their gradients.
+        ``when_complete`` is called in a layer's backward pass. It calls its argument when the layer's weights
+        have their gradients.
         """
         if self._order is None:
             return
@@ -219,7 +208,6 @@ class Sharding:
             paddle.base.core.eager._add_backward_final_hook(call)
 
     def _passed(self, layer: paddle.nn.Layer, parameters: Sequence[paddle.Tensor]) -> None:
-        """Called when a backward pass has gone through ``layer``."""
         self._passes_of[id(layer)] += 1
         self._order.complete(parameters, self._passes_of[id(layer)])
 
@@ -239,7 +227,6 @@ class Sharding:
                     parameter._clear_data()
 
     def _send_full(self, index: int) -> None:
-        """Send each bucket that is full, in every pass (stages 2 and 3)."""
         self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
@@ -260,9 +247,8 @@ class Sharding:
         self._under_way.append((task, parameters, gradients))
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
-        """Whether a gradient of an earlier micro batch is still being reduced. If so, it must be added first,
-        because sums are added in the order of the passes.
-        """
+        """Whether a gradient of an earlier micro batch is still being reduced. If so, it must be added
+        first, because sums are added in the order of the passes."""
         travelling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in travelling for p in parameters)
 

@@ -21,12 +21,10 @@ from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
 from ppfleetx.nn.chunked_loss import PieceHead
-from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.expert_loads import ExpertLoads
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput
-from ppfleetx.parallel.step_sums import StepSums
+from ppfleetx.parallel.step_sums import ActivationScales, StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
@@ -35,13 +33,48 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class StepOutput:
+    """The result of one optimizer step over the whole job.
+
+    Attributes:
+        loss: sum of the loss over valid tokens divided by their number, over all micro batches and
+            data ranks.
+        grad_norm: global L2 norm of the gradients before clipping.
+        loss_scale: the factor of the loss (float16); None without loss scaling.
+        skipped: whether the step changed neither parameters nor optimizer states, because the gradients
+            overflowed or the step was refused.
+        metrics: the task's metrics by name, without metrics that counted nothing. If the step was repeated,
+            they are from its first run.
+    """
+
+    loss: float
+    num_valid_tokens: float
+    grad_norm: float
+    loss_scale: float | None = None
+    skipped: bool = False
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is NaN or infinite. The parameters have their values from before the step."""
+
+    def __init__(self, what: str, value: float, sample_ids: Sequence[int]) -> None:
+        super().__init__(f"{what} is {value}")
+        self.what, self.value, self.sample_ids = what, value, list(sample_ids)
+
+
+Judge = Callable[[float, float, Callable[[], tuple[float, float]]], tuple[float, float, bool]]
+"""Called in each step with the loss, the gradient norm, and a function that repeats the step and returns both
+again. Returns the loss and norm to use, and whether to take the step, the same on all ranks. Without loss
+scaling, it must refuse numbers that are not finite."""
+
+
+@dataclass(frozen=True)
 class StepOptions:
     """Settings of a step besides model, optimizer and plan.
 
     Attributes:
-        seed: ``Global.seed``, for the dropout streams.
         clip_norm: global gradient norm to clip to; 0 measures it only.
-        precision: the types in which operations compute.
         metrics: names of the metrics that the model's layers report, besides the task's own.
         routers: number of experts of each router of the model, by canonical name.
     """
@@ -54,23 +87,21 @@ class StepOptions:
 
 
 class StepRunner(ABC):
-    """Runs one step: forward and backward of all micro batches, gradient sum, clipping, update.
+    """Runs steps of one model under one plan: forward and backward of all micro batches, gradient sum,
+    clipping, update. The engine calls it under every plan.
 
     Args:
         model: this rank's part of the model.
         stages: (index in the model, layer) of each stage on this rank.
         optimizer: the optimizer; None for a runner that only evaluates.
-        ctx: this process's place in the job.
-        sync: sums and clips gradients.
-        options: seed, clipping and precision.
         module: the task.
-        factory: the factory that made the layers.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
             ``full`` checks every output and gradient.
-        before_update: a function called in each step before parameters and optimizer states change.
-        judge: see :class:`Runner`.
+        before_update: a function called in each step before parameters and optimizer states change. Until
+            then they are only read.
+        judge: see :data:`Judge`; None: every step is taken.
     """
 
     def __init__(
@@ -110,11 +141,17 @@ class StepRunner(ABC):
         return self._model
 
     def finish_update(self) -> None:
-        """See :meth:`Runner.finish_update`."""
+        """Wait until all parameters have the values of the last update.
+
+        All code that reads parameters calls this first: evaluation, ``named_parameters`` and the other
+        methods here, and the engine when training ends.
+        """
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """See :meth:`Runner.count`."""
+        """The counts of these micro batches on this rank: the loss count (``BasicModule.count``) and, with
+        declared metrics, tokens and sequences.
+        """
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -127,6 +164,14 @@ class StepRunner(ABC):
         weight_decay: float,
         counts: Sequence[float] | None = None,
     ) -> StepOutput:
+        """Run forward passes, backward passes and the update for one global batch.
+
+        ``counts`` are the sums of :meth:`count` over the job; None: the ranks compute them together.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite, and ``checks`` are not off; with loss
+                scaling, only if no smaller scale is left. It is raised on every rank, before the update.
+        """
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
         self._streams.begin_step(step)
@@ -164,9 +209,8 @@ class StepRunner(ABC):
         the host wait for the device. The numbers are needed before the update, because a spike or a number
         that is not finite prevents it.
 
-        Returns:
-            The loss; the norm of the gradients before clipping; whether either is non-finite on any rank
-            (only with loss scaling); the metrics.
+        Returns the loss; the norm of the gradients before clipping; whether either is non-finite on any rank
+        (only with loss scaling); the metrics.
         """
         with self._search if self.checks == "full" else nullcontext():
             self._passes(micro_batches, counts)
@@ -183,8 +227,8 @@ class StepRunner(ABC):
         return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
-        """Return the number of ranks with a non-finite number. All ranks must know it: a step that only
-        some of them skip would go unnoticed."""
+        """The number of ranks with a non-finite number. All ranks must know it: a step that only some of
+        them skip would go unnoticed."""
         here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)
@@ -199,6 +243,10 @@ class StepRunner(ABC):
         return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
+        """The first place on this rank where ``train_step`` produced a non-finite number, or None.
+
+        Every rank of the job calls this after :class:`NonFiniteError`, with the arguments of ``train_step``.
+        """
         if self.checks != "full":
             # The parameters are unchanged, and dropout depends on the step, so the passes repeat exactly.
             self._optimizer.clear_grad()
@@ -225,29 +273,34 @@ class StepRunner(ABC):
         return EvalOutput(loss, count, metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """(canonical name, parameter) of each parameter on this rank, in model order."""
         for parameter in self.model.parameters():
             if parameter._is_initialized():  # in sharding stage 3, the owners keep the values
                 yield parameter.info.name, parameter
 
     def model_names(self) -> list[str]:
+        """The canonical names of all parameters of the model. This is a collective: every rank calls it."""
         names = [parameter.info.name for parameter in self._model.parameters()]
         return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
 
     def writes(self, parameter: Any) -> bool:
+        """Whether this rank, and no other, writes its slice of ``parameter`` into a checkpoint."""
         return self._sync.writes(parameter)
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
+        """The live optimizer tensors on this rank, by (canonical name, state name)."""
         return {} if self._optimizer is None else self._optimizer.state()
 
     def scaler_state(self) -> dict[str, float | int] | None:
+        """The state of the loss scale, the same on all ranks; None without loss scaling."""
         return None if self._precision.scaler is None else self._precision.scaler.state()
 
     def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
+        """Restore a saved :meth:`scaler_state`. Does nothing if it is None, or without loss scaling."""
         if self._precision.scaler is not None and state is not None:
             self._precision.scaler.load_state(state)
 
     def _passes(self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]) -> None:
-        """Run the forward and backward passes under the configured precision, with the loss scaled."""
         self._sync.begin(len(micro_batches))
         self._sums.begin()
         self._loads.begin()
@@ -269,8 +322,7 @@ class StepRunner(ABC):
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
         """Whether the update is applied. With float16, all ranks skip a step that overflowed, and the loss
-        scale shrinks. If the scale cannot shrink, a non-finite number ends the run.
-        """
+        scale shrinks. If the scale cannot shrink, a non-finite number ends the run."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -286,8 +338,7 @@ class StepRunner(ABC):
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         """Add the gradient of (loss sum / ``num_valid``) to the gradients of all local parameters, and the
-        loss to the sums, without waiting for the device.
-        """
+        loss to the sums, without waiting for the device."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -29,21 +29,14 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
-    """Build a pipeline with virtual stages on two ranks, in place of ``fleet.distributed_model``.
-
-    Args:
-        model: this rank's chunks.
-        accumulate_steps: number of micro batches of a training step. If it is less than twice the number of
-            ranks, all forward passes come first, as in Paddle.
-    """
+    """Build a pipeline with virtual stages on two ranks, in place of ``fleet.distributed_model``. With
+    fewer micro batches than twice the number of ranks, all forward passes come first, as in Paddle."""
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
     hcg = fleet.get_hybrid_communicate_group()
     return schedule(model, hcg, strategy=fleet.fleet._user_defined_strategy)
 
 
 class _TwoStages:
-    """Adapts a Paddle schedule to two ranks."""
-
     def __init__(self, layers: PipelineLayer, hcg: Any, strategy: Any) -> None:
         super().__init__(layers=layers, hcg=hcg, strategy=strategy)
         assert self._use_batch_p2p_comm, "exchanges that overlap with computation are started in other orders"

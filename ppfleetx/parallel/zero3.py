@@ -26,12 +26,9 @@ if TYPE_CHECKING:
 class ParameterSharding:
     """Fetches the values of each stage from their owners just before use, and frees them afterwards.
 
-    Args:
-        owning: knows the owner of each parameter.
-        stages: (index in the model, layer) of the layers whose values are dropped between uses. Layers with
-            consecutive indices run one after the other.
-        ahead: whether to fetch the next layer's values while a layer computes. Otherwise each layer waits for
-            its own values.
+    ``stages`` are (index in the model, layer); layers with consecutive indices run one after the other. With
+    ``ahead``, the next layer's values are fetched while a layer computes. Otherwise each layer waits for its
+    own values.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class ParameterSharding:
         self._fetch(layer, before if id(before) in self._returns else None)
 
     def _fetch(self, layer: paddle.nn.Layer, following: paddle.nn.Layer | None) -> None:
-        """Wait for the values of ``layer``, and start to fetch the values of ``following``."""
         if self._next is not None and self._next[0] is not layer:
             self.finish()
         fetch = _Fetch(layer, self._owning) if self._next is None else self._next[1]
@@ -143,13 +139,11 @@ class _Fetch:
         return _Message(flat, parameters, offsets, mine, task)
 
     def wait(self) -> None:
-        """Wait for the messages without using the values."""
         for message in self._messages:
             message.task.wait()
         self._messages = []
 
     def complete(self) -> None:
-        """Wait, and attach the received values to the parameters."""
         for message in self._messages:
             message.task.wait()
             for parameter, begin in zip(message.parameters, message.offsets, strict=True):

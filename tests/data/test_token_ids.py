@@ -13,10 +13,9 @@ import pytest
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.data import corpus_checks
-from ppfleetx.data.corpus_checks import token_id_lines
+from ppfleetx.data.corpus_checks import check_corpus, token_id_lines
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.data.tokenizer.training import train_tokenizer
-from ppfleetx.data.vocabulary import check_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 

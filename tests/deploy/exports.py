@@ -23,6 +23,7 @@ from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
+from tests.generation import conftest
 
 GPT2_STYLE = {
     "vocab_size": 300,
@@ -32,27 +33,10 @@ GPT2_STYLE = {
     "ffn_hidden_size": 128,
     "max_position_embeddings": 64,
 }
-LLAMA_STYLE = {
-    **GPT2_STYLE,
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_query_groups": 2,
-    "position_embedding_type": "rope",
-    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
-    "normalization": "RMSNorm",
-    "hidden_act": "swiglu",
-    "tie_word_embeddings": False,
-    "add_bias_linear": False,
-}
+LLAMA_STYLE = {**GPT2_STYLE, **conftest.LLAMA_STYLE}
 LATENT_STYLE = {
     **{key: value for key, value in LLAMA_STYLE.items() if key != "num_query_groups"},
-    "latent_attention": {
-        "q_rank": 20,
-        "kv_rank": 14,
-        "rope_head_dim": 6,
-        "nope_head_dim": 5,
-        "value_head_dim": 7,
-    },
+    "latent_attention": conftest.DEEPSEEK_STYLE["latent_attention"],
 }
 STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE, "latent_style": LATENT_STYLE}
 

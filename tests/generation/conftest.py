@@ -96,6 +96,13 @@ def make_model() -> MakeModel:
     return make
 
 
+@pytest.fixture
+def model(make_model: MakeModel, style: dict) -> StagedModel:
+    model, _ = make_model(**style)
+    model.eval()
+    return model
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """256 bytes, some merges, and the end-of-text token last."""

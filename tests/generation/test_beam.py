@@ -23,13 +23,6 @@ KINDS = {
 RULES = Rules((9,), 3, RowOptions(repetition_penalty=1.3))
 
 
-@pytest.fixture
-def model(make_model, style):
-    model, _ = make_model(**style)
-    model.eval()
-    return model
-
-
 def search(model, prompts, rules, options, *, use_cache=True, num_results=1, new=NEW):
     session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=use_cache)
     with paddle.no_grad():

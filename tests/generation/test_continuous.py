@@ -15,6 +15,7 @@ from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, choose_tokens
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
+from ppfleetx.models.staged import StagedModel
 
 PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [60, 0]]
 
@@ -60,6 +61,34 @@ def test_rows_that_come_and_go_have_the_logits_they_have_alone(
     assert done == [6, 3, 3, 3, 1]
 
 
+def some_tokens(chance: random.Random, least: int, most: int) -> list[int]:
+    return [chance.randrange(61) for _ in range(chance.randint(least, most))]
+
+
+def step(
+    staged: StagedModel,
+    batch: ContinuousBatch,
+    chance: random.Random,
+    share: float,
+    prompts: list[list[int]],
+    copies: list[int],
+) -> None:
+    """One step in which prompts join or rows are guessed for, with the logits of the full forward pass."""
+    guesses: list[list[int]] = [[] for _ in batch.history]
+    if not guesses or chance.random() < share:
+        batch.join(prompts, copies)
+        guesses = [[] for _ in batch.history]
+        logits = batch.next_logits().unsqueeze(0).numpy()
+    else:
+        guesses = [some_tokens(chance, 0, 4) for _ in guesses]
+        logits = batch.logits_with_guesses(guesses).numpy()
+    for row, (history, own) in enumerate(zip(batch.history, guesses, strict=True)):
+        ids = paddle.to_tensor([history + own])
+        expected = staged(ids, paddle.arange(ids.size).unsqueeze(0), None)[len(history) - 1 :, 0, :61].numpy()
+        np.testing.assert_allclose(logits[: len(expected), row], expected, rtol=2e-4, atol=5e-5)
+    batch.append([own[: chance.randint(0, len(own))] + some_tokens(chance, 1, 1) for own in guesses])
+
+
 @pytest.mark.parametrize("seed", [0, 2])
 def test_any_course_of_events_gives_the_logits_of_the_full_forward(
     make_model, style: dict, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -70,27 +99,10 @@ def test_any_course_of_events_gives_the_logits_of_the_full_forward(
     staged, _ = make_model(**style)
     staged.eval()
     chance, batch = random.Random(seed), ContinuousBatch(NextTokenModel(staged, 61))
-
-    def tokens(least: int, most: int) -> list[int]:
-        return [chance.randrange(61) for _ in range(chance.randint(least, most))]
-
-    def full_forward(row: list[int]) -> np.ndarray:
-        return staged(paddle.to_tensor([row]), paddle.arange(len(row)).unsqueeze(0), None)[:, 0, :61].numpy()
-
     with paddle.no_grad():
         for _ in range(14):
-            guesses: list[list[int]] = [[] for _ in batch.history]
-            if not guesses or chance.random() < 0.3:
-                batch.join([tokens(1, 9), tokens(1, 9)], [chance.choice([1, 3]), 1])
-                guesses = [[] for _ in batch.history]
-                logits = batch.next_logits().unsqueeze(0).numpy()
-            else:
-                guesses = [tokens(0, 4) for _ in guesses]
-                logits = batch.logits_with_guesses(guesses).numpy()
-            for row, (history, own) in enumerate(zip(batch.history, guesses, strict=True)):
-                expected = full_forward(history + own)[len(history) - 1 :]
-                np.testing.assert_allclose(logits[: len(expected), row], expected, rtol=2e-4, atol=5e-5)
-            batch.append([own[: chance.randint(0, len(own))] + tokens(1, 1) for own in guesses])
+            prompts = [some_tokens(chance, 1, 9), some_tokens(chance, 1, 9)]
+            step(staged, batch, chance, 0.3, prompts, [chance.choice([1, 3]), 1])
             going_on = [row for row, history in enumerate(batch.history) if len(history) < 50]
             chance.shuffle(going_on)
             batch.select(going_on[: chance.choice([2, 4, 6])])

@@ -12,6 +12,7 @@ from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, choose_tokens, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
+from tests.generation.test_continuous import some_tokens, step
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -26,28 +27,11 @@ def test_known_beginnings_change_no_logits(
     chance, store = random.Random(seed), PrefixStore(60)
     batch = ContinuousBatch(NextTokenModel(staged, 61), store)
     shared, ended = [chance.randrange(61) for _ in range(6)], [[7, 8, 9]]
-
-    def tokens(least: int, most: int) -> list[int]:
-        return [chance.randrange(61) for _ in range(chance.randint(least, most))]
-
-    def full_forward(row: list[int]) -> np.ndarray:
-        return staged(paddle.to_tensor([row]), paddle.arange(len(row)).unsqueeze(0), None)[:, 0, :61].numpy()
-
     with paddle.no_grad():
         for _ in range(16):
-            guesses: list[list[int]] = [[] for _ in batch.history]
-            if not guesses or chance.random() < 0.5:
-                prompts = [shared + tokens(1, 5), shared + tokens(1, 3), chance.choice(ended) + tokens(1, 2)]
-                batch.join(prompts, [1, chance.choice([1, 3]), 1])
-                guesses = [[] for _ in batch.history]
-                logits = batch.next_logits().unsqueeze(0).numpy()
-            else:
-                guesses = [tokens(0, 3) for _ in guesses]
-                logits = batch.logits_with_guesses(guesses).numpy()
-            for row, (history, own) in enumerate(zip(batch.history, guesses, strict=True)):
-                expected = full_forward(history + own)[len(history) - 1 :]
-                np.testing.assert_allclose(logits[: len(expected), row], expected, rtol=2e-4, atol=5e-5)
-            batch.append([own[: chance.randint(0, len(own))] + tokens(1, 1) for own in guesses])
+            prompts = [shared + some_tokens(chance, 1, n) for n in (5, 3)]
+            prompts.append(chance.choice(ended) + some_tokens(chance, 1, 2))
+            step(staged, batch, chance, 0.5, prompts, [1, chance.choice([1, 3]), 1])
             going_on = [
                 row for row, one in enumerate(batch.history) if len(one) < 40 and chance.random() < 0.6
             ]

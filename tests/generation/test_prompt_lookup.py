@@ -14,7 +14,7 @@ from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation import continuous
-from ppfleetx.generation.assistant import Assistant
+from ppfleetx.generation.assistant import Assistant, ProposedRows
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.prompt_lookup import decode_with_lookup, guess
@@ -58,13 +58,6 @@ def test_what_is_guessed(history, count, expected):
     assert guess(np.array(history), count).tolist() == expected
 
 
-@pytest.fixture
-def model(make_model, style):
-    model, _ = make_model(**style)
-    model.eval()
-    return model
-
-
 @pytest.mark.parametrize("most", [1, 5, 16])
 @pytest.mark.parametrize("prompts", [[CYCLE], [[3, 1]], [CYCLE, [3, 1], [5], CYCLE[:7], [9, 9, 9, 9]]])
 def test_tokens_are_those_without_guesses(model, prompts, most):
@@ -99,7 +92,7 @@ def test_tokens_are_those_without_an_assistant(make_model, prompts, which):
             session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=True)
             expected = decode(session, greedy, rules, limits)
             counting.passes.clear()
-            rows = assistant.rows()
+            rows = ProposedRows(assistant)
             assert decode_with_lookup(counting, prompts, rules, limits, 8, assistant=rows) == expected
     if which == "itself" and len(prompts) == 1:
         [plain] = expected

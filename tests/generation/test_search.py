@@ -30,13 +30,6 @@ def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool =
     return [(row.ids, row.finish_reason) for row in rows]
 
 
-@pytest.fixture
-def model(make_model, style):
-    model, _ = make_model(**style)
-    model.eval()
-    return model
-
-
 @pytest.mark.parametrize(
     "rules", [Rules(), Rules((9,), 4, RowOptions(repetition_penalty=1.3))], ids=["plain", "end_min_penalty"]
 )

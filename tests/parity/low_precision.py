@@ -42,7 +42,7 @@ def train(
     import paddle
 
     from ppfleetx.distributed.checks import check_copies
-    from ppfleetx.parallel.runner import NonFiniteError
+    from ppfleetx.parallel.step import NonFiniteError
     from tests.helpers.low_precision import emulated
 
     is_cpu = (extra or {}).get("Global.device", "cpu") == "cpu"

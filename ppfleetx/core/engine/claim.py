@@ -67,7 +67,6 @@ def begin(
 
 
 def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer beside the checkpoints, so that they are usable without the corpus."""
     try:
         tokenizer.save(output_dir_of(cfg) / "tokenizer")
     except OSError as error:
@@ -95,21 +94,15 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
     """Claim the output directory, after everything else has been checked. One rank does it for all ranks.
 
     Writes the configuration, and removes files that a killed run left unfinished. With
-    ``Engine.save_load.overwrite``, deletes the earlier run's files.
-
-    Args:
-        cfg: the configuration, which names exactly the checkpoints that the run starts from.
-        start: the start of the run (checkpoint and progress).
-        comes_to: a function that says whether the run may save a checkpoint of a given epoch and step.
-
-    Raises:
-        ConfigError: another run's checkpoint has a name that this run may use, or the directory cannot be
-            written.
+    ``Engine.save_load.overwrite``, deletes the earlier run's files. ``comes_to`` says whether the run may
+    save a checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has a name
+    that this run may use, or the directory cannot be written.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
     record = _record_of(cfg, start, earlier)
-    ownership = Ownership(record.run, options.keep_max, _spared(cfg))
+    spared = frozenset(path for _, place in weight_sources(cfg) for path in _meant_by(place))
+    ownership = Ownership(record.run, options.keep_max, spared)
     try:
         leaving = _leaving(output_dir, earlier, ownership) if options.overwrite else []
         _refuse_names_in_use(cfg, ownership, leaving, comes_to)
@@ -134,12 +127,8 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
     return ownership
 
 
-def _spared(cfg: RunConfig) -> frozenset[Path]:
-    """The step directories that the configuration names and that must stay, with links resolved."""
-    return frozenset(path for _, place in weight_sources(cfg) for path in _meant_by(place))
-
-
 def _meant_by(place: str) -> Iterator[Path]:
+    """The step directory that the configuration names and that must stay, with links resolved."""
     try:
         yield resolve_checkpoint(place).resolve()
     except CheckpointError:  # the code that needs it reports the error
@@ -147,9 +136,7 @@ def _meant_by(place: str) -> Iterator[Path]:
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """Return the run's identity: the identity of the run in the directory if this run continues it, else a
-    new one.
-    """
+    """The run's identity: that of the run in the directory if this run continues it, else a new one."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -162,7 +149,6 @@ def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRe
 
 
 def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
-    """The checkpoints of the earlier run to delete, oldest first."""
     if earlier is None:
         return []
     of_earlier = Ownership(earlier.run, spared=ownership.spared)

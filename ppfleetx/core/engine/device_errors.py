@@ -51,10 +51,8 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context that turns errors of the device into one message.
-
-    Args:
-        advice: settings that need less memory; None: ask the planner, for training.
+    """Context that turns errors of the device into one message, with ``advice`` or, for training, the
+    planner's.
 
     Raises:
         OutOfMemoryError: this process or the device has no memory left.
@@ -72,9 +70,6 @@ def explained_device_errors(
 
 
 def _device_message(said: str, error: BaseException, ctx: ParallelContext) -> str:
-    """The message with the device's error, the place where it was noticed (possibly after the failed
-    operation), and advice.
-    """
     blocking = _BLOCKING.get(kind_of(ctx.device))
     found = f" With {blocking} in the environment it is that operation." if blocking else ""
     return (
@@ -92,9 +87,8 @@ def _where(ctx: ParallelContext) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that memory ran out: it is Python's, NumPy's or Paddle's own error, or an error
-    of Paddle that quotes one of these.
-    """
+    """Whether ``error`` means that memory ran out: it is Python's, NumPy's or Paddle's own error, or an
+    error of Paddle that quotes one of these."""
     if isinstance(error, MemoryError):
         return True
     if type(error) not in (RuntimeError, OSError, SystemError):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
+from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.rank_consistency import Watch
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
@@ -22,7 +24,8 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
-from ppfleetx.parallel.runner import NonFiniteError, Runner
+from ppfleetx.parallel.step import NonFiniteError, StepRunner
+from ppfleetx.planner.utilization import Utilization, run_utilization
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.spikes import Spike, SpikeGuard
@@ -50,14 +53,9 @@ class Engine:
     """Trains and evaluates with a runner. It knows steps, samples and callbacks, but no parallel degrees.
 
     Args:
-        cfg: the run's configuration.
-        ctx: this process's place in the job.
-        runner: executes steps.
-        schedule: the learning rate and weight decay of each step; None when only evaluating.
-        saver: writes checkpoints; None when only evaluating.
-        callbacks: the callbacks, called in this order.
+        schedule, saver: None when only evaluating.
+        callbacks: called in this order.
         samples_per_epoch: samples in one pass over the training split.
-        length: the length of the run, and when it evaluates and saves.
         new_evaluator: a function that makes the evaluator of each evaluation set.
         go_back: a function called with the engine and a number of consumed samples. It loads the last
             checkpoint of this run and its ``state``, except for the consumed samples, and returns the batches
@@ -69,7 +67,7 @@ class Engine:
         self,
         cfg: RunConfig,
         ctx: ParallelContext,
-        runner: Runner,
+        runner: StepRunner,
         *,
         schedule: Schedule | None = None,
         saver: Saver | None = None,
@@ -97,11 +95,13 @@ class Engine:
 
     @property
     def max_steps(self) -> int:
-        """The number of optimizer steps of the whole run."""
         return self.length.max_steps
 
+    @cached_property
+    def utilization(self) -> Utilization | None:
+        return run_utilization(self.cfg, self.ctx.device, device_name(self.ctx.device))
+
     def callback_states(self) -> dict[str, Any]:
-        """The states of this rank's callbacks, by name."""
         return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
@@ -118,8 +118,9 @@ class Engine:
         if self._guard is not None:
             self._guard.load_state(self.state.spikes)
             self.runner.judge = self._guard.judge
-        self._log_start()
         was_done = self.state.step >= self.max_steps
+        if self.state.step and not was_done:
+            get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
         try:
             with StopRequest() as stop, self._saver.completing():
                 self._notify("on_fit_start")
@@ -143,16 +144,18 @@ class Engine:
             self._is_fitting = False
             self._notify("on_fit_end")
         if was_done:  # last, where users will see it
-            get_logger().warning(self._nothing_to_train())
+            done = f"{self.state.step} of {counted(self.max_steps, 'step')} are done"
+            get_logger().warning(
+                f"nothing to train: {done}. To continue, set more with --max-steps N; for a new run, set "
+                "another Engine.save_load.output_dir"
+            )
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
         """Compute the mean loss over all batches of each set, and the task's metrics. Callbacks get all
         results at the end.
 
-        Returns None if a stop was requested before the end: a partial result would not be comparable.
-
-        Raises:
-            UserError: no token of a set counts in the loss.
+        Returns None if a stop was requested before the end: a partial result would not be comparable. Raises
+        UserError if no token of a set counts in the loss.
         """
         records = []
         for name, loader in eval_sets.items():
@@ -190,8 +193,7 @@ class Engine:
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
         """Evaluate before the first step, to find a broken evaluation set at once, and on resume, if the
-        evaluation of this step was cut short.
-        """
+        evaluation of this step was cut short."""
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
@@ -203,7 +205,7 @@ class Engine:
         if records is None or judged_by is None or self.state.step == 0:
             return
         record = records[0]
-        value = -record.loss if judged_by == "loss" else _mean(record.metrics.values())
+        value = -record.loss if judged_by == "loss" else fmean(record.metrics.values())
         if self.state.best is None or value > self.state.best:
             self.state.best, self.state.best_step = value, self.state.step
             self._save_once()
@@ -242,8 +244,7 @@ class Engine:
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
         """Read the next batch. An error is returned, because the other ranks must learn of it before it is
-        raised.
-        """
+        raised."""
         if self._callback_error is not None:
             return None, self._callback_error
         try:
@@ -260,7 +261,6 @@ class Engine:
 
     @property
     def _seq_len(self) -> int:
-        """Tokens of each sequence in the next step."""
         lengths = self.cfg.batch.lengths
         if lengths is None:
             return self.cfg.Data.Train.dataset.max_seq_len
@@ -272,9 +272,8 @@ class Engine:
         """Run one optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
         read.
 
-        Returns:
-            The batches to continue with, if the step was a spike and the run went back to its last
-            checkpoint; otherwise None.
+        Returns the batches to continue with, if the step was a spike and the run went back to its last
+        checkpoint.
         """
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
@@ -331,11 +330,8 @@ class Engine:
         return None
 
     def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """React to a spike, and report it. Returns the result for :meth:`_step`.
-
-        Raises:
-            TrainingStoppedError: the run has to end.
-        """
+        """React to a spike, and report it. Returns the result for :meth:`_step`. Raises
+        TrainingStoppedError."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
@@ -355,7 +351,6 @@ class Engine:
         return moved
 
     def _position(self) -> tuple[int, int]:
-        """(epoch, step within the epoch) of the next step."""
         return self.length.position(self.state.consumed_samples / self.cfg.batch.global_batch_size)
 
     def _save_once(self) -> None:
@@ -366,17 +361,6 @@ class Engine:
             with PROGRESS.at(SAVING):
                 self._saver.save(self)
             self._saved_step = self.state.step
-
-    def _nothing_to_train(self) -> str:
-        done = f"{self.state.step} of {counted(self.max_steps, 'step')} are done"
-        return (
-            f"nothing to train: {done}. To continue, set more with --max-steps N; for a new run, set another "
-            "Engine.save_load.output_dir"
-        )
-
-    def _log_start(self) -> None:
-        if 0 < self.state.step < self.max_steps:
-            get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
 
     def _notify(self, hook: str, *args: object) -> None:
         """Call a hook of every callback. A UserError from one of them ends training before the next step, on
@@ -391,10 +375,6 @@ class Engine:
             self._callback_error = self._callback_error or found
         elif found is not None:
             raise found
-
-
-def _mean(values: Collection[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _is_due(step: int, every: int) -> bool:

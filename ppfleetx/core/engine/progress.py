@@ -26,8 +26,7 @@ class TrainState:
             repeated when the run continues.
         skipped_steps: the number of steps that were spikes or whose gradients overflowed. Their samples are
             used up, but weights and learning rate did not change.
-        best: the best value so far of the metric ``Engine.save_load.keep_best``; None before the first.
-        best_step: the step of that value.
+        best, best_step: the best value so far of the metric ``Engine.save_load.keep_best``, and its step.
         spikes: the window of the last steps that ``Engine.spike`` keeps; empty if it is off.
     """
 
@@ -46,17 +45,12 @@ class TrainState:
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of a checkpoint's ``state.train``."""
         tree = asdict(self)
         return tree if self.spikes else {key: value for key, value in tree.items() if key != "spikes"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """Parse the output of :meth:`to_json` of this version or an older one.
-
-        Raises:
-            CheckpointError: the state is damaged.
-        """
+        """Parse the output of :meth:`to_json` of this version or an older one. Raises CheckpointError."""
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
         except ValidationError as error:
@@ -70,13 +64,8 @@ _STATE = TypeAdapter(TrainState)
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """The number of optimizer steps of the whole run, and between evaluations and checkpoints (0: never).
-
-    Attributes:
-        max_steps: the run ends after exactly this many steps, and saves.
-        eval_every, save_every: steps between evaluations and between checkpoints.
-        steps_per_epoch: steps in one pass over the training split.
-    """
+    """The number of optimizer steps of the whole run, of one pass over the training split, and between
+    evaluations and checkpoints (0: never)."""
 
     max_steps: int
     eval_every: int = 0
@@ -85,11 +74,8 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """The length that a configuration asks for. Run mode ``epoch`` counts passes over the training split.
-
-        Raises:
-            DataError: in run mode ``epoch``, the split has less than one global batch.
-        """
+        """The length that a configuration asks for. Run mode ``epoch`` counts passes over the training
+        split; DataError if this has less than one global batch."""
         engine = cfg.Engine
         if engine.run_mode == "step":
             steps_per_epoch = samples_per_epoch / cfg.batch.global_batch_size

@@ -22,25 +22,21 @@ from ppfleetx.distributed.checks import (
 )
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import any_rank, gather, gather_numbers, raise_on_all_ranks
-from ppfleetx.parallel.runner import NonFiniteError, Runner
 from ppfleetx.resilience.stragglers import StragglerTable
 
 if TYPE_CHECKING:
+    from ppfleetx.parallel.step import NonFiniteError, StepRunner
     from ppfleetx.resilience.stop_request import StopRequest
 
 
 class Watch:
     """Keeps the ranks of a job in step, so that they stop after the same step and fail with the same message.
 
-    Args:
-        cfg: the run's configuration. ``Engine.checks`` selects the checks.
-        ctx: this process's place in the job.
-        samples_per_epoch: samples in one pass over the training split; a larger batch contains some of them
-            twice.
+    A batch larger than ``samples_per_epoch`` contains some samples twice.
 
     Attributes:
         pace_of_ranks: compares the times of the ranks' steps.
-        counts: the sum of ``Runner.count`` over the job, from the last :meth:`before_step`.
+        counts: the sum of ``StepRunner.count`` over the job, from the last :meth:`before_step`.
     """
 
     def __init__(
@@ -71,10 +67,8 @@ class Watch:
         step: int,
     ) -> bool:
         """Exchange with the other ranks the batch or error, any signal, the number of tokens that count, and
-        the time of the last step. ``step`` is the number of steps done.
-
-        Returns:
-            Whether to stop, the same on all ranks.
+        the time of the last step. ``step`` is the number of steps done. Returns whether to stop, the same on
+        all ranks.
 
         Raises:
             UserError: on all ranks, if a rank has an error, or the batches of the ranks are wrong.
@@ -100,20 +94,17 @@ class Watch:
         """Whether to stop an evaluation. All ranks call this before each of its batches."""
         return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
 
-    def after_step(self, runner: Runner) -> None:
-        """Check that copies of weights and optimizer states are still equal, if ``Engine.checks`` is
-        ``full``.
-        """
+    def after_step(self, runner: StepRunner) -> None:
         if self._level == "full":
             check_copies(self._ctx, _held(runner, states=True))
 
-    def at_rest(self, runner: Runner) -> None:
+    def at_rest(self, runner: StepRunner) -> None:
         """Check that copies of weights are equal, at the start and before each checkpoint."""
         if self._level != "off":
             check_copies(self._ctx, _held(runner, states=False))
 
     def describe(
-        self, error: NonFiniteError, runner: Runner, micro_batches: Sequence[MicroBatch], step: int
+        self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
         """Describe the rank, layer and samples that a non-finite number came from. All ranks call this."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
@@ -141,16 +132,12 @@ class Watch:
 
 
 def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Check that all ranks run the same configuration, device and directories included.
-
-    Raises:
-        CheckFailedError: configurations differ; the message names the keys and two ranks.
-    """
+    """Raise CheckFailedError unless all ranks run the same configuration, device and directories included."""
     if cfg.Engine.checks != "off" and ctx.world_size > 1:
         check_same_configuration(ctx, dict(flat_values(cfg.model_dump(mode="json"))))
 
 
-def _held(runner: Runner, *, states: bool) -> Iterator[tuple[str, Any, Any]]:
+def _held(runner: StepRunner, *, states: bool) -> Iterator[tuple[str, Any, Any]]:
     parameters = dict(runner.named_parameters())
     for name, parameter in parameters.items():
         yield name, parameter, parameter.info

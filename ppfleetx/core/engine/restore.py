@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import base_fingerprint, check_base, is_beside_base, refuse_without_base
 from ppfleetx.checkpoint.directory import (
@@ -36,8 +37,10 @@ from ppfleetx.core.engine.run_directory import (
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.optims.schedules import Schedule, resume_schedule
-from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.parallel.step import StepRunner
 
 
 @dataclass
@@ -45,11 +48,8 @@ class Start:
     """The start of a run: nothing, the weights of a checkpoint, or the whole checkpoint.
 
     Attributes:
-        options: ``Engine.save_load``.
-        checkpoint: the checkpoint to load; None for a fresh run.
         resumes: whether optimizer, schedule, data position and random generators are restored too.
         state: the progress to start with.
-        ctx: this process's place in the job.
         base_fingerprint: the fingerprint of the frozen weights, once they are loaded from
             ``Model.lora.base``.
         found_by: the configuration key that led to the checkpoint.
@@ -64,13 +64,11 @@ class Start:
     found_by: str | None = None
 
     def restore(
-        self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
+        self, runner: StepRunner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load everything into ``runner`` and the random generators. Returns the schedule to continue with.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit the model, data, tokenizer, optimizer or schedule.
-        """
+        """Load everything into ``runner`` and the random generators. Returns the schedule to continue
+        with. Raises CheckpointError if the checkpoint does not fit the model, data, tokenizer, optimizer
+        or schedule."""
         self._load_base(runner, cfg.Model)
         if self.checkpoint is None:
             return schedule
@@ -93,8 +91,7 @@ class Start:
         log_changes(self.checkpoint, changed, self.options)
         return schedule
 
-    def _resume(self, runner: Runner, schedule: Schedule) -> Schedule:
-        """Load everything but the weights. Returns the schedule to continue with."""
+    def _resume(self, runner: StepRunner, schedule: Schedule) -> Schedule:
         model_names = runner.model_names()
         with joint_errors(self.ctx):
             if self.options.load_optim:
@@ -114,19 +111,16 @@ class Start:
                 "(dropout does not depend on them)"
             )
 
-    def restore_weights(self, runner: Runner, model: ModelConfig) -> None:
-        """Load all weights, and nothing else.
-
-        Raises:
-            CheckpointError: the weights do not fit ``model``, or would compute another function.
-        """
+    def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
+        """Load all weights, and nothing else. Raises CheckpointError if they do not fit ``model``, or
+        would compute another function."""
         assert self.checkpoint is not None
         self._load_base(runner, model)
         self._load_weights(runner, model)
         step = f" (global step {self.state.step})" if self.resumes else ""
         get_logger().info(f"with the weights of {self.checkpoint.path}{step}")
 
-    def _load_base(self, runner: Runner, model: ModelConfig) -> None:
+    def _load_base(self, runner: StepRunner, model: ModelConfig) -> None:
         """Load the frozen weights from ``Model.lora.base``, if set, and check that the checkpoint's adapters
         belong to them."""
         place = None if model.lora is None else model.lora.base
@@ -171,7 +165,7 @@ class Start:
                 "Engine.save_load.allow_extra=True"
             )
 
-    def _load_weights(self, runner: Runner, model: ModelConfig, *, is_new_run: bool = False) -> None:
+    def _load_weights(self, runner: StepRunner, model: ModelConfig, *, is_new_run: bool = False) -> None:
         """Load the checkpoint's weights. A new run may add parameters: adapters, or a classification head in
         place of the model's."""
         model_names, parameters = runner.model_names(), list(runner.named_parameters())
@@ -206,7 +200,6 @@ class Start:
 
 
 def _left_out(model: ModelConfig) -> tuple[str, ...]:
-    """The parameters of a pretrained model that finetuning drops: the language model's head."""
     return ("head.weight", "head.bias") if model.task.classifies else ()
 
 
@@ -214,13 +207,9 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelCo
     """Find the start of a run. The main rank decides, and reads the whole checkpoint if it must be verified;
     the other ranks open the checkpoint that it found.
 
-    In order of precedence: with ``resume``, the newest checkpoint of ``output_dir``, so that the same command
-    continues after every interruption; the checkpoint ``ckpt_dir``; the weights ``init_from``; nothing.
-
-    Args:
-        options: ``Engine.save_load``.
-        output_dir: the directory where this run saves; None for a program that does not save.
-        ctx: this process's place in the job.
+    In order of precedence: with ``resume``, the newest checkpoint of ``output_dir`` (None for a program that
+    does not save), so that the same command continues after every interruption; the checkpoint ``ckpt_dir``;
+    the weights ``init_from``; nothing.
 
     Raises:
         CheckpointError: the requested checkpoint is missing, incomplete or damaged; on all ranks.
@@ -287,11 +276,8 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find the start of a run. Also returns a configuration that names exactly the checkpoints of the start.
-
-    Raises:
-        CheckpointError: there is no such checkpoint; on all ranks.
-    """
+    """Find the start of a run, and a configuration that names exactly its checkpoints. Raises
+    CheckpointError on all ranks."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

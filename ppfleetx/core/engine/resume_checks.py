@@ -26,16 +26,9 @@ _LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_s
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
-    """Refuse weights that have the right shapes but would compute another function.
-
-    Args:
-        checkpoint: the weights.
-        model: the network to load them into.
-        may_stretch: whether to allow different keys for rotary positions, and log the difference.
-
-    Raises:
-        CheckpointError: a key differs; the message names the first one, with both values.
-    """
+    """Raise CheckpointError for weights that have the right shapes but would compute another function,
+    naming the first key that differs. With ``may_stretch``, different keys for rotary positions are
+    allowed, and logged."""
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         return  # a checkpoint of another program, without a configuration
@@ -75,16 +68,8 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
-    """Refuse changes that a resumed run may not make, and return the allowed ones.
-
-    Args:
-        checkpoint: the checkpoint to resume from.
-        cfg: the configuration of the resumed run.
-        now: the fingerprints of this run's ``tokenizer`` and ``data``.
-
-    Raises:
-        CheckpointError: the tokenizer, the data, or the states of the optimizer differ.
-    """
+    """Return the changes that a resumed run makes. Raises CheckpointError if the tokenizer, the data, or
+    the states of the optimizer differ."""
     options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config
@@ -116,7 +101,6 @@ def _check_data(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> No
 
 
 def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
-    """The changed keys that affect the order of samples."""
     saved = checkpoint.manifest.config
     if isinstance(saved, Mapping):
         if data := changes(saved, cfg, (Effect.DATA,)):

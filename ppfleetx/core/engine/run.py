@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,26 +13,22 @@ from ppfleetx.core.engine.progress import TrainState
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import Metric
 from ppfleetx.optims.schedules import Schedule
-from ppfleetx.parallel.runner import Runner
+
+if TYPE_CHECKING:
+    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.planner.utilization import Utilization
 
 SOURCE = "source/"
 """The prefix of metrics for the loss of one corpus of a blend."""
 
 
 class Run(Protocol):
-    """The engine as callbacks see it, read-only.
-
-    Attributes:
-        cfg: the configuration.
-        ctx: this process's place in the job.
-        runner: model and optimizer.
-        schedule: the learning rate and weight decay of each step; None when only evaluating.
-        state: the progress, up to date when a hook is called.
-    """
+    """The engine as callbacks see it, read-only. ``schedule`` is None when only evaluating; ``state`` is
+    up to date when a hook is called."""
 
     cfg: RunConfig
     ctx: ParallelContext
-    runner: Runner
+    runner: StepRunner
     schedule: Schedule | None
     state: TrainState
 
@@ -40,12 +36,13 @@ class Run(Protocol):
     def max_steps(self) -> int:
         """The number of optimizer steps of the whole run."""
 
-    def callback_states(self) -> dict[str, Any]:
-        """The states of this rank's callbacks by name, as JSON values.
+    @property
+    def utilization(self) -> Utilization | None:
+        """FLOPs and peak, to compute the run's TFLOP/s and MFU; None if a step's FLOPs are unknown."""
 
-        Raises:
-            CheckpointError: a state cannot be saved.
-        """
+    def callback_states(self) -> dict[str, Any]:
+        """The states of this rank's callbacks by name, as JSON values. Raises CheckpointError if one
+        cannot be saved."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,7 @@ class StepRecord:
         epoch: the pass over the training split that this step belongs to, from 0.
         batch: the index of the step within that pass, from 0.
         loss: the mean over all tokens of the job in this step.
-        lr: learning rate used in this step.
-        weight_decay: weight decay used in this step.
+        lr, weight_decay: those used in this step.
         grad_norm: the gradient norm before clipping.
         num_valid_tokens: the number of tokens that counted in the loss.
         num_tokens: the number of tokens of the whole job in this step, valid or not.
@@ -93,7 +89,6 @@ class StepRecord:
 
     @property
     def sources(self) -> dict[str, Metric]:
-        """The loss of each corpus, by its name."""
         return {
             name.removeprefix(SOURCE): found
             for name, found in self.metrics.items()
@@ -102,7 +97,6 @@ class StepRecord:
 
     @property
     def own_metrics(self) -> dict[str, float]:
-        """All metrics except the losses of single corpora."""
         return {name: found.mean for name, found in self.metrics.items() if not name.startswith(SOURCE)}
 
 
@@ -132,13 +126,13 @@ class Window:
     """Means over the steps since the last report."""
 
     def __init__(self) -> None:
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self.num_skipped = 0
         self._seconds = self._reader_seconds = 0.0
         self._data_size = 1
 
     def add(self, record: StepRecord) -> None:
-        """Count a step."""
         self._steps += 1
+        self.num_skipped += record.skipped
         self._tokens += record.num_tokens
         self._seconds += record.batch_cost
         self._reader_seconds += record.reader_cost
@@ -146,29 +140,29 @@ class Window:
 
     @property
     def batch_cost(self) -> float:
-        """Seconds per step."""
         return self._seconds / self._steps
-
-    def whole_batch_cost(self, cfg: RunConfig) -> float:
-        """Seconds that a step with the whole batch takes at this speed. Steps of a batch ramp have fewer
-        tokens.
-        """
-        return cfg.batch.global_batch_size * cfg.Data.Train.dataset.max_seq_len / self.ips_total
 
     @property
     def reader_cost(self) -> float:
-        """Seconds per step spent waiting for data."""
         return self._reader_seconds / self._steps
 
     @property
     def speed(self) -> float:
-        """Steps per second."""
         return self._steps / self._seconds
 
     @property
     def ips_total(self) -> float:
         """Tokens per second of the whole job."""
         return self._tokens / self._seconds
+
+    def rates(self, run: Run) -> dict[str, float]:
+        """TFLOP/s and MFU of a step with the whole batch at this speed, if known. Steps of a batch ramp have
+        fewer tokens.
+        """
+        if run.utilization is None:
+            return {}
+        num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len
+        return run.utilization.rates(num_tokens / self.ips_total)
 
     @property
     def ips(self) -> float:

@@ -32,12 +32,8 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 def check_start(cfg: RunConfig) -> None:
-    """Refuse a run that names two ways to start, would write into a checkpoint, or would start from scratch
-    in the directory of another run. Writes nothing.
-
-    Raises:
-        ConfigError: the run is refused; the message names the keys, and says what to do instead.
-    """
+    """Raise ConfigError for a run that names two ways to start, would write into a checkpoint, or would
+    start from scratch in the directory of another run. Writes nothing."""
     options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
     if options.init_from is not None and options.ckpt_dir is not None:
         raise ConfigError(
@@ -81,12 +77,10 @@ def _checkpoint_around(output_dir: Path) -> Path | None:
 
 
 def output_dir_of(cfg: RunConfig) -> Path:
-    """``Engine.save_load.output_dir``."""
     return Path(cfg.Engine.save_load.output_dir)
 
 
 def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
-    """Make an error about ``Engine.save_load.output_dir``."""
     return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
 
 
@@ -102,7 +96,6 @@ def run_traces(output_dir: Path) -> list[str]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a run wrote this configuration."""
     try:
         with path.open("rb") as file:
             return file.read(len(RECORD_MARK)) == RECORD_MARK.encode()
@@ -111,7 +104,6 @@ def is_record(path: Path) -> bool:
 
 
 def _resumes_within(cfg: RunConfig) -> bool:
-    """Whether ``ckpt_dir`` names a checkpoint of the run in the output directory."""
     place = cfg.Engine.save_load.ckpt_dir
     path = None if place is None else resolve_checkpoint(place)
     if path is None or not lies_in(path, output_dir_of(cfg)):
@@ -127,10 +119,7 @@ def lies_in(checkpoint: Path, output_dir: Path) -> bool:
 
 def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
     """Create the output directory, and lock it until ``stack`` closes. One rank does it for all ranks.
-
-    Raises:
-        ConfigError: another run uses or has used the directory, or it cannot be created.
-    """
+    Raises ConfigError if another run uses or has used the directory, or it cannot be created."""
     check_start(cfg)
     output_dir = output_dir_of(cfg)
     busy = directory_error(cfg, "another run is training in this directory")
@@ -146,12 +135,10 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """Return the step directory that ``Model.lora.base`` currently resolves to; None if it is not set.
+    """The step directory that ``Model.lora.base`` currently resolves to; None if it is not set. Raises
+    CheckpointError.
 
     If it names the output directory itself, this run's own checkpoints there are skipped.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
     """
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.housekeeping import write_best
@@ -22,8 +22,10 @@ from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import Run
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import joint_errors
-from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.parallel.step import StepRunner
 
 
 class Saver:
@@ -33,14 +35,6 @@ class Saver:
     All ranks of a job call its methods together, and a CheckpointError is the same on all of them. With
     ``on_save_error: stop`` it is raised at once. With ``continue`` errors are logged, and only a failure of
     the last save is raised, at the end of the run, because then the run's result is not saved.
-
-    Args:
-        cfg: the run's configuration.
-        ctx: this process's place in the job.
-        output_dir: the directory for checkpoints.
-        fingerprints: the fingerprints of data, tokenizer and frozen weights.
-        ownership: the run that saves, and which checkpoints it keeps.
-        documents: files that describe the model in each checkpoint (`checkpoint/documents.py`).
     """
 
     def __init__(
@@ -70,12 +64,8 @@ class Saver:
     def save(self, run: Run) -> None:
         """Complete the save in progress, then save the run's current state, or start to save it in the
         background.
-
-        Raises:
-            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
-        with self._guarded():
-            self._manager.wait()
+        self.complete()
         self._failure = None
         with self._guarded():
             run.runner.before_update = self._manager.wait_for_copy
@@ -89,12 +79,8 @@ class Saver:
     def mark_best(self, run: Run) -> None:
         """Complete the save in progress and point ``best`` to the checkpoint of the current step, unless that
         save failed.
-
-        Raises:
-            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
-        with self._guarded():
-            self._manager.wait()
+        self.complete()
         if self._failure is not None:
             return
         path = self._manager.output_dir / step_directory(run.state.epoch, run.state.step)
@@ -103,30 +89,18 @@ class Saver:
                 write_best(path, self._manager.ownership)
 
     def complete(self) -> None:
-        """Complete the save in progress.
-
-        Raises:
-            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
-        """
         with self._guarded():
             self._manager.wait()
 
     def poll(self) -> None:
-        """Advance a save in the background without waiting, and report its failure.
-
-        Raises:
-            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
-        """
+        """Advance a save in the background without waiting, and report its failure."""
         with self._guarded():
             self._manager.poll()
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context for the whole run. On exit, the save in progress is completed if possible.
-
-        Raises:
-            CheckpointError: the last save failed.
-        """
+        """Context for the whole run. On exit, the save in progress is completed if possible. Raises
+        CheckpointError if the last save failed."""
         try:
             yield
         except UserError:  # the same error on all ranks, so they can still act together
@@ -139,8 +113,7 @@ class Saver:
         self._finish()
 
     def _finish(self) -> None:
-        with self._guarded():
-            self._manager.wait()
+        self.complete()
         if self._failure is not None:
             raise CheckpointError(f"{self._failure} The end of the run is not saved.")
 
@@ -154,7 +127,7 @@ class Saver:
             self._failure = error
             get_logger().error(f"{error} Training continues (Engine.save_load.on_save_error=continue).")
 
-    def _tensors(self, runner: Runner) -> list[TensorSlice]:
+    def _tensors(self, runner: StepRunner) -> list[TensorSlice]:
         """The slices that this rank writes. If weights are frozen, only the trained parameters are saved."""
         parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:

@@ -38,11 +38,8 @@ def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
-    """Context in which this process is watched. A watch that has already started continues.
-
-    Args:
-        directory: the directory for the reports, under the output directory.
-    """
+    """Context in which this process is watched, with reports in ``directory`` under the output directory.
+    A watch that has already started continues."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     introduce(cfg, ctx)

@@ -10,12 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogStart:
-    """The arguments for starting a writer.
+    """The number of steps done, and the whole configuration as JSON values.
 
-    Attributes:
-        step: the number of steps done; 0 for a new run. Records of later steps, which were written after the
-            checkpoint that the run resumes from, are void and will be written again.
-        config: the whole configuration as JSON values.
+    Records of later steps, which were written after the checkpoint that the run resumes from, are void and
+    will be written again.
     """
 
     step: int
@@ -27,9 +25,6 @@ class LogWriter:
 
     Do not import heavy libraries or open anything before :meth:`start`. A ``UserError`` ends the run with its
     message; an ``OSError`` from :meth:`write` is logged once, and training continues.
-
-    Args:
-        output_dir: the directory of the run.
     """
 
     def __init__(self, output_dir: Path) -> None:

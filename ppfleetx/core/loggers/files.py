@@ -69,11 +69,8 @@ def _step_of(row: Mapping[str, str | None]) -> float:
 class TensorBoard(LogWriter):
     """Writes ``tensorboard/`` in the run's directory: ``tensorboard --logdir output/tensorboard``.
 
-    A resumed run adds a file, which tells TensorBoard to ignore earlier records of later steps.
-
-    Args:
-        output_dir: the run's directory.
-        dir: the directory to write to instead of ``tensorboard/`` or ``vdl/``.
+    A resumed run adds a file, which tells TensorBoard to ignore earlier records of later steps. ``dir`` is
+    the directory to write to instead of ``tensorboard/``.
     """
 
     def __init__(self, output_dir: Path, dir: str | None = None) -> None:
@@ -101,12 +98,7 @@ def visual_dl_is_installed() -> bool:
 
 
 class VisualDL(LogWriter):
-    """Writes ``vdl/`` in the run's directory; a resumed run adds a file there.
-
-    Args:
-        output_dir: the run's directory.
-        dir: the directory to write to instead of ``tensorboard/`` or ``vdl/``.
-    """
+    """Writes ``vdl/`` in the run's directory, or ``dir``; a resumed run adds a file there."""
 
     def __init__(self, output_dir: Path, dir: str | None = None) -> None:
         super().__init__(output_dir)

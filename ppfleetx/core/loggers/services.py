@@ -14,11 +14,21 @@ from ppfleetx.core.loggers.base import LogStart, LogWriter
 from ppfleetx.utils.log import get_logger
 
 
-class Wandb(LogWriter):
+class _Continued(LogWriter):
+    """A resumed run continues under its id."""
+
+    _id: str | None = None
+
+    def state(self) -> Mapping[str, Any]:
+        return {} if self._id is None else {"id": self._id}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._id = str(state["id"])
+
+
+class Wandb(_Continued):
     """Logs to Weights & Biases, offline by default; ``mode: online`` or the variable ``WANDB_MODE`` changes
     that. ``wandb sync`` uploads an offline run.
-
-    A resumed run keeps its id, so that its steps continue the same curves.
 
     Args:
         output_dir: the run's directory; the files are in ``wandb/`` there.
@@ -47,7 +57,6 @@ class Wandb(LogWriter):
         self._given = {"project": project, "name": name or output_dir.resolve().name}
         self._given |= {"entity": entity, "group": group}
         self._directory = output_dir if dir is None else Path(dir)
-        self._id: str | None = None
         self._run: Any = None
 
     def start(self, start: LogStart) -> None:
@@ -78,24 +87,15 @@ class Wandb(LogWriter):
     def finish(self) -> None:
         self._run.finish()
 
-    def state(self) -> Mapping[str, Any]:
-        return {} if self._id is None else {"id": self._id}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._id = str(state["id"])
-
 
 _NOT_IN_NAMES = re.compile(r"[^\w\-./ ]")
 _LONGEST_VALUE, _PER_CALL = 500, 100
 
 
-class MLflow(LogWriter):
+class MLflow(_Continued):
     """Logs to MLflow, into local files unless a tracking server is named.
 
-    A resumed run continues under its id.
-
     Args:
-        output_dir: the run's directory.
         uri: the URI of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.
         experiment: the name of the experiment, which is created if necessary.
         name: the name of the run; None: the name of ``output_dir``.
@@ -111,7 +111,6 @@ class MLflow(LogWriter):
         super().__init__(output_dir)
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or (output_dir.resolve() / "mlruns").as_uri()
         self._experiment, self._name = experiment, name or output_dir.resolve().name
-        self._id: str | None = None
         self._client: Any = None
 
     def start(self, start: LogStart) -> None:
@@ -159,12 +158,6 @@ class MLflow(LogWriter):
             self._client.set_terminated(self._id)
         except MlflowException as error:
             raise ConfigError(f"mlflow cannot end its run: {error}", key="Engine.loggers") from error
-
-    def state(self) -> Mapping[str, Any]:
-        return {} if self._id is None else {"id": self._id}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._id = str(state["id"])
 
 
 def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, str]]:

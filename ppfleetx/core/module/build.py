@@ -20,10 +20,8 @@ from ppfleetx.nn.stage import LayerFactory
 class SourceLosses(WrappedTask):
     """A task with a metric ``source/NAME``, the loss of one corpus, for each corpus of its training data.
 
-    Args:
-        task: the task.
-        names: the names of the corpora, indexed by ``source_ids [b]`` of a batch. Batches without
-            ``source_ids``, as in evaluations, have no such metrics.
+    ``names`` are indexed by ``source_ids [b]`` of a batch. Batches without them, as in evaluations, have no
+    such metrics.
     """
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
@@ -32,11 +30,6 @@ class SourceLosses(WrappedTask):
         self.metrics = (*task.metrics, *self._names)
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The task's loss, with the losses of the corpora as metrics.
-
-        Raises:
-            ConfigError: the task does not return the losses of single rows.
-        """
         found = super().loss(outputs, batch, factory)
         if "source_ids" not in batch:
             return found
@@ -60,15 +53,8 @@ class SourceLosses(WrappedTask):
 
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
-    """Build the task named by ``Model.module``, with a teacher if ``Compress.Distill`` names one.
-
-    Args:
-        cfg: the run's configuration.
-        sources: the names of a blend's corpora, if the loss of each is logged.
-
-    Raises:
-        ConfigError: there is no such module, or it is not a BasicModule.
-    """
+    """Build the task named by ``Model.module``, with a teacher if ``Compress.Distill`` names one, and
+    metrics for the ``sources`` of a blend. Raises ConfigError."""
     task = MODULES.make(cfg.Model.module, cfg, gives=BasicModule)
     if cfg.Compress.Distill is not None:
         from ppfleetx.compress.distill import Distillation

@@ -26,7 +26,7 @@ from ppfleetx.models.gpt.stages import gpt_classification_stages
 from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.stage import LayerFactory, Stage
-from ppfleetx.parallel.runner import Runner
+from ppfleetx.parallel.step import StepRunner
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
 
@@ -65,20 +65,14 @@ class GPTFinetuneModule(BasicModule):
 
 
 class Classification:
-    """Gathers the outputs for every example from the data ranks, and computes loss and metrics from them.
-
-    Args:
-        module: the task.
-        ctx: this process's place in the job.
-        has_labels: whether there are labels, or only outputs.
-    """
+    """Gathers the outputs for every example from the data ranks, and computes loss and metrics from them,
+    if there are labels."""
 
     def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
         self._module, self._ctx, self._has_labels = module, ctx, has_labels
         self._rows: list[list[float]] = []
 
-    def add(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
-        """Compute a global batch, and keep the outputs of its examples."""
+    def add(self, runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> None:
         found = runner.compute(self._module.forward, micro_batches)
         if self._ctx.rank_on("mp"):
             return  # the first tensor-parallel rank has the same outputs
@@ -87,7 +81,6 @@ class Classification:
             self._rows += rows[batch["loss_mask"] > 0].tolist()
 
     def result(self) -> Measured | None:
-        """Loss and metrics over all data ranks; None without examples."""
         rows = np.array([row for rank in gather(self._ctx, self._rows) for row in rank])
         if rows.size == 0:
             return None
@@ -110,21 +103,14 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """Writes a classifier's predictions after each evaluation, replacing the predictions of the last
-    evaluation.
-
-    Args:
-        directory: the directory for the files.
-        task: the task, which names the files.
-        parts: the split of the task, by the name of the evaluation set. Sets of one split share a file.
-    """
+    """Writes a classifier's predictions after each evaluation, replacing those of the last one. ``parts``
+    has the split of the task, by the name of the evaluation set. Sets of one split share a file."""
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
         self._directory, self._task, self._parts = directory, task, parts
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Predictions | None:
-        """Create the callback for classifiers of a GLUE task."""
         evaluated = setup.cfg.Data.Eval
         if evaluated is None or evaluated.dataset.name not in TASKS:
             return None
@@ -138,21 +124,12 @@ class Predictions(Callback):
 
 
 def predictions_directory(cfg: RunConfig) -> Path:
-    """The directory of a classifier's predictions."""
     return Path(cfg.Engine.save_load.output_dir) / "predictions"
 
 
 def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
-    """Write ``index <tab> prediction`` for every example.
-
-    Args:
-        path: the file; its directory is created.
-        task: the task, which turns outputs into predictions.
-        outputs: ``[examples, outputs]``.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write ``index <tab> prediction`` for every example of ``outputs [examples, outputs]``. Raises
+    ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "w") as file:

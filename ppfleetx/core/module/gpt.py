@@ -16,12 +16,10 @@ class GPTModule(BasicModule):
     @property
     def loss_in_pieces(self) -> bool:
         """Whether the loss can be computed in pieces: True, but False for subclasses with their own loss,
-        unless they override this.
-        """
+        unless they override this."""
         return type(self).loss is GPTModule.loss
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
-        """The stages of the language model."""
         return model_stages(self.cfg.Model, factory)
 
     def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:

@@ -39,11 +39,8 @@ class TemplateLimitError(Exception):
 
 @contextmanager
 def bounded_steps() -> Iterator[None]:
-    """Context in which Python functions may take at most ``MAX_STEPS`` steps in total, in this thread.
-
-    Raises:
-        TemplateLimitError: raised inside the context when they take more steps.
-    """
+    """Python functions called inside may take at most ``MAX_STEPS`` steps in this thread, else
+    TemplateLimitError."""
     left = MAX_STEPS
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -106,15 +103,7 @@ class AskedToStopError(TemplateError):
 
 
 class CompiledTemplate:
-    """A compiled template, which any thread can render.
-
-    Args:
-        source: text of the template.
-
-    Raises:
-        jinja2.TemplateError: the text is not a template.
-        TemplateLimitError: the template is nested too deeply.
-    """
+    """A compiled template, which any thread can render. Raises jinja2.TemplateError or TemplateLimitError."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -172,9 +161,7 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Generates code that checks concatenation with ``~`` in the environment, as for ``+``, so that its size
-    is limited.
-    """
+    """Checks concatenation with ``~`` in the environment, as for ``+``, so that its size is limited."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (as Jinja has it)
         self.write("environment.concatenate((")
@@ -185,8 +172,6 @@ class _BoundedCode(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on sizes."""
-
     code_generator_class = _BoundedCode
     intercepted_binops = frozenset({"+", "*", "**"})
     tracker: _GenerationBlocks
@@ -200,7 +185,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         self.filters["tojson"] = _to_json
         self.filters = {name: _bounded_filter(name, one) for name, one in self.filters.items()}
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         check_operation(operator, left, right)
@@ -245,7 +233,3 @@ def _to_json(
 
 def _raise_exception(message: Any) -> None:
     raise AskedToStopError(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -59,9 +59,7 @@ class ChatTemplate:
     """A template that writes a conversation as the model expects it.
 
     Attributes:
-        source: the template's text.
-        special_tokens: the special tokens by the names that the template may use: ``bos_token``,
-            ``eos_token`` and so on.
+        special_tokens: by the names that the template may use: ``bos_token``, ``eos_token`` and so on.
         place: the origin of the template, for messages.
         stops: texts that end an answer, in addition to the end tokens.
         is_plain: whether this is the plain template, used if the model has none.
@@ -95,7 +93,8 @@ class ChatTemplate:
         try:
             return CompiledTemplate(self.source)
         except (TemplateError, TemplateLimitError) as error:
-            raise DataError(f"{self.place} is no chat template: {_line_of(error)}{error}") from error
+            line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+            raise DataError(f"{self.place} is no chat template: {line}{error}") from error
 
     def render(
         self,
@@ -108,11 +107,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as text.
 
-        Args:
-            messages: the turns of the conversation.
-            add_generation_prompt: whether to end with the text after which an answer begins.
-            tools, documents: tools and documents, in the form that the template reads.
-            variables: further variables, which override the special tokens.
+        With ``add_generation_prompt``, it ends with the text after which an answer begins. Further variables
+        override the special tokens.
 
         Raises:
             ChatError: the template refuses the conversation, fails on it, or exceeds its limits.
@@ -122,8 +118,7 @@ class ChatTemplate:
         return self.render_spans(messages, **given, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """Render a conversation, and find the parts that `generation` blocks mark. Raises as
-        :meth:`render`."""
+        """Like :meth:`render`, and find the parts that `generation` blocks mark."""
         from jinja2 import TemplateError
 
         if not messages:
@@ -159,8 +154,7 @@ class ChatTemplate:
         return f"{self.place} fails on this conversation: {error}"
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Encode the text of :meth:`render`; only the template decides about BOS. Raises as
-        :meth:`render`."""
+        """Encode the text of :meth:`render`; only the template decides about BOS."""
         return tokenizer.encode_prompt(self.render(messages, **options), add_special_tokens=False)
 
 
@@ -175,16 +169,9 @@ def _message(message: Message) -> dict[str, Any]:
     return kept
 
 
-def _line_of(error: Exception) -> str:
-    line = getattr(error, "lineno", None)
-    return "" if line is None else f"line {line}: "
-
-
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """The tokenizer's chat template, or the plain one (:data:`PLAIN`) if it has none.
-
-    Args:
-        name: the name of one of several templates; None: the one called ``default``.
+    """The tokenizer's chat template of this name (None: ``default``), or the plain one (:data:`PLAIN`) if it
+    has none.
 
     Raises:
         ConfigError: there is no template of this name, or there are several and none is the default.
@@ -203,12 +190,8 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """The template given by name or file; None selects the model's own template, or the plain one. ``key`` is
-    the option that gave the name, for messages.
-
-    Raises:
-        UserError: there is no such name or file, or its text is not a template.
-    """
+    """The template given by name or file; None selects the model's own template, or the plain one. Raises
+    UserError, which names the option ``key``."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -226,7 +209,6 @@ def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = N
 
 
 def template_of(cfg: DatasetConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template for the conversations of a section. Raises ConfigError."""
     given = cfg.options.get(TEMPLATE_OPTION)
     try:
         return chosen_template(tokenizer, None if given is None else str(given))
@@ -248,10 +230,8 @@ def render_with_answers(
     added when the conversation is rendered with the turn, compared to rendering it without the turn and with
     a generation prompt. Some templates write earlier turns differently once more turns follow (Qwen3 and
     DeepSeek-R1 leave out their reasoning); then this finds the turn as written in the whole conversation.
-
-    Raises:
-        ChatError: as in :meth:`ChatTemplate.render`, or the place where the template writes a turn is
-            unclear.
+    Raises ChatError as :meth:`ChatTemplate.render` does, or if it is unclear where the template writes a
+    turn.
     """
     if template.marks_answers:
         return template.render_spans(messages, **variables)
@@ -261,8 +241,6 @@ def render_with_answers(
 
 
 class _Turns:
-    """The text of a conversation, used to find the places of its turns."""
-
     def __init__(
         self, template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]
     ) -> None:
@@ -273,7 +251,6 @@ class _Turns:
         return self._template.render(messages, **{**self._variables, **more})
 
     def span(self, number: int) -> Span:
-        """The place of message ``number`` in the text. Raises ChatError."""
         found = self._added(number)
         if found is None:
             try:
@@ -326,16 +303,13 @@ class _Turns:
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:
-        """Copy the conversation with different content in one message."""
         return [
             {**one, "content": content} if place == number else one
             for place, one in enumerate(self._messages)
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Find where an answer begins in ``text``, the text before the answer's content. It begins after the
-        generation prompt.
-        """
+        """Where an answer begins in ``text``, the text before its content: after the generation prompt."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)
@@ -351,7 +325,6 @@ def _around(mark: str, text: str) -> tuple[str, str]:
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the common beginning of two texts."""
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

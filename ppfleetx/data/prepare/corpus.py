@@ -21,13 +21,8 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """Finds the ends of documents.
-
-    Attributes:
-        first, last: functions that return the offset after the first or last delimiter in some bytes; 0 if
-            there is none.
-        overlap: the number of bytes of a delimiter that may lie in the previous block.
-    """
+    """Functions that return the offset after the first or last delimiter in some bytes (0 if there is none),
+    and the number of bytes of a delimiter that may lie in the previous block."""
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]
@@ -51,16 +46,8 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
     """Cut the text of ``blocks`` at ends of documents.
 
-    A piece holds many documents, or one document that spans several blocks. At most ``max_bytes`` and a block
-    are in memory at a time; a longer document is skipped.
-
-    Args:
-        blocks: consecutive bytes, each at most ``max_bytes``.
-        kind: the kind of document, which decides where documents end.
-        max_bytes: the size of the longest document.
-
-    Returns:
-        The pieces, with None in place of each document that is too long.
+    A piece holds many documents, or one document that spans several blocks. None stands for a document longer
+    than ``max_bytes``, which is skipped. At most ``max_bytes`` and a block are in memory at a time.
     """
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
@@ -120,14 +107,8 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the corpus.
-
-    Attributes:
-        path: the file.
-        kind: the unit that is one document: a json line, a line, the text between blank lines, or the whole
-            file.
-        num_bytes: size on disk.
-    """
+    """One file of the corpus. Of its ``kind``, one document is a json line, a line, the text between blank
+    lines, or the whole file."""
 
     path: Path
     kind: Kind
@@ -144,7 +125,6 @@ class Chunk:
         data: bytes of whole documents. None for kind "file"; of the other kinds, for a document that is too
             long.
         num_disk_bytes: the size of the chunk on disk (compressed, if the files are), for the progress bar.
-        max_document_bytes: the size of the longest document; longer ones are left out.
     """
 
     kind: Kind
@@ -161,18 +141,12 @@ def find_sources(
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
     """List the files of a corpus in the order in which they will be written. Files of a folder are sorted by
-    path.
+    path; with ``suffixes``, only names that end in one of these are taken.
 
-    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one json object per line; every
-    other file is plain text. Hidden files, hidden folders and ``__pycache__`` are skipped.
-
-    Args:
-        inputs: files and folders.
-        suffixes: in folders, take only files whose names end in one of these.
-        split_on: the unit that is one document in a plain text file.
-
-    Raises:
-        DataError: an input does not exist or is compressed in an unknown way, or there are no files.
+    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one json object per line; every other file is
+    plain text, of which ``split_on`` says what is one document. Hidden files, hidden folders and
+    ``__pycache__`` are skipped. Raises DataError if an input does not exist or is compressed in an unknown
+    way, or there are no files.
     """
     sources = []
     for entry in map(Path, inputs):
@@ -214,15 +188,9 @@ def _kind_of(path: Path, split_on: str) -> Kind:
 
 
 def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
-    """Read the corpus in order, in chunks of about ``CHUNK_BYTES``. A larger document is one chunk.
-
-    Args:
-        max_document_bytes: the size of the longest document; a longer one is a chunk without data. A plain
-            file that is one document may have any size.
-
-    Raises:
-        DataError: a file cannot be read, or is damaged.
-    """
+    """Read the corpus in order, in chunks of about ``CHUNK_BYTES``. A larger document is one chunk, and a
+    longer one than ``max_document_bytes`` a chunk without data. A plain file that is one document may have
+    any size. Raises DataError."""
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:
@@ -248,7 +216,6 @@ def _file_chunk(group: list[Source], max_document_bytes: int) -> Chunk:
 
 
 def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) -> Iterator[Chunk]:
-    """The blocks of a file, each cut after its last whole document."""
     done = 0
     with TextFile(source.path) as file:
         blocks = iter(lambda: file.read(chunk_bytes), b"")
@@ -258,18 +225,14 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """Read and decompress a file; None if it is compressed and its content is longer than
-    ``max_document_bytes``.
-    """
+    """Read a file; None if it is compressed and its content is longer than ``max_document_bytes``."""
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 
 
 def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
-    """Split a chunk into raw documents, one per line, paragraph or file; empty ones are included.
-
-    None stands for a document longer than the chunk's ``max_document_bytes``.
-    """
+    """Split a chunk into raw documents, one per line, paragraph or file; empty ones are included. None stands
+    for a document longer than the chunk's ``max_document_bytes``."""
     if chunk.kind == "file":
         for path in chunk.paths:
             content = read_file(path, chunk.max_document_bytes)
@@ -313,7 +276,6 @@ def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]
 
 
 def _text_of(document: bytes | None, kind: Kind, key: str) -> str | None:
-    """The text of a document; None if it has none."""
     if not document:
         return None
     try:

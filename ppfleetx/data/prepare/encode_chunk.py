@@ -22,14 +22,11 @@ class ChunkResult:
     """The tokens of a chunk as bytes, which are cheap to send between processes.
 
     Attributes:
-        tokens: for each key, the tokens of all documents, in the dtype of the output.
-        lengths: for each key, the number of tokens of each document, int32.
-        num_documents: the number of documents kept.
-        num_text_bytes: the UTF-8 bytes of the encoded texts.
+        tokens, lengths: for each key, the tokens of all documents in the dtype of the output, and the number
+            of tokens of each, int32.
         num_seen: the number of lines, paragraphs or files read.
-        skipped: for each kind of problem, the number of times it occurred.
-        places: for each kind of problem, the positions of its first occurrences (0 is the chunk's first
-            document).
+        skipped, places: for each kind of problem, how often it occurred, and the positions of its first
+            occurrences (0 is the chunk's first document).
     """
 
     tokens: dict[str, bytes] = field(default_factory=dict)
@@ -41,14 +38,12 @@ class ChunkResult:
     places: dict[str, list[int]] = field(default_factory=dict)
 
     def skip(self, problem: str) -> None:
-        """Note a problem with the current document."""
         self.skipped[problem] += 1
         places = self.places.setdefault(problem, [])
         if len(places) < _PLACES_KEPT:
             places.append(self.num_seen)
 
     def arrays(self, dtype: np.dtype) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The tokens and lengths of each key."""
         return {
             key: (np.frombuffer(self.tokens[key], dtype), np.frombuffer(self.lengths[key], np.int32))
             for key in self.tokens
@@ -60,14 +55,8 @@ class _Skip(Exception):  # noqa: N818 - control flow within this file
 
 
 class ChunkEncoder:
-    """Encodes chunks; called in the workers.
-
-    Args:
-        tokenizer: encodes the texts.
-        keys: keys of the json objects to encode.
-        append_eod: whether to add the end-of-document token to each document that has a token.
-        dtype: the dtype of the stored tokens.
-    """
+    """Encodes the texts under ``keys`` of a chunk's documents; called in the workers. With ``append_eod``,
+    each document that has a token ends with the end-of-document token."""
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool, dtype: np.dtype
@@ -108,7 +97,6 @@ class ChunkEncoder:
         return result
 
     def _texts(self, document: bytes, is_json: bool) -> list[str]:
-        """The text of each key of a document."""
         try:
             texts = _json_texts(document, self._keys) if is_json else [document.decode("utf-8")]
         except UnicodeDecodeError:
@@ -161,16 +149,11 @@ class Problems:
 
     @property
     def total(self) -> int:
-        """The number of skipped documents."""
         return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
-        """Add the problems of a chunk; chunks come in the order of the corpus.
-
-        Raises:
-            DataError: there is a problem and ``strict`` is set, or so many in a row that the file must be of
-                another kind.
-        """
+        """Add the problems of a chunk; chunks come in the order of the corpus. Raises DataError if ``strict``
+        is set, or if there are so many in a row that the file must be of another kind."""
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped

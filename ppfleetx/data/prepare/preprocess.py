@@ -104,17 +104,8 @@ def _work(item: Any) -> Any:
 
 @dataclass
 class Report:
-    """The outcome of a run.
-
-    Attributes:
-        num_documents: the number of documents written (for each key).
-        num_tokens: the number of tokens written, including end-of-document tokens.
-        num_text_bytes: the UTF-8 bytes of the encoded texts.
-        problems: the documents left out, and the places of the first few.
-        seconds: wall-clock time.
-        cpu_seconds: processor time of this process and its workers.
-        outputs: prefixes of the pairs written.
-    """
+    """The outcome of a run: documents (of each key), tokens with end-of-document tokens, UTF-8 bytes of the
+    texts, the documents left out, wall-clock and processor time, and the prefixes of the pairs written."""
 
     num_documents: int = 0
     num_tokens: int = 0
@@ -161,16 +152,10 @@ def preprocess(
     reported. The files appear when everything is written; a run that fails or is interrupted leaves nothing.
 
     Args:
-        sources: see `ppfleetx.data.prepare.corpus.find_sources`.
-        output_prefix: the beginning of the names of the output files.
-        tokenizer: encodes the texts.
         keys: the keys of the json objects to encode, each to its own pair. Plain text has the key "text".
         append_eod: whether to write the end-of-document token after each document.
-        workers: the number of processes that encode; 1 encodes in this process.
         strict: whether a document that would be left out is an error.
-        overwrite: whether to replace an existing pair.
-        max_document_bytes: the size of the longest document; longer ones are left out. See
-            `ppfleetx.data.prepare.corpus.read_chunks`.
+        max_document_bytes: the size of the longest document; longer ones are left out.
         show_progress: True, False, or "auto" for terminals only.
 
     Raises:
@@ -202,7 +187,6 @@ def _encode_all(
     show_progress: bool | Literal["auto"],
     report: Report,
 ) -> None:
-    """Write every pair, and count in ``report``. Nothing is written if anything fails."""
     total = sum(source.num_bytes for source in sources)
     with ExitStack() as stack:
         # This is outermost, so that the workers are forked before the progress bar starts its thread.
@@ -248,6 +232,5 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _cpu_seconds() -> float:
-    """The processor time of this process and of its finished children."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

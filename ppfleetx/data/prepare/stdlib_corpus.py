@@ -18,11 +18,6 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 
 def stdlib_files() -> list[Path]:
-    """The ``.py`` files of this interpreter's standard library, without tests, sorted by path.
-
-    Raises:
-        DataError: this interpreter came without the files.
-    """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, folders, names in os.walk(root):
@@ -39,13 +34,9 @@ def write_stdlib_corpus(
 ) -> tuple[int, int]:
     """Write the library as json lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
 
-    Empty files and files that are not UTF-8 are left out. The same interpreter gives the same file.
-
-    Returns:
-        (documents, bytes of their texts).
-
-    Raises:
-        DataError: the file exists already and must not be replaced, or it cannot be written.
+    Empty files and files that are not UTF-8 are left out. The same interpreter gives the same file. Returns
+    the numbers of documents and of bytes of their texts. Raises DataError if the file exists already and must
+    not be replaced, or it cannot be written.
     """
     output = Path(output)
     if output.exists() and not overwrite:

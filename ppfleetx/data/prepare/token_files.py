@@ -21,12 +21,8 @@ from ppfleetx.utils.progress import ProgressBar
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Write the given pairs as one, in the order given.
-
-    Raises:
-        DataError: there is no input, an input is damaged, dtypes differ, the output is one of the inputs, or
-            it exists already and must not be replaced.
-    """
+    """Write the given pairs as one, in the order given. Raises DataError if there is no input, an input is
+    damaged, dtypes differ, the output is one of the inputs, or it exists already and must not be replaced."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")
@@ -42,22 +38,19 @@ def merge(
             other = IndexedDataset(prefix)
             if other.dtype != writer.dtype:
                 raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
-            writer.add_index(other, _counted(_sound_blocks(other.prefix), bar))
+            writer.add_index(other, _sound_blocks(other.prefix, bar))
 
 
-def _counted(blocks: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
-    for block in blocks:
-        yield block
-        bar.advance(len(block) / 1e6)
-
-
-def _sound_blocks(prefix: str) -> Iterator[bytes]:
+def _sound_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
     """Read the bytes of ``.bin``. If there are checksums, all of ``.idx`` is checked first, then the bytes as
     they are read.
     """
     checksums = read_checksums(prefix)
     if checksums is None:
-        yield from _plain_blocks(prefix)
+        with opened(bin_path(prefix), DataError) as file:
+            while data := file.read(BLOCK_BYTES):
+                yield data
+                bar.advance(len(data) / 1e6)
         return
     checksums.check_sizes()
     for damage in checksums.damage((".idx",)):
@@ -66,23 +59,14 @@ def _sound_blocks(prefix: str) -> Iterator[bytes]:
         if damage is not None:
             raise DataError(f"{damage}; ppfleetx inspect-data {prefix} --verify names the documents")
         yield data
-
-
-def _plain_blocks(prefix: str) -> Iterator[bytes]:
-    with opened(bin_path(prefix), DataError) as file:
-        while data := file.read(BLOCK_BYTES):
-            yield data
+        bar.advance(len(data) / 1e6)
 
 
 _CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """The main figures of a corpus, as plain Python values.
-
-    Raises:
-        DataError: the corpus is missing or damaged.
-    """
+    """The main figures of a corpus, as plain Python values. Raises DataError."""
     corpus = open_tokens(prefix)
     sizes = corpus.sizes
     return {
@@ -100,13 +84,11 @@ def summary(prefix: str) -> dict[str, Any]:
 
 
 def largest_id(corpus: TokenStore) -> int:
-    """The largest token id, or -1 in a corpus without tokens. Reads the whole corpus."""
     chunks = range(0, corpus.num_tokens, _CHUNK)
     return int(max((np.max(corpus.flat(first, first + _CHUNK)) for first in chunks), default=-1))
 
 
 def summary_text(facts: dict[str, Any]) -> str:
-    """Format `summary` as a few lines."""
     lines = [
         f"{facts['prefix']}: {counted(facts['documents'], 'document', ',')}, "
         f"{counted(facts['sequences'], 'sequence', ',')}, {counted(facts['tokens'], 'token', ',')} "

@@ -31,16 +31,8 @@ _MAX_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The result of converting one file.
-
-    Attributes:
-        split: train, valid or test.
-        prefix: path of the pair without ``.bin`` or ``.idx``.
-        passages: the number of documents.
-        tokens: the number of tokens, including the end token of each passage.
-        windows: the number of windows of ``length + 1`` tokens. Neighbours share one token; a remainder at
-            the end belongs to the next pass.
-    """
+    """The result of converting one file. ``windows`` counts those of ``length + 1`` tokens. Neighbours share
+    one token; a remainder at the end belongs to the next pass."""
 
     split: str
     prefix: str
@@ -54,9 +46,6 @@ class SplitReport:
 
 
 def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
-    """Yield the passages between headings, each as one line of ordinary text. The last one ends with the
-    file.
-    """
     detokenize = detokenizer("wikitext")
     paragraphs: list[str] = []
     for raw in lines:
@@ -74,16 +63,10 @@ def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def prepare_wikitext(
     source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
 ) -> list[SplitReport]:
-    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for the splits that ``source`` has.
-
-    Args:
-        source: the published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).
-        length: the number of tokens that the model reads. Windows have one more, the last target.
-        overwrite: whether to replace existing corpora.
-
-    Raises:
-        DataError: there is nothing to read, a file is not WikiText, or a corpus exists already.
-    """
+    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for the splits that ``source`` has: the
+    published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``). The model reads
+    ``length`` tokens. Raises DataError if there is nothing to read, a file is not WikiText, or a corpus
+    exists already."""
     found = _find(source)
     prefixes = {split: output_dir / split / "wikitext" for split in found}
     for prefix in prefixes.values():

@@ -31,11 +31,6 @@ class ChatDataset(RecordDataset):
     and about the end of a turn. A conversation that is too long loses its oldest turns, but not the system
     message. If one question with its answer is still too long, its end is cut off.
 
-    Args:
-        cfg: the configuration section, with directory, part, and the template in ``options``.
-        tokenizer: the tokenizer. Its template is used if the section names none.
-        length_multiple: see :class:`RecordDataset`.
-
     Raises:
         DataError: the file is missing, or a record is not a conversation with an answer. The message names
             file and line.
@@ -55,18 +50,12 @@ class ChatDataset(RecordDataset):
         return len(self._lines)
 
     def describe(self) -> str:
-        """Describe the data in one line for people."""
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Return conversation ``index``, or for `PADDING` a sample whose loss mask is 0.
-
-        Returns:
-            The same arrays as ``PromptResponseDataset``.
-
-        Raises:
-            DataError: the template refuses the conversation. The message names file and line.
-        """
+        """Conversation ``index``, or for `PADDING` a sample whose loss mask is 0, with the arrays of
+        ``PromptResponseDataset``. Raises DataError, with file and line, if the template refuses the
+        conversation."""
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"
         record = read_conversation(line, place)
@@ -80,9 +69,6 @@ class ChatDataset(RecordDataset):
         return self.causal_sample(ids, mask, index)
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode as much of a conversation as fits, at most ``max_seq_len + 1`` ids, and mark the ids that
-        count in the loss.
-        """
         kept = messages
         while True:
             text, spans = render_with_answers(self.template, kept, tools=tools)
@@ -118,7 +104,6 @@ def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
-    """Read the conversations of a file as (line, text), and a hash of the file."""
     digest = blake2b(digest_size=16)
     lines = list(read_records(path, digest.update))
     for number, line in lines:

@@ -62,8 +62,7 @@ _RULES: dict[str, list[_Rule]] = {
 
 def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
     """The function that turns a benchmark's text into ordinary text. ``lambada`` and ``none`` change
-    nothing.
-    """
+    nothing."""
     rules = _RULES[name]
 
     def detokenize(text: str) -> str:
@@ -75,9 +74,7 @@ def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
 
 
 def detokenizer_of_file(path: str) -> DetokenizerName:
-    """Choose the detokenizer by file name: ``wiki`` or ``ptb`` if the name contains the word, otherwise
-    ``none``.
-    """
+    """The detokenizer by file name: ``wiki`` or ``ptb`` if the name contains the word, else ``none``."""
     name = PurePath(path).name.lower()
     if "wiki" in name:
         return "wikitext"

@@ -18,7 +18,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.generation import OfflineEvalConfig
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.tasks.detokenize import detokenizer, detokenizer_of_file
-from ppfleetx.data.text_files import TextFile, load_line
+from ppfleetx.data.text_files import TextFile, load_object, text_of
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _KEY = "Offline_Eval.eval_path"
@@ -36,8 +36,6 @@ class Window:
 
 
 class EvaluationSet(Protocol):
-    """A set of numbered windows."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> Window: ...
@@ -48,14 +46,8 @@ class SlidingWindows:
 
     The first window scores ``max_seq_len`` tokens. Each later window begins ``stride`` tokens after the
     previous one and scores its ``stride`` new tokens, so every token but the first few is predicted from at
-    least ``max_seq_len - stride`` tokens. The last window is shorter.
-
-    Args:
-        ids: the tokens of the text, ``[T]``, at least two.
-        max_seq_len: the number of tokens that the model reads at a time.
-        stride: the number of tokens from one window to the next, at most ``max_seq_len``.
-        num_words: the number of words of the text in the file, separated by single spaces.
-        detokenizer: the name of the rules applied to the text.
+    least ``max_seq_len - stride`` tokens. The last window is shorter. ``num_words`` counts the words of the
+    text in the file, ``detokenizer`` names the rules applied to it.
     """
 
     def __init__(
@@ -66,7 +58,6 @@ class SlidingWindows:
 
     @property
     def num_scored(self) -> int:
-        """The number of scored tokens: all but the first."""
         return self.ids.size - 1
 
     def __len__(self) -> int:
@@ -81,12 +72,8 @@ class SlidingWindows:
 
 
 class LastWords:
-    """Texts whose end is predicted from the text before it, sorted by length (longest first) to save
-    padding.
-
-    Attributes:
-        order: the original index of each window, before sorting.
-    """
+    """Texts whose end is predicted from the text before it, longest first to save padding. ``order`` has the
+    original index of each."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
         self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
@@ -121,7 +108,6 @@ def window_batches(
 
 
 def num_batches(windows: EvaluationSet, batch_size: int, data_size: int = 1) -> int:
-    """The number of batches that :func:`window_batches` gives each data rank."""
     return -(-len(windows) // (batch_size * data_size))
 
 
@@ -139,27 +125,15 @@ def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch
 
 
 def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
-    """Read the windows of ``Offline_Eval.eval_path``.
-
-    Raises:
-        ConfigError, DataError: the file is missing, empty, too short or malformed (the message names the
-            line).
-    """
+    """Read the windows of ``Offline_Eval.eval_path``. Raises ConfigError or DataError, which names the
+    line."""
     text = read_text(cfg)
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
-    """Read the file ``Offline_Eval.eval_path``, decompressed if it is ``.gz`` or ``.zst``, without a byte
-    order mark.
-
-    Args:
-        cfg: the configuration section.
-        place: the place where the key was set, for messages.
-
-    Raises:
-        ConfigError: the key is not set, or the file cannot be read or holds nothing but white space.
-    """
+    """Read the file ``Offline_Eval.eval_path``, decompressed, without a byte order mark. Raises ConfigError,
+    which names the ``place`` where the key was set."""
     name = cfg.eval_path
     if name is None:
         what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"
@@ -202,21 +176,9 @@ def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> Last
         end = match.start()
         if not match[0].isspace():
             place = f"{cfg.eval_path}:{number}"
-            windows.append(_cloze_window(_text_of(match[0], place), cfg, tokenizer, place))
+            text_of_line = text_of(load_object(match[0].encode(), place, '"text"'), "text", place)
+            windows.append(_cloze_window(text_of_line, cfg, tokenizer, place))
     return LastWords(windows)
-
-
-def _text_of(line: str, place: str) -> str:
-    try:
-        value = load_line(line.encode())
-    except ValueError as error:
-        raise DataError(f"{place}: is not JSON: {error}") from error
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f'{place}: needs an object with a text under "text"')
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f"{place}: holds a lone surrogate, which is not text")
-    return text
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:

@@ -108,14 +108,8 @@ _HIGHEST_SCORE = 5.0
 
 @dataclass(frozen=True)
 class GlueExamples:
-    """The examples of one file.
-
-    Attributes:
-        path: the file.
-        texts: the one or two texts of each example.
-        labels: the class number (or score) of each example; None if labels were not read.
-        digest: hash of the file.
-    """
+    """The file's path and hash, the one or two texts of each example, and its class number (or score);
+    ``labels`` is None if they were not read."""
 
     path: Path
     texts: list[tuple[str, ...]]
@@ -125,11 +119,7 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read ``{directory}/{part}.tsv``, or the corresponding original file.
-
-    Args:
-        task, directory, part: the task, the directory and the part that identify the file.
-        with_labels: whether to read the labels, which most test files lack, or only the texts.
+    """Read ``{directory}/{part}.tsv``, or the corresponding original file. Most test files lack labels.
 
     Raises:
         DataError: the file is missing, is not UTF-8 or has no labels, or a line has a wrong number of fields
@@ -188,7 +178,6 @@ def _rows(path: Path, see: Callable[[bytes], object]) -> Iterator[tuple[int, str
 
 
 def _columns(task: GlueTask, line: str, path: Path, *, with_labels: bool) -> tuple[dict[str, int], int]:
-    """The column of each name in the header line, and the number of columns."""
     header = line.split("\t")
     needed = (*task.texts, task.label) if with_labels else task.texts
     absent = [name for name in needed if name not in header]
@@ -237,10 +226,7 @@ def require_libraries() -> None:
 def glue_metrics(task: str, outputs: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
     """The task's metrics, each between -1 and 1; an undefined correlation (all predictions equal) is 0.
 
-    Args:
-        task: name of a GLUE task.
-        outputs: ``[examples, classes]`` scores, or ``[examples, 1]`` predicted numbers.
-        labels: class numbers, or scores.
+    ``outputs`` are scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``.
     """
     truth = np.asarray(labels)
     if task == "STSB":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.chat.templates import ASSISTANT
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
-from ppfleetx.data.text_files import load_line, read_records
+from ppfleetx.data.text_files import load_object, read_records, refuse_surrogates, text_of
 from ppfleetx.utils.foreign_files import os_errors
 
 if TYPE_CHECKING:
@@ -45,25 +44,16 @@ _ROLES = {
 
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Whether a record has the fields of one of the forms."""
     return MESSAGES in record or _SHAREGPT in record or all(field in record for field in _ALPACA)
 
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
     """Parse the record in a line. Returns its ``messages``, with at least one answer, and its other keys.
-
-    Raises:
-        DataError: the record is not a conversation. The message names its place.
-    """
-    try:
-        record = load_line(line)
-    except ValueError as error:
-        raise DataError(f"{place}: this is not a line of JSON: {error}") from error
-    if not isinstance(record, dict) or not is_conversation(record):
-        raise DataError(
-            f'{place}: must be an object with "{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with '
-            '"instruction" and "output" (Alpaca)'
-        )
+    Raises DataError, with its place."""
+    wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
+    record = load_object(line, place, wanted)
+    if not is_conversation(record):
+        raise DataError(f"{place}: must be an object with {wanted}")
     if MESSAGES not in record:
         record = _in_messages(record, place)
     _check(record[MESSAGES], place)
@@ -106,18 +96,13 @@ def _check(messages: Any, place: str) -> None:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: has no list of messages")
     for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
+        role, content = map(message.get, ("role", "content")) if isinstance(message, dict) else (None, None)
         says = isinstance(content, str) or (content is None and "tool_calls" in message)
         if not isinstance(role, str) or not says:
             raise DataError(f"{place}: message {number} must have role and content, texts: {shown(message)}")
-        if isinstance(content, str) and any("\ud800" <= character <= "\udfff" for character in content):
-            raise DataError(f"{place}: message {number} holds a lone surrogate, which is not text")
+        refuse_surrogates(content or "", f"{place}: message {number}")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise DataError(f"{place}: has no message of the role assistant, so there is nothing to learn")
-
-
-_FIELDS_NAMED = 10  # in a message
 
 
 class RecordDataset:
@@ -157,22 +142,18 @@ class RecordDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """The number of records in the file."""
         return float(len(self))
 
     def describe(self) -> str:
-        """Describe the data in one line for people."""
         examples, tokens = counted(len(self), "example", ","), counted(self.max_seq_len, "token", ",")
         return f"{self.path}: {examples}, cut to {tokens}"
 
     def padded(self, ids: Sequence[int]) -> np.ndarray:
-        """Pad ``ids`` to ``max_seq_len``, int64."""
         tokens = np.full(self.max_seq_len, self.tokenizer.eod_id, np.int64)
         tokens[: len(ids)] = ids
         return tokens
 
     def causal_sample(self, ids: Sequence[int], loss_mask: np.ndarray, index: int) -> Sample:
-        """Return record ``index`` as a padded sample of causal language modelling."""
         return {
             "tokens": self.padded(ids[:-1]),
             "labels": self.padded(ids[1:]),
@@ -189,16 +170,6 @@ class GlueDataset(RecordDataset):
     The end-of-document token joins two sentences, ``a <|endoftext|> b``. The tokenizer's own prefix (BOS, or
     nothing) comes before them, and nothing after them. If an example is too long, its (longer) sentence loses
     tokens at the end.
-
-    Args:
-        task: the task.
-        cfg: the configuration section, with directory and part.
-        tokenizer: the tokenizer.
-        length_multiple: see :class:`RecordDataset`.
-        with_labels: whether to read labels, or only the texts.
-
-    Raises:
-        DataError: see `ppfleetx.data.tasks.glue.read_glue`.
     """
 
     def __init__(
@@ -236,7 +207,6 @@ class GlueDataset(RecordDataset):
         }
 
     def encode(self, texts: Sequence[str]) -> list[int]:
-        """Encode one or two texts as token ids, at least one and at most ``max_seq_len``."""
         parts = [self.tokenizer.encode_prompt(text, add_special_tokens=False) for text in texts]
         prefix = self.tokenizer.prefix_ids[: self.max_seq_len]
         room = max(0, self.max_seq_len - len(prefix) - (len(parts) - 1))
@@ -273,11 +243,6 @@ class PromptResponseDataset(RecordDataset):
     is left; then the end of its response, and the end-of-document token. If the prompt has no token, the
     sample begins with the end-of-document token.
 
-    Args:
-        cfg: the configuration section, with directory, part and field names.
-        tokenizer: the tokenizer.
-        length_multiple: see :class:`RecordDataset`.
-
     Raises:
         DataError: the file is missing, or a line is not an object with two texts. The message names file and
             line.
@@ -293,12 +258,9 @@ class PromptResponseDataset(RecordDataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return record ``index``, or for `PADDING` a sample whose loss mask is 0.
-
-        Returns:
-            ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``lengths`` int64
-            [] (positions before the padding), ``sample_ids`` int64 [].
-        """
+        """Record ``index``, or for `PADDING` a sample whose loss mask is 0: ``tokens``, ``labels``,
+        ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``lengths`` int64 [] (positions before the
+        padding), ``sample_ids`` int64 []."""
         prompt, response = self.encode(*self.pairs[max(index, 0)])
         ids, size = [*prompt, *response], len(prompt) + len(response) - 1
         mask = np.zeros(self.max_seq_len, np.float32)
@@ -307,9 +269,6 @@ class PromptResponseDataset(RecordDataset):
         return self.causal_sample(ids, mask, index)
 
     def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
-        """Encode prompt (at least one token) and response as token ids, together at most ``max_seq_len +
-        1``.
-        """
         given = self.tokenizer.encode_prompt(prompt, add_special_tokens=False)
         learnt = [*self.tokenizer.encode_continuation(response), self.tokenizer.eod_id]
         learnt = learnt[: self.max_seq_len]
@@ -320,7 +279,6 @@ class PromptResponseDataset(RecordDataset):
 
 
 def record_file(cfg: DatasetConfig) -> Path:
-    """Find the file with a section's records. Raises DataError if there is none."""
     endings = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json")
     paths = [Path(str(cfg.input_dir)) / f"{cfg.split}{ending}" for ending in endings]
     found = next((path for path in paths if path.exists()), None)
@@ -333,11 +291,7 @@ def record_file(cfg: DatasetConfig) -> Path:
 
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
-    """Read a file's records as (prompt, response), and a hash of the file.
-
-    Raises:
-        DataError: see :class:`PromptResponseDataset`.
-    """
+    """Read a file's records as (prompt, response), and a hash of the file. Raises DataError."""
     pairs, digest = [], blake2b(digest_size=16)
     for number, line in read_records(path, digest.update):
         pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
@@ -346,22 +300,7 @@ def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list
     return pairs, digest.hexdigest()
 
 
-def _pair(line: bytes, place: str, *fields: str) -> tuple[str, str]:
-    try:
-        record = load_line(line)
-    except ValueError as error:
-        raise DataError(f"{place}: this is not a line of JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: must be an object with {' and '.join(fields)}")
-    for field in fields:
-        text = record.get(field)
-        if not isinstance(text, str):
-            names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
-            more = ", ..." if len(record) > _FIELDS_NAMED else ""
-            hint = ". ChatDataset reads such conversations" if is_conversation(record) else ""
-            raise DataError(
-                f"{place}: field {field!r} must be a text; the record's fields: {names}{more}{hint}"
-            )
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise DataError(f"{place}: field {field!r} holds a lone surrogate, which is not text")
-    return record[fields[0]], record[fields[1]]
+def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
+    record = load_object(line, place, " and ".join(fields))
+    hint = ". ChatDataset reads such conversations" if is_conversation(record) else ""
+    return tuple(text_of(record, field, place, hint) for field in fields)

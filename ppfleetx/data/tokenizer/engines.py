@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +32,11 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """The rank of every token that the merges can produce, in merge order; single bytes are not listed.
+    """The rank of every token that the merges can produce, as ``{token: index in merges}`` in merge order;
+    single bytes are not listed.
 
-    Args:
-        merges: pairs of token bytes, in the order in which they are joined.
-
-    Returns:
-        ``{token: index in merges}``, or None if a pair is listed before the merge that makes one of its
-        halves. Such a merge acts out of order, which ranks cannot express.
+    None if a pair is listed before the merge that makes one of its halves. Such a merge acts out of order,
+    which ranks cannot express.
     """
     rank: dict[bytes, int] = {}
     halves: dict[bytes, tuple[bytes, bytes]] = {}
@@ -107,60 +104,6 @@ def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-class SpecialTokens:
-    """Finds the special tokens of a tokenizer that does not normalise text.
-
-    As in the ``tokenizers`` library, the leftmost token is found first, and the longest of the tokens that
-    begin there. Tokens marked ``normalized`` are searched for last, in the remaining text.
-
-    Args:
-        added: ``added_tokens`` of a ``tokenizer.json``.
-    """
-
-    def __init__(self, added: Sequence[dict[str, Any]]) -> None:
-        self._ids = {entry["content"]: entry["id"] for entry in added}
-        self._groups = [
-            [entry["content"] for entry in added if bool(entry.get("normalized")) is normalized]
-            for normalized in (False, True)
-        ]
-
-    @staticmethod
-    def can_be_found(added: Sequence[dict[str, Any]]) -> bool:
-        """Whether plain search finds the tokens. It does if no token takes spaces or depends on neighbouring
-        words.
-        """
-        return not any(entry.get(flag) for entry in added for flag in ("single_word", "lstrip", "rstrip"))
-
-    @cached_property
-    def _patterns(self) -> list[re.Pattern[str]]:
-        return [
-            re.compile("|".join(map(re.escape, sorted(group, key=len, reverse=True))))
-            for group in self._groups
-            if group
-        ]
-
-    def split(self, text: str) -> list[str | int]:
-        """Split a text into ids of special tokens and the (never empty) texts between them."""
-        pieces: list[str | int] = [text]
-        for pattern in self._patterns:
-            pieces = [
-                part
-                for piece in pieces
-                for part in ([piece] if isinstance(piece, int) else self._cut(piece, pattern))
-            ]
-        return pieces or [text]
-
-    def _cut(self, text: str, pattern: re.Pattern[str]) -> Iterator[str | int]:
-        begin = 0
-        for found in pattern.finditer(text):
-            if begin < found.start():
-                yield text[begin : found.start()]
-            yield self._ids[found.group()]
-            begin = found.end()
-        if begin < len(text):
-            yield text[begin:]
-
-
 # How ByteLevel(use_regex=True) splits text, that is
 #   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 # rewritten so that tiktoken needs less backtracking: first the white space at the end of the text, then a run
@@ -178,47 +121,11 @@ _LONG_RUN = 100_000
 _WHITE_SPACE = re.compile(r"\s+")
 
 
-class Engine(Protocol):
-    """The interface through which `Tokenizer` uses a library."""
-
-    name: str
-    is_byte_level: bool
-
-    @property
-    def ids(self) -> dict[str, int]:
-        """The id of each vocabulary entry, added tokens included."""
-
-    def identity(self, written: dict[str, Any]) -> Any:
-        """Everything that determines the ids, as JSON data independent of the file format.
-
-        Args:
-            written: the definition in the file, without tokens of other files.
-        """
-
-    def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text. Raises UnicodeEncodeError for a lone surrogate.
-
-        Args:
-            special: whether special tokens in the text become their ids.
-            continues: whether the text follows other text, so that no space is put before it.
-        """
-
-    def encode_marked(
-        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text and mark the tokens with characters in ``spans``. Returns ids, int64 ``[n]``, and
-        marks, bool ``[n]``.
-        """
-
-    def decode(self, ids: list[int]) -> str:
-        """Decode known ids. This is called only if not `is_byte_level`."""
-
-
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
     """tiktoken cannot express this tokenizer; the message says why."""
 
 
-def build_engine(definition: dict[str, Any], place: str) -> Engine:
+def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | TokenizersEngine:
     """The tiktoken engine if it gives the same ids, else the general one, with a warning."""
     try:
         return TiktokenEngine(definition, place)
@@ -230,7 +137,10 @@ def build_engine(definition: dict[str, Any], place: str) -> Engine:
 
 
 class TokenizersEngine:
-    """Encodes with any ``tokenizer.json``, through Hugging Face ``tokenizers``."""
+    """Encodes with any ``tokenizer.json``, through Hugging Face ``tokenizers``.
+
+    `TiktokenEngine` has the same methods, except `decode`: byte-level tokens are decoded by `Tokenizer`.
+    """
 
     name = "tokenizers"
 
@@ -241,9 +151,6 @@ class TokenizersEngine:
         self._library(special=False, continues=False)
 
     def _library(self, *, special: bool, continues: bool) -> Any:
-        """Build the library's tokenizer with these options, which it accepts as attributes, not as
-        arguments.
-        """
         if (special, continues) not in self._made:
             import tokenizers
 
@@ -258,13 +165,23 @@ class TokenizersEngine:
 
     @cached_property
     def ids(self) -> dict[str, int]:
+        """The id of each vocabulary entry, added tokens included."""
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
+        """Everything in the file ``written`` that determines the ids, as JSON data independent of its
+        format.
+        """
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
+        """Encode a text. Raises UnicodeEncodeError for a lone surrogate.
+
+        Args:
+            special: whether special tokens in the text become their ids.
+            continues: whether the text follows other text, so that no space is put before it.
+        """
         text.encode("utf-8")  # the library's message for a lone surrogate does not explain it
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
@@ -273,6 +190,7 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text, int64 ``[n]``, and whether each has characters in ``spans``, bool ``[n]``."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
@@ -289,8 +207,6 @@ class TokenizersEngine:
 
 
 def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tokenizer that puts no space before a text."""
-
     def changed(part: Any) -> Any:
         if not isinstance(part, dict):
             return part
@@ -320,11 +236,8 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 class TiktokenEngine:
-    """Encodes with byte-level BPE, through tiktoken.
-
-    Raises:
-        Unsupported: the tokenizer is of another kind, or its merges cannot be expressed as ranks.
-    """
+    """Encodes with byte-level BPE, through tiktoken. Raises Unsupported if the tokenizer is of another
+    kind, or its merges cannot be expressed as ranks."""
 
     name = "tiktoken"
     is_byte_level = True
@@ -344,8 +257,7 @@ class TiktokenEngine:
             # Never allowed, so never produced. Without any special token, encode_to_numpy is half as fast.
             special_tokens={END_OF_DOCUMENT: max(ranks.values()) + 1},
         )
-        added = definition.get("added_tokens") or []
-        self._special = SpecialTokens(added) if SpecialTokens.can_be_found(added) else None
+        self._special = [added["content"] for added in definition.get("added_tokens") or []]
 
     @cached_property
     def _exact(self) -> TokenizersEngine:
@@ -369,31 +281,18 @@ class TiktokenEngine:
         }
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        if not special:
-            return self._encode_text(text, continues)
-        if self._special is None:
-            return self._exact.encode(text, special=True, continues=continues)
-        parts = [
-            np.array([part], np.int64) if isinstance(part, int) else self._encode_text(part, continues)
-            for part in self._special.split(text)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-
-    def encode_marked(
-        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return self._exact.encode_marked(text, spans, special=special)  # tiktoken has no offsets
-
-    def _encode_text(self, text: str, continues: bool) -> np.ndarray:
-        if _has_long_run(text):
-            return self._exact.encode(text, continues=continues)
+        special = special and any(token in text for token in self._special)
+        if special or _has_long_run(text):
+            return self._exact.encode(text, special=special, continues=continues)
         if self._prefix_space and not continues and text and not text.startswith(" "):
             text = " " + text
         ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
 
-    def decode(self, ids: list[int]) -> str:
-        raise NotImplementedError("byte-level tokens are decoded by Tokenizer")
+    def encode_marked(
+        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self._exact.encode_marked(text, spans, special=special)  # tiktoken has no offsets
 
 
 def _has_long_run(text: str) -> bool:
@@ -418,29 +317,20 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """Read a ``pre_tokenizer`` entry. Returns its pattern, and whether a space is put before the text."""
+    """The pattern of a ``pre_tokenizer`` entry, and whether a space is put before the text."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
-        steps = described.get("pretokenizers", [])
-    is_list = isinstance(steps, list) and all(isinstance(step, dict) for step in steps)
-    if not is_list or not steps or steps[-1].get("type") != "ByteLevel":
+        steps = described["pretokenizers"]
+    if not steps or steps[-1].get("type") != "ByteLevel":
         raise Unsupported("its pre-tokenizer does not end in ByteLevel")
     prefix_space, use_regex = steps[-1].get("add_prefix_space", True), steps[-1].get("use_regex", True)
-    if not (isinstance(prefix_space, bool) and isinstance(use_regex, bool)):
-        raise Unsupported("its ByteLevel has options of another kind")
     if len(steps) == 1:
         return (GPT2_PATTERN if use_regex else _WHOLE_TEXT), prefix_space
-    described_pattern = steps[0].get("pattern")
-    pattern = described_pattern.get("Regex") if isinstance(described_pattern, dict) else None
-    is_plain_split = steps[0].get("type") == "Split" and not steps[0].get("invert")
-    if (
-        len(steps) > 2
-        or use_regex
-        or prefix_space
-        or not is_plain_split
-        or steps[0].get("behavior") != "Isolated"
-        or pattern not in (LLAMA3_PATTERN, QWEN2_PATTERN)
-    ):
+    split = {"invert": False, **steps[0]}
+    pattern = (split.get("pattern") or {}).get("Regex")
+    known = {"type": "Split", "pattern": {"Regex": pattern}, "invert": False, "behavior": "Isolated"}
+    is_known = split == known and pattern in (LLAMA3_PATTERN, QWEN2_PATTERN)
+    if len(steps) > 2 or use_regex or prefix_space or not is_known:
         raise Unsupported("its pre-tokenizer is not ByteLevel, alone or after one Split by a known pattern")
     return pattern, False
 

@@ -25,7 +25,7 @@ NAMED_TEMPLATES = "additional_chat_templates"
 """The directory of further chat templates, with one file per template, named after it."""
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
-_SENTENCEPIECE_FILE = "tokenizer.model"
+SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where users find vocab.json and merges.txt of GPT-2; nothing is downloaded."""
 _MAX_MERGES_BYTES = 16 * 1024 * 1024
@@ -60,14 +60,9 @@ def token_to_bytes(token: str) -> bytes | None:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer.
-
-    Attributes:
-        definition: the dictionary a ``tokenizer.json`` holds.
-        has_definition: whether the definition was read from such a file, not made from ``vocab.json`` and
-            ``merges.txt``.
-        side_texts: the texts of the `SIDE_FILES` in its directory, by name.
-    """
+    """The files of a tokenizer: the dictionary a ``tokenizer.json`` holds, whether it was read from such a
+    file or made from ``vocab.json`` and ``merges.txt``, and the texts of the `SIDE_FILES` in its directory by
+    name."""
 
     definition: dict[str, Any]
     has_definition: bool = True
@@ -75,13 +70,9 @@ class TokenizerFiles:
 
 
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
-    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its ``merges.txt``.
-
-    The other files are read only from a directory.
-
-    Raises:
-        DataError: there is no tokenizer, or its files are damaged.
-    """
+    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its
+    ``merges.txt``. Side files are read only from a directory. Raises DataError if there is no tokenizer,
+    or its files are damaged."""
     path = Path(path)
     try:
         path.stat()
@@ -94,7 +85,8 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.is_dir():
-        side = _side_texts(path)
+        there = [name for name in SIDE_FILES if os.path.lexists(path / name)]
+        side = with_named_templates({name: _read_text(path / name, MAX_JSON_BYTES) for name in there}, path)
         if os.path.lexists(path / TOKENIZER_FILE):  # a broken link counts as damage, not as a missing file
             definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
             return TokenizerFiles(definition, side_texts=side)
@@ -111,21 +103,9 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     return TokenizerFiles(read_vocab_and_merges(path, path.with_name(MERGES_FILE)), has_definition=False)
 
 
-def _side_texts(directory: Path) -> dict[str, str]:
-    there = [name for name in SIDE_FILES if os.path.lexists(directory / name)]
-    texts = {name: _read_text(directory / name, MAX_JSON_BYTES) for name in there}
-    return with_named_templates(texts, directory)
-
-
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Add the templates of ``additional_chat_templates/``, if there are any, to the ``texts`` of side
-    files.
-
-    All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well.
-
-    Raises:
-        DataError: a template cannot be read, or there are too many.
-    """
+    """Add the templates of ``additional_chat_templates/``, if there are any, to the ``texts`` of side files.
+    All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well."""
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts
@@ -142,10 +122,10 @@ def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, st
 
 
 def _how_to_make(directory: Path) -> str:
-    if not (directory / _SENTENCEPIECE_FILE).is_file():
+    if not (directory / SENTENCEPIECE_FILE).is_file():
         return ""
     return (
-        f"; {_SENTENCEPIECE_FILE} is not read here, and transformers makes {TOKENIZER_FILE} of it: "
+        f"; {SENTENCEPIECE_FILE} is not read here, and transformers makes {TOKENIZER_FILE} of it: "
         f'AutoTokenizer.from_pretrained("{directory}").save_pretrained("{directory}")'
     )
 
@@ -154,11 +134,7 @@ def read_vocab_and_merges(
     vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
 ) -> dict[str, Any]:
     """Read a GPT-2 style pair of files as a definition. ``<|endoftext|>`` is special if the vocabulary has
-    it.
-
-    Raises:
-        DataError: a file is missing or damaged.
-    """
+    it. Raises DataError."""
     vocab = read_json(Path(vocab_path), error=DataError)
     lines = _read_text(Path(merges_path), _MAX_MERGES_BYTES).split("\n")
     merges = []
@@ -206,7 +182,6 @@ def make_definition(vocab: dict[str, int], merges: list[list[str]], special: lis
 
 
 def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> None:
-    """Write the files of `file_texts` to a directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -265,57 +240,30 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the definition after checking that its ids are distinct and its merges are in the vocabulary."""
-    model = definition.get("model")
-    if not isinstance(model, dict):
-        raise _damaged(path, "it has no model")
-    for key in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if not isinstance(definition.get(key), dict | None):
-            raise _damaged(path, f"{key} is {shown(definition[key])}")
-    _check_added(definition.get("added_tokens"), path)
-    model.setdefault("type", "BPE")  # very old files do not name the type
-    if model["type"] == "BPE":
-        _check_vocabulary(model.get("vocab"), path)
-        _check_merges(model, path)
+    try:
+        _check(definition)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise DataError(f"the tokenizer file {path} is damaged: {why}") from error
     return definition
 
 
-def _check_added(tokens: Any, path: Path) -> None:
-    if not isinstance(tokens, list | None):
-        raise _damaged(path, f"added_tokens is {shown(tokens)}")
-    for added in tokens or []:
-        is_whole = isinstance(added, dict) and isinstance(added.get("content"), str)
-        if not is_whole or not _is_id(added.get("id")):
-            raise _damaged(path, f"added token {shown(added)}")
-
-
-def _check_vocabulary(vocab: Any, path: Path) -> None:
-    if not isinstance(vocab, dict) or not vocab:
-        raise _damaged(path, "a BPE model needs a vocabulary")
-    if not all(map(_is_id, vocab.values())):
-        raise DataError(f"{path}: token ids must be integers from 0 to {_MAX_ID}")
-    if len(set(vocab.values())) != len(vocab):
-        raise _damaged(path, "two tokens share an id")
-
-
-def _check_merges(model: dict[str, Any], path: Path) -> None:
-    merges = model.get("merges")
-    if not isinstance(merges, list):
-        raise _damaged(path, "a BPE model needs merges")
-    if wrong := [merge for merge in merges if not isinstance(merge, str | list)]:
-        raise _damaged(path, f"merge {shown(wrong[0])} is not a pair")
-    for pair in merge_pairs(model):
-        if len(pair) != 2 or not all(isinstance(half, str) for half in pair):
-            raise _damaged(path, f"merge {shown(pair)} is not a pair")
-        missing = [token for token in (*pair, "".join(pair)) if token not in model["vocab"]]
+def _check(definition: dict[str, Any]) -> None:
+    ids = [(added["content"], added["id"]) for added in definition.get("added_tokens") or []]
+    model = definition["model"]
+    if model.setdefault("type", "BPE") != "BPE":  # very old files do not name the type
+        return
+    vocab = model["vocab"]
+    wrong = [number for number in (*vocab.values(), *dict(ids).values()) if not _is_id(number)]
+    if wrong:
+        raise ValueError(f"token ids must be integers from 0 to {_MAX_ID}, not {shown(wrong[0])}")
+    if len({*vocab.values()}) != len(vocab):
+        raise ValueError("two tokens share an id")
+    for left, right in merge_pairs(model):
+        missing = [token for token in (left, right, left + right) if token not in vocab]
         if missing:
-            raise DataError(
-                f"{path}: merge {shown(' '.join(pair))} needs {shown(missing[0])}, not in the vocabulary"
-            )
+            raise ValueError(f"merge {shown((left, right))} needs {shown(missing[0])}, not in the vocabulary")
 
 
 def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_ID
-
-
-def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"the tokenizer file {path} is damaged: {what}")

@@ -37,38 +37,31 @@ Token = dict[str, Any]
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files beside the definition of a tokenizer.
-
-    Attributes:
-        texts: the texts of the existing `SIDE_FILES`, by name.
-        place: the directory, for messages.
-    """
+    """The texts of the `SIDE_FILES` beside the definition of a tokenizer, by name. ``place`` is their
+    directory, for messages."""
 
     texts: Mapping[str, str]
     place: str = "the tokenizer"
 
     def read(self, name: str) -> dict[str, Any]:
-        """Read the object in a file; empty if there is no such file. Raises DataError if it is damaged."""
+        """The object in a file; empty if there is no such file. Raises DataError."""
         if name not in self.texts:
             return {}
         return parse_json(self.texts[name].encode(), f"{self.place}/{name}", DataError)
 
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
-        """The tokens that have a name, such as ``bos_token``; ``special_tokens_map.json`` takes
-        precedence.
-
-        Args:
-            defaults: the names that the class in transformers uses if no file has any.
-        """
-        values: dict[str, Any] = {**defaults, **self._settings}
+        """The tokens that have a name, such as ``bos_token``. ``special_tokens_map.json`` takes precedence;
+        ``defaults`` are the names that the class in transformers uses if no file has any."""
+        config = self.read(CONFIG)
+        of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
+        values: dict[str, Any] = {**defaults, **config, **of_map}
         names = [*_NAMED, *(key for key in values if key.endswith("_token") and key not in _NAMED)]
         kept = {key: values[key] for key in names if isinstance(values.get(key), str | dict)}
         return {key: self._token(value, key) | {"special": True} for key, value in kept.items()}
 
     @property
     def class_name(self) -> str:
-        """The name of the tokenizer's class in transformers, without ``Fast``; empty if the files do not
-        name it."""
+        """The tokenizer's class in transformers, without ``Fast``; empty if the files do not name it."""
         name = self.read(CONFIG).get("tokenizer_class")
         return name.removesuffix("Fast") if isinstance(name, str) else ""
 
@@ -78,11 +71,8 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ``eos_token_id`` of ``generation_config.json``, which is a number or a list of them.
-
-        Raises:
-            DataError: the entry is something else.
-        """
+        """The ``eos_token_id`` of ``generation_config.json``, a number or a list of them. Raises
+        DataError."""
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
         if not all(type(one) is int and one >= 0 for one in ids):
@@ -94,10 +84,7 @@ class SideFiles:
     @property
     def chat_templates(self) -> dict[str, str]:
         """The chat templates by name; the usual one is ``default``. ``chat_template.jinja`` takes precedence.
-
-        Raises:
-            DataError: the entry in ``tokenizer_config.json`` is neither a text nor a list of named templates.
-        """
+        Raises DataError."""
         if CHAT_TEMPLATE in self.texts:
             return {"default": self.texts[CHAT_TEMPLATE]}
         given = self.read(CONFIG).get("chat_template")
@@ -108,14 +95,6 @@ class SideFiles:
                 f"{shown(given)}"
             )
         return {one["name"]: one["template"] for one in listed}
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """The settings in ``tokenizer_config.json``. ``special_tokens_map.json`` overrides them where it
-        still applies.
-        """
-        config = self.read(CONFIG)
-        return config if "added_tokens_decoder" in config else config | self.read(SPECIAL_TOKENS)
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
         """Copy the files with ``eos`` as the end-of-text token, if they name an end-of-text token at all."""
@@ -129,16 +108,8 @@ class SideFiles:
         return replace(files, side_texts=texts)
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
-        """The tokens that transformers adds to a definition, in its order.
-
-        Args:
-            added: the added tokens of ``tokenizer.json``, which transformers adds again if no other file
-                lists them.
-            named: see :meth:`named_tokens`.
-
-        Raises:
-            DataError: a file gives a token an invalid id.
-        """
+        """The tokens that transformers adds to a definition, in its order: ``added``, those of
+        ``tokenizer.json``, are added again if no other file lists them. Raises DataError."""
         config, (extra, former) = self.read(CONFIG), self._extra()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
@@ -160,9 +131,8 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _extra(self) -> tuple[list[Token], list[Token]]:
-        """Two lists: special tokens without a name, and tokens under the legacy key of
-        ``special_tokens_map.json``, which applies only if the current key has no list.
-        """
+        """Special tokens without a name, and tokens under the legacy key of ``special_tokens_map.json``,
+        which applies only if the current key has no list."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -180,7 +150,6 @@ class SideFiles:
         return [self._token(token, "extra_special_tokens") | {"special": True} for token in listed]
 
     def _token(self, value: Any, key: str) -> Token:
-        """Parse a token written as its text or as an object."""
         if isinstance(value, str):
             return _token(value, special=True)
         content = value.get("content") if isinstance(value, dict) else None
@@ -201,13 +170,8 @@ def _token(content: str, *, special: bool) -> Token:
 
 @dataclass(frozen=True)
 class TransformersTokenizer:
-    """A tokenizer as ``AutoTokenizer`` loads it from a directory.
-
-    Attributes:
-        definition: the dictionary that a ``tokenizer.json`` holds.
-        bos_token, eos_token: the texts of these tokens; None if no file names them.
-        before, after: the ids that are put before and after a text.
-        named: the texts of all tokens that have a name, such as ``pad_token``.
+    """A tokenizer as ``AutoTokenizer`` loads it: the dictionary of a ``tokenizer.json``, the texts of BOS and
+    EOS (None if no file names them), the ids put before and after a text, and the texts of all named tokens.
     """
 
     definition: dict[str, Any]
@@ -221,12 +185,9 @@ class TransformersTokenizer:
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
     """Turn a definition into a tokenizer as transformers does. ``definition`` itself does not change.
 
-    Args:
-        is_file: whether the definition was read from a ``tokenizer.json``. If so, its post-processor decides
-            which ids are put around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do.
-
-    Raises:
-        DataError: a file is damaged.
+    If it was read from a ``tokenizer.json`` (``is_file``), its post-processor decides which ids are put
+    around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do. Raises DataError if a file is
+    damaged.
     """
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
@@ -298,7 +259,7 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
 
 def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
     """Apply ``add_prefix_space`` of ``tokenizer_config.json`` to a tokenizer that splits text as GPT-2's
-    does; without this key the definition is used as it is."""
+    does."""
     cutting = definition.get("pre_tokenizer") or {}
     if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
         return definition
@@ -306,11 +267,8 @@ def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any
 
 
 def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that a ``post_processor`` puts before and after a text.
-
-    Raises:
-        DataError: the post-processor does something else.
-    """
+    """The ids that a ``post_processor`` puts before and after a text. Raises DataError if it does something
+    else."""
     kind = processor.get("type") if isinstance(processor, dict) else None
     if processor is None or kind == "ByteLevel":
         return (), ()

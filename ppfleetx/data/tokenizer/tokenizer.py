@@ -14,13 +14,13 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer.engines import Engine, build_engine
+from ppfleetx.data.tokenizer.engines import build_engine
 from ppfleetx.data.tokenizer.files import (
     END_OF_DOCUMENT,
     TokenizerFiles,
@@ -41,26 +41,11 @@ _LONG = 64
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
-class StreamDecoder(Protocol):
-    """Decodes ids one by one, and holds back characters that are not complete yet.
+class ByteStreamDecoder:
+    """Decodes tokens that are bytes, one by one, and holds back characters that are not complete yet.
 
     All pieces joined, including the one from `finish`, equal the result of `Tokenizer.decode` for all ids at
-    once.
-    """
-
-    def feed(self, token_id: int) -> str:
-        """Decode one more id. Returns the text that is now certain, which may be empty."""
-
-    def finish(self) -> str:
-        """Return the rest of the text; an incomplete character becomes U+FFFD."""
-
-
-class ByteStreamDecoder:
-    """Decodes tokens that are bytes.
-
-    Args:
-        table: the bytes of each id. Other ids have none.
-        skipped: ids that produce no text.
+    once. ``table`` has the bytes of each id; ids that are ``skipped`` produce no text.
     """
 
     def __init__(self, table: Mapping[int, bytes], skipped: Collection[int]) -> None:
@@ -68,21 +53,18 @@ class ByteStreamDecoder:
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
+        """Decode one more id. Returns the text that is now certain, which may be empty."""
         return "" if token_id in self._skipped else self._bytes.decode(self._table.get(token_id, b""))
 
     def finish(self) -> str:
+        """Return the rest of the text; an incomplete character becomes U+FFFD."""
         return self._bytes.decode(b"", final=True)
 
 
 class TextStreamDecoder:
-    """Decodes tokens whose text depends on earlier ones: a space at the beginning is dropped, and
-    characters may be written as the bytes ``<0xE4><0xBD><0xA0>``.
-
-    Args:
-        decode: a function that returns the text of ids.
-        tokens: the text of each token in the vocabulary.
-        skipped: ids that produce no text.
-        after: the ids before the first decoded one.
+    """Like `ByteStreamDecoder`, for tokens whose text depends on earlier ones: a space at the beginning is
+    dropped, and characters may be written as the bytes ``<0xE4><0xBD><0xA0>``. The decoded ids follow the ids
+    ``after``.
     """
 
     def __init__(
@@ -131,16 +113,8 @@ class Tokenizer:
     in the text become their ids, and the post-processor adds its own tokens, such as BOS.
     `encode_continuation` is for text that follows such a text.
 
-    The end-of-document token also serves as padding.
-
-    Args:
-        files: a definition (the dictionary in a ``tokenizer.json``), or the files read from a directory.
-        eod_token: the token that ends a document; None: the ``eos_token`` of the files, else
-            ``<|endoftext|>``.
-        place: the origin of the files, for messages.
-
-    Raises:
-        DataError: the files are damaged, or neither library can use them.
+    ``eod_token`` ends a document and serves as padding; None: the ``eos_token`` of the files, else
+    ``<|endoftext|>``. Raises DataError if the files are damaged, or neither library can use them.
     """
 
     def __init__(
@@ -161,7 +135,7 @@ class Tokenizer:
         """Texts of the tokens that have a name in transformers, such as ``bos_token``."""
         self.definition = made.definition
         """The dictionary that its ``tokenizer.json`` holds, including tokens of the files beside it."""
-        self._engine: Engine = build_engine(made.definition, place)
+        self._engine = build_engine(made.definition, place)
         added = made.definition.get("added_tokens") or []
         self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
         wrong = [one for one in (*made.before, *made.after) if not 0 <= one < self.vocab_size]
@@ -169,15 +143,13 @@ class Tokenizer:
             raise DataError(f"{place}: its post-processor adds the id {wrong[0]}, which it does not have")
 
     def __reduce__(self) -> tuple[Any, ...]:  # the engines' own objects do not pickle
-        return _rebuild, (self._files, self._given_eod_token, self.place)
+        again = partial(Tokenizer, eod_token=self._given_eod_token, place=self.place)
+        return again, (self._files,)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
         """Load from a directory, a ``tokenizer.json``, or a ``vocab.json`` with ``merges.txt`` beside it.
-
-        Raises:
-            DataError: a file is missing or damaged.
-        """
+        Raises DataError."""
         return cls(read_files(path), eod_token=eod_token, place=os.fspath(path))
 
     @classmethod
@@ -188,7 +160,6 @@ class Tokenizer:
         *,
         eod_token: str | None = None,
     ) -> Tokenizer:
-        """Load a GPT-2 style pair of files from any two paths."""
         files = TokenizerFiles(read_vocab_and_merges(vocab_path, merges_path), has_definition=False)
         return cls(files, eod_token=eod_token, place=os.fspath(vocab_path))
 
@@ -197,9 +168,7 @@ class Tokenizer:
         write_files(self.files(), directory)
 
     def files(self) -> dict[str, str]:
-        """The texts of the files that :meth:`save` writes, by name, including chat template and special
-        tokens.
-        """
+        """The texts of the files that :meth:`save` writes, by name."""
         eod = self.eod_token if self.has_eod else None
         return file_texts(self._side.with_eos(self._files, eod), eod)
 
@@ -226,11 +195,7 @@ class Tokenizer:
 
     @cached_property
     def eod_id(self) -> int:
-        """The id of the end-of-document token.
-
-        Raises:
-            DataError: the vocabulary has no such token.
-        """
+        """The id of the end-of-document token. Raises DataError if there is none."""
         token_id = self._ids.get(self.eod_token)
         if token_id is None:
             others = ", ".join(self._special) or "none"
@@ -241,37 +206,29 @@ class Tokenizer:
 
     @property
     def has_eod(self) -> bool:
-        """Whether the vocabulary has the end-of-document token."""
         return self.eod_token in self._ids
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """The tokenizer's own chat templates by name; the usual one is ``default``.
-
-        Raises:
-            DataError: the files name something that is not a template.
-        """
+        """The tokenizer's own chat templates by name; the usual one is ``default``. Raises DataError."""
         return self._side.chat_templates
 
     @cached_property
     def start_id(self) -> int:
-        """The id of the token that begins an empty text: BOS, or the end-of-document token if there is no
-        BOS."""
+        """The id that begins an empty text: BOS, or the end-of-document token if there is no BOS."""
         start = self._ids.get(self._bos_token) if self._bos_token is not None else None
         return self.eod_id if start is None else start
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens that end a generated text: the end-of-document token, and the tokens that
-        ``generation_config.json`` in the directory names.
-        """
+        """The ids that end a generated text: the end-of-document token, and those that
+        ``generation_config.json`` in the directory names."""
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of the special tokens."""
         return frozenset(self._special.values())
 
     @cached_property
@@ -283,8 +240,8 @@ class Tokenizer:
         """A SHA-256 of everything that determines the ids of text: vocabulary, merges, special tokens,
         splitting rules.
 
-        ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json`` of the same tokenizer have the same
-        fingerprint. The tokens that `encode_prompt` puts around a text do not count.
+        It is the same for ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json``. The tokens that
+        `encode_prompt` puts around a text do not count.
         """
         written = self._files.definition
         vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
@@ -299,11 +256,8 @@ class Tokenizer:
     # ---- text to ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode ``text`` without recognising special tokens.
-
-        Raises:
-            DataError: ``text`` contains a lone surrogate, which UTF-8 cannot encode.
-        """
+        """Encode ``text`` without recognising special tokens. Raises DataError for a lone surrogate, which
+        UTF-8 cannot encode; so do the other methods."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
@@ -313,44 +267,26 @@ class Tokenizer:
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a text as Hugging Face's ``AutoTokenizer`` does by default.
+        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
 
         Args:
-            text: a prompt, or a text to be evaluated.
-            add_special_tokens: whether to add the ids of the post-processor before and after the text
-                (`prefix_ids` and `suffix_ids`).
+            add_special_tokens: whether to put `prefix_ids` and `suffix_ids` around the text.
             parse_special_tokens: whether special tokens in the text become their ids, unless the directory
                 says ``split_special_tokens``.
-
-        Raises:
-            DataError: as in `encode`.
         """
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Encode a text that follows another text: no token and no space is put before it.
-
-        Raises:
-            DataError: as in `encode`.
-        """
+        """Encode a text that follows another text: no token and no space is put before it."""
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text with its special tokens, and mark the tokens with characters in ``spans``.
-
-        Nothing is put before or after the text. This is slower than `encode_prompt`, which gives the same
-        ids.
-
-        Args:
-            text: the text, e.g. a conversation rendered by a chat template.
-            spans: ``(first character, one after the last)`` of each span.
+        """Encode a text with its special tokens, and mark the tokens with characters in ``spans``, (first
+        character, one after the last) each. Nothing is put before or after the text.
 
         Returns:
             The ids, int64 ``[n]``, and the marks, bool ``[n]``.
-
-        Raises:
-            DataError: as in `encode`.
         """
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
@@ -363,9 +299,7 @@ class Tokenizer:
     # ---- ids to text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; empty for an id outside the vocabulary (a padding row of the
-        model).
-        """
+        """The bytes of a token; empty for an id outside the vocabulary (a padding row of the model)."""
         return self._bytes.get(token_id, b"")
 
     @cached_property
@@ -379,8 +313,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
         """Decode ``ids``. Ids outside the vocabulary produce no text; bytes that are not UTF-8 become
-        U+FFFD.
-        """
+        U+FFFD."""
         values = np.asarray(ids).tolist()
         if skip_special_tokens:
             special = self.special_ids
@@ -392,7 +325,7 @@ class Tokenizer:
 
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
-    ) -> StreamDecoder:
+    ) -> ByteStreamDecoder | TextStreamDecoder:
         """A decoder for ids that arrive one by one and follow the ids ``after``."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
@@ -411,17 +344,20 @@ def _surrogate_errors(text: str) -> Iterator[None]:
         ) from error
 
 
-def _rebuild(files: TokenizerFiles, eod_token: str | None, place: str) -> Tokenizer:
-    return Tokenizer(files, eod_token=eod_token, place=place)
-
-
 def from_section(cfg: TokenizerConfig) -> Tokenizer:
-    """Load the tokenizer whose files ``Data.tokenizer`` names.
-
-    Raises:
-        DataError: the files are missing or damaged.
-    """
     if cfg.vocab_file is not None:
         assert cfg.merges_file is not None
         return Tokenizer.from_vocab_and_merges(cfg.vocab_file, cfg.merges_file, eod_token=cfg.eos_token)
     return Tokenizer.load(cfg.dir or cfg.tokenizer_file or "", eod_token=cfg.eos_token)
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise DataError if a tokenizer has more ids than a model with ``vocab_size`` tokens. The model may have
+    more."""
+    count = tokenizer.vocab_size
+    if count > vocab_size:
+        raise DataError(
+            f"{tokenizer.place} has {count} token ids, added tokens included, and the model {vocab_size} "
+            "(Model.vocab_size). Name the tokenizer that the model was trained with (Data.tokenizer.dir); a "
+            f"new model gets -o Model.vocab_size={count}"
+        )

@@ -20,17 +20,9 @@ def train_tokenizer(
     """Learn merges from ``texts``, which are read once and not stored. The same texts give the same
     tokenizer.
 
-    Ids are laid out as in GPT-2: the bytes, the merges in the order learned, then the special tokens.
-
-    Args:
-        texts: documents, or pieces of them.
-        vocab_size: the largest number of tokens. There are fewer if no remaining pair of neighbours occurs
-            ``min_frequency`` times.
-        min_frequency: the number of times that a pair must occur to be merged.
-        special_tokens: the special tokens; the first one ends documents.
-
-    Raises:
-        DataError: the vocabulary is too small, or there is no text.
+    Ids are laid out as in GPT-2: the bytes, the merges in the order learned, then the special tokens, of
+    which the first one ends documents. There are fewer than ``vocab_size`` if no remaining pair of neighbours
+    occurs ``min_frequency`` times. Raises DataError if the vocabulary is too small, or there is no text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
@@ -64,8 +56,6 @@ def train_tokenizer(
 
 
 class _Counted:
-    """Passes texts through and counts their characters."""
-
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
         self.characters = 0

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.metrics import Metrics
-from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, JsonResponse, to_json, usage_of
+from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, JsonResponse, to_json
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.deploy.server.work import Embedded, Event, Failed, Job, Progress, Scored, Work
 from ppfleetx.generation.sampling import TokenScore
@@ -28,46 +28,32 @@ _LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have (OpenAI's API uses the same number)."""
 
 
-class TokenTexts:
-    """Gives the bytes and the text of single tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token's text."""
-        return text_bytes(self._tokenizer, token)
-
-    def text_of(self, token: int) -> str:
-        """A token's text; an incomplete character is written like ``bytes:\\xe2\\x82``."""
-        value = self.bytes_of(token)
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in value)
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; an incomplete character is written like ``bytes:\\xe2\\x82``."""
+    value = text_bytes(tokenizer, token)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in value)
 
 
 class TextLogprobs:
     """The ``logprobs`` of a completion: four lists that continue from one piece of the stream to the next.
 
     Offsets count the characters of all tokens in order, even of BOS, which does not appear in the text.
-
-    Args:
-        texts: the source of the tokens' texts.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts, self._offset = texts, 0
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._offset = tokenizer, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """Build the lists for the next tokens."""
         offsets = []
         for score in scores:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.bytes_of(score.token)))
+            self._offset += len(self._decoder.decode(text_bytes(self._tokenizer, score.token)))
         return {
-            "tokens": [self._texts.text_of(score.token) for score in scores],
+            "tokens": [token_text(self._tokenizer, score.token) for score in scores],
             "token_logprobs": [_number(score.logprob) for score in scores],
             "top_logprobs": [self._top(score) for score in scores],
             "text_offset": offsets,
@@ -76,24 +62,23 @@ class TextLogprobs:
     def _top(self, score: TokenScore) -> dict[str, float | None] | None:
         if score.logprob is None:
             return None
-        top = {self._texts.text_of(token): _number(logprob) for token, logprob in score.top}
-        return {**top, self._texts.text_of(score.token): _number(score.logprob)}
+        top = {token_text(self._tokenizer, token): _number(logprob) for token, logprob in score.top}
+        return {**top, token_text(self._tokenizer, score.token): _number(score.logprob)}
 
 
-def chat_logprobs(texts: TokenTexts, scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """The ``logprobs`` of a chat completion."""
+def chat_logprobs(tokenizer: Tokenizer, scores: Sequence[TokenScore]) -> dict[str, Any]:
     content = [
         {
-            **_entry(texts, score.token, score.logprob),
-            "top_logprobs": [_entry(texts, token, logprob) for token, logprob in score.top],
+            **_entry(tokenizer, score.token, score.logprob),
+            "top_logprobs": [_entry(tokenizer, token, logprob) for token, logprob in score.top],
         }
         for score in scores
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(texts: TokenTexts, token: int, logprob: float | None) -> dict[str, Any]:
-    text, value = texts.text_of(token), list(texts.bytes_of(token))
+def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
+    text, value = token_text(tokenizer, token), list(text_bytes(tokenizer, token))
     return {"token": text, "logprob": _number(logprob), "bytes": value}
 
 
@@ -141,11 +126,8 @@ class Answering:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
-        """Yield all events until every continuation is finished.
-
-        Raises:
-            ApiError: the request ended without an answer.
-        """
+        """Yield all events until every continuation is finished. Raises ApiError if the request ended
+        without an answer."""
         while self._num_left:
             event = await self._events.get()
             if isinstance(event, Failed):
@@ -174,14 +156,8 @@ class Answering:
 
 @dataclass
 class RowAnswer:
-    """One continuation as it grows.
-
-    Attributes:
-        texts: its text in pieces.
-        scores: the scores of its tokens, if requested, including the score of the end token, which is not in
-            the text.
-        reason: the reason why it ended.
-    """
+    """One continuation as it grows. ``scores`` includes the score of the end token, which is not in the
+    text."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -195,19 +171,15 @@ class RowAnswer:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log-probability, by which the best of several candidates are selected."""
         known = [score.logprob for score in self.scores if score.logprob is not None]
         return sum(known) / len(known) if known else 0.0
 
 
 class Answer(ABC):
-    """An answer, built whole or in pieces.
+    """An answer, built whole or in pieces. The tokens ``end_ids`` end it and are not part of it."""
 
-    Args:
-        request: the request.
-        jobs: its jobs.
-        model_name, answer_id, created: fields of every piece.
-    """
+    object_name: str
+    piece_name: str
 
     def __init__(
         self,
@@ -215,10 +187,13 @@ class Answer(ABC):
         jobs: Sequence[Job],
         model_name: str,
         answer_id: str,
-        created: int,
+        *,
+        tokenizer: Tokenizer,
+        end_ids: Sequence[int],
     ) -> None:
         self.request, self.jobs, self.model_name = request, jobs, model_name
-        self.answer_id, self.created = answer_id, created
+        self.answer_id, self.created = answer_id, int(time.time())
+        self.tokenizer, self._end_ids = tokenizer, end_ids
 
     @abstractmethod
     def whole_choice(
@@ -234,12 +209,27 @@ class Answer(ABC):
     def piece(self, event: Progress) -> Any | None:
         """The piece of a stream for a new token, or None."""
 
-    @abstractmethod
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
         """The body of the answer, or of one piece of a stream."""
+        body: dict[str, Any] = {
+            "id": self.answer_id,
+            "object": self.piece_name if is_piece else self.object_name,
+            "created": self.created,
+            "model": self.model_name,
+            "choices": list(choices),
+        }
+        return body if usage is None else {**body, "usage": usage}
 
     def usage(self, num_tokens: int) -> dict[str, int]:
-        return usage_of(sum(len(job.ids) for job in self.jobs), num_tokens)
+        prompts = sum(len(job.ids) for job in self.jobs)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": num_tokens,
+            "total_tokens": prompts + num_tokens,
+        }
+
+    def without_end(self, scores: Sequence[TokenScore]) -> list[TokenScore]:
+        return [one for one in scores if one.token not in self._end_ids]
 
     async def whole(self, answering: Answering) -> JsonResponse:
         """All continuations at once. If there are more candidates than requested, only the likeliest ones."""

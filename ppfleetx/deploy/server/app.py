@@ -25,16 +25,17 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ppfleetx.config.sections.root import ServeConfig
-from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, TokenTexts
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, token_text
 from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.protocol import (
+    AnyRequest,
     ApiError,
     GenerationRequest,
     JsonResponse,
-    model_body,
     quoted,
     read_request,
 )
@@ -53,11 +54,7 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Compare the bearer key in constant time.
-
-    Raises:
-        ApiError: 401, if the key is missing or wrong.
-    """
+    """Compare the bearer key in constant time. Raises ApiError 401 if it is missing or wrong."""
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -129,14 +126,10 @@ class Accounting:
             await self._app(scope, receive, watch)
         finally:
             # A stream begins with 200, even if it fails later.
-            self._note(
-                scope["path"], scope.get("state", {}).get("ended_as", status), time.monotonic() - started
-            )
-
-    def _note(self, path: str, status: int, seconds: float) -> None:
-        self._metrics.requests.labels(status=str(status)).inc()
-        self._metrics.request_seconds.observe(seconds)
-        get_logger().info("%s: %d after %.3f s", path, status, seconds)
+            status, seconds = scope.get("state", {}).get("ended_as", status), time.monotonic() - started
+            self._metrics.requests.labels(status=str(status)).inc()
+            self._metrics.request_seconds.observe(seconds)
+            get_logger().info("%s: %d after %.3f s", scope["path"], status, seconds)
 
 
 _FILE = Path(__file__).with_name("page.html")
@@ -156,7 +149,6 @@ def page_response() -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """The page and its Content-Security-Policy."""
     html = _FILE.read_text(encoding="utf-8")
     policy = "; ".join(
         [
@@ -186,14 +178,12 @@ _THREAD_END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Service:
-    """Everything the routes need."""
-
     cfg: ServeConfig
     api_key: str | None
     prompts: PromptReader
     scheduler: Scheduler
     metrics: Metrics
-    texts: TokenTexts
+    tokenizer: Tokenizer
     created: int
 
     @property
@@ -203,7 +193,13 @@ class Service:
 
     def model(self, name: str) -> dict[str, Any]:
         """The description of a model for clients."""
-        return model_body(name, self.created, self.prompts.max_positions)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "ppfleetx",
+            "max_model_len": self.prompts.max_positions,
+        }
 
 
 def create_app(service: Service) -> FastAPI:
@@ -222,30 +218,30 @@ def create_app(service: Service) -> FastAPI:
     def needs_key(request: Request) -> None:
         check_key(request, service.api_key)
 
+    async def read(request: Request, kind: type[AnyRequest]) -> AnyRequest:
+        wanted = read_request(await read_json_body(request, service.cfg.max_body_bytes), kind)
+        _check_model(service, wanted.model)
+        return wanted
+
     @app.post(COMPLETIONS, dependencies=[Depends(needs_key)])
     async def completions(request: Request) -> Response:
-        body = await read_json_body(request, service.cfg.max_body_bytes)
-        return await _complete(service, request, read_request(body, CompletionRequest))
+        return await _complete(service, request, await read(request, CompletionRequest))
 
     @app.post(CHAT, dependencies=[Depends(needs_key)])
     async def chat(request: Request) -> Response:
-        body = await read_json_body(request, service.cfg.max_body_bytes)
-        return await _chat(service, request, read_request(body, ChatRequest))
+        return await _chat(service, request, await read(request, ChatRequest))
 
     @app.post(EMBEDDINGS, dependencies=[Depends(needs_key)])
     async def embeddings(request: Request) -> Response:
-        body = await read_json_body(request, service.cfg.max_body_bytes)
-        return await _embed(service, request, read_request(body, EmbeddingRequest))
+        return await _embed(service, request, await read(request, EmbeddingRequest))
 
     @app.post("/tokenize", dependencies=[Depends(needs_key)])
     async def tokenize(request: Request) -> Response:
-        body = await read_json_body(request, service.cfg.max_body_bytes)
-        return await _tokenize(service, read_request(body, TokenizeRequest))
+        return await _tokenize(service, await read(request, TokenizeRequest))
 
     @app.post("/detokenize", dependencies=[Depends(needs_key)])
     async def detokenize(request: Request) -> Response:
-        wanted = read_request(await read_json_body(request, service.cfg.max_body_bytes), DetokenizeRequest)
-        _check_model(service, wanted.model)
+        wanted = await read(request, DetokenizeRequest)
         return JsonResponse({"prompt": service.prompts.text(service.prompts.checked(wanted.tokens))})
 
     @app.get("/v1/models", dependencies=[Depends(needs_key)])
@@ -263,7 +259,11 @@ def create_app(service: Service) -> FastAPI:
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        return _health(service.scheduler)
+        if not service.scheduler.is_healthy:
+            return JsonResponse({"status": "unhealthy"}, 503)
+        if service.scheduler.is_closing:
+            return JsonResponse({"status": "stopping"}, 503)
+        return JsonResponse({"status": "ok"})
 
     @app.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:
@@ -273,32 +273,27 @@ def create_app(service: Service) -> FastAPI:
 
 
 async def _complete(service: Service, request: Request, wanted: CompletionRequest) -> Response:
-    _check_model(service, wanted.model)
     # Tokenizing may be slow, and must not hold up other clients' streams.
     jobs = await asyncio.to_thread(service.prompts.of_completion, wanted)
     answer = CompletionAnswer(
         wanted,
         jobs,
         *_named(service, wanted, "cmpl"),
-        texts=service.texts,
         echoes=[service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else (),
+        tokenizer=service.tokenizer,
         end_ids=service.scheduler.end_ids,
     )
     return await _answer(service, request, wanted, answer)
 
 
 async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Response:
-    _check_model(service, wanted.model)
     jobs = await asyncio.to_thread(service.prompts.of_chat, wanted)
-    end_ids = service.scheduler.end_ids
-    answer = ChatAnswer(
-        wanted, jobs, *_named(service, wanted, "chatcmpl"), texts=service.texts, end_ids=end_ids
-    )
+    named, end_ids = _named(service, wanted, "chatcmpl"), service.scheduler.end_ids
+    answer = ChatAnswer(wanted, jobs, *named, tokenizer=service.tokenizer, end_ids=end_ids)
     return await _answer(service, request, wanted, answer)
 
 
 async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -> Response:
-    _check_model(service, wanted.model)
     jobs = await asyncio.to_thread(service.prompts.of_embedding, wanted)
     timeout, size = service.cfg.request_timeout, service.cfg.max_batch_size
     vectors: list[np.ndarray] = []
@@ -311,17 +306,16 @@ async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -
 
 
 async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:
-    _check_model(service, wanted.model)
     ids = await asyncio.to_thread(service.prompts.token_ids, wanted)
     body = {"count": len(ids), "max_model_len": service.prompts.max_positions, "tokens": ids}
     if wanted.return_token_strs:
-        body["token_strs"] = [service.texts.text_of(one) for one in ids]
+        body["token_strs"] = [token_text(service.tokenizer, one) for one in ids]
     return JsonResponse(body)
 
 
-def _named(service: Service, wanted: GenerationRequest, kind: str) -> tuple[str, str, int]:
-    """The model's name, and an id and time for an answer."""
-    return wanted.model or service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}", int(time.time())
+def _named(service: Service, wanted: GenerationRequest, kind: str) -> tuple[str, str]:
+    """The model's name, and an id for an answer."""
+    return wanted.model or service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}"
 
 
 async def _answer(service: Service, request: Request, wanted: GenerationRequest, answer: Answer) -> Response:
@@ -342,14 +336,6 @@ def _check_model(service: Service, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def _health(scheduler: Scheduler) -> Response:
-    if not scheduler.is_healthy:
-        return JsonResponse({"status": "unhealthy"}, 503)
-    if scheduler.is_closing:
-        return JsonResponse({"status": "stopping"}, 503)
-    return JsonResponse({"status": "ok"})
 
 
 def _lifespan(service: Service) -> contextlib.AbstractContextManager:

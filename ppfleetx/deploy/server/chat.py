@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.sections.generation import StructuredOutputs
-from ppfleetx.deploy.server.answering import Answer, RowAnswer, TokenTexts, chat_logprobs
+from ppfleetx.deploy.server.answering import Answer, RowAnswer, chat_logprobs
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.tools import (
     AnswerText,
@@ -18,7 +18,7 @@ from ppfleetx.deploy.server.tools import (
     tools_of,
     with_read_arguments,
 )
-from ppfleetx.deploy.server.work import Job, Progress
+from ppfleetx.deploy.server.work import Progress
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import FinishReason
 
@@ -73,7 +73,6 @@ class ChatPrompt(BaseModel):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
@@ -130,33 +129,15 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
 
 class ChatAnswer(Answer):
-    """An answer to a :class:`ChatRequest`, with further arguments.
+    """An answer to a :class:`ChatRequest`."""
 
-    Args:
-        texts: the source of the tokens' texts.
-        end_ids: tokens that end an answer but are not part of it.
-    """
+    object_name, piece_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, request: ChatRequest, jobs: Sequence[Job], *more: Any, texts: TokenTexts, end_ids: Sequence[int]
-    ) -> None:
-        super().__init__(request, jobs, *more)
-        self._texts, self._end_ids = texts, end_ids
-        self._names, self._most_calls = (
-            names_of(request.offered_tools),
-            None if request.parallel_tool_calls else 1,
-        )
+    def __init__(self, request: ChatRequest, *more: Any, **options: Any) -> None:
+        super().__init__(request, *more, **options)
+        self._names = names_of(request.offered_tools)
+        self._most_calls = None if request.parallel_tool_calls else 1
         self._growing: dict[int, AnswerText] = {}
-
-    def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "id": self.answer_id,
-            "object": "chat.completion.chunk" if is_piece else "chat.completion",
-            "created": self.created,
-            "model": self.model_name,
-            "choices": list(choices),
-        }
-        return body if usage is None else {**body, "usage": usage}
 
     def whole_choice(
         self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
@@ -199,7 +180,7 @@ class ChatAnswer(Answer):
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.num_top is None:
             return None
-        return chat_logprobs(self._texts, [one for one in scores if one.token not in self._end_ids])
+        return chat_logprobs(self.tokenizer, self.without_end(scores))
 
 
 def _chunk(

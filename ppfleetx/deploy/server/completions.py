@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ppfleetx.deploy.server.answering import Answer, RowAnswer, TextLogprobs, TokenTexts
+from ppfleetx.deploy.server.answering import Answer, RowAnswer, TextLogprobs
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
-from ppfleetx.deploy.server.work import Job, Progress
+from ppfleetx.deploy.server.work import Progress
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import FinishReason
 
@@ -83,44 +83,21 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionAnswer(Answer):
-    """An answer to a :class:`CompletionRequest`, with further arguments.
+    """An answer to a :class:`CompletionRequest`. ``echoes`` are the prompts as ``echo`` returns them."""
 
-    Args:
-        texts: the source of the tokens' texts.
-        echoes: the prompts as ``echo`` returns them.
-        end_ids: tokens that end an answer but are not part of it.
-    """
-
+    object_name = piece_name = "text_completion"
     request: CompletionRequest
 
-    def __init__(
-        self,
-        request: CompletionRequest,
-        jobs: Sequence[Job],
-        *more: Any,
-        texts: TokenTexts,
-        echoes: Sequence[str],
-        end_ids: Sequence[int],
-    ) -> None:
-        super().__init__(request, jobs, *more)
-        self._texts, self._echoes, self._end_ids = texts, echoes, end_ids
+    def __init__(self, request: CompletionRequest, *more: Any, echoes: Sequence[str], **options: Any) -> None:
+        super().__init__(request, *more, **options)
+        self._echoes = echoes
         self._logprobs: dict[int, TextLogprobs] = {}
-
-    def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "id": self.answer_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model_name,
-            "choices": list(choices),
-        }
-        return body if usage is None else {**body, "usage": usage}
 
     def whole_choice(
         self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
         echo = self._echoes[prompt] if self.request.echo else ""
-        logprobs = self._scores(index, [*prompt_scores, *self._without_end(row.scores)])
+        logprobs = self._scores(index, [*prompt_scores, *self.without_end(row.scores)])
         return _choice(index, "".join([echo, *row.texts]), row.reason, logprobs)
 
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
@@ -130,19 +107,16 @@ class CompletionAnswer(Answer):
         return _choice(index, echo, None, self._scores(index, prompt_scores))
 
     def piece(self, event: Progress) -> Any | None:
-        scores = [] if event.score is None else self._without_end([event.score])
+        scores = [] if event.score is None else self.without_end([event.score])
         logprobs = self._scores(event.index, scores)
         if not (event.text or event.finish_reason or (logprobs and logprobs["tokens"])):
             return None
         return _choice(event.index, event.text, event.finish_reason, logprobs)
 
-    def _without_end(self, scores: Sequence[TokenScore]) -> list[TokenScore]:
-        return [one for one in scores if one.token not in self._end_ids]
-
     def _scores(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
-        return self._logprobs.setdefault(index, TextLogprobs(self._texts)).of(scores)
+        return self._logprobs.setdefault(index, TextLogprobs(self.tokenizer)).of(scores)
 
 
 def _choice(index: int, text: str, reason: FinishReason | None, logprobs: Any) -> dict[str, Any]:

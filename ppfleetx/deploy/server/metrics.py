@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -14,48 +16,37 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "ppfleetx_requests",
+        self._registry = CollectorRegistry()
+
+        def made(kind: type, name: str, text: str, **more: Any) -> Any:
+            return kind(f"ppfleetx_{name}", text, registry=self._registry, **more)
+
+        self.requests = made(
+            Counter,
+            "requests",
             "Completion requests by HTTP status; 499: the client left, and a stream that broke off counts "
             "by why it did.",
-            ["status"],
-            registry=registry,
+            labelnames=["status"],
         )
-        self.prompt_tokens = Counter(
-            "ppfleetx_prompt_tokens", "Prompt tokens that were run.", registry=registry
-        )
-        self.reused_tokens = Counter(
-            "ppfleetx_reused_prompt_tokens",
+        self.prompt_tokens = made(Counter, "prompt_tokens", "Prompt tokens that were run.")
+        self.reused_tokens = made(
+            Counter,
+            "reused_prompt_tokens",
             "Prompt tokens that were not run, because an earlier sequence had begun with them.",
-            registry=registry,
         )
-        self.prefix_tokens = Gauge(
-            "ppfleetx_prefix_cache_tokens",
+        self.prefix_tokens = made(
+            Gauge,
+            "prefix_cache_tokens",
             "Positions whose keys and values are held for prompts to come (Serve.prefix_cache_tokens).",
-            registry=registry,
         )
-        self.generated_tokens = Counter(
-            "ppfleetx_generated_tokens", "Tokens that were generated.", registry=registry
-        )
-        self.steps = Counter("ppfleetx_steps", "Steps of the batch.", registry=registry)
-        self.running = Gauge(
-            "ppfleetx_sequences_running", "Sequences in the batch after the last step.", registry=registry
-        )
-        self.waiting = Gauge(
-            "ppfleetx_sequences_waiting", "Sequences that wait for a place in the batch.", registry=registry
-        )
-        self.request_seconds = Histogram(
-            "ppfleetx_request_seconds",
-            "From a completion request's arrival to its end.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.first_token_seconds = Histogram(
-            "ppfleetx_first_token_seconds",
-            "From a completion request's arrival to its first token.",
-            buckets=_SECONDS,
-            registry=registry,
+        self.generated_tokens = made(Counter, "generated_tokens", "Tokens that were generated.")
+        self.steps = made(Counter, "steps", "Steps of the batch.")
+        self.running = made(Gauge, "sequences_running", "Sequences in the batch after the last step.")
+        self.waiting = made(Gauge, "sequences_waiting", "Sequences that wait for a place in the batch.")
+        arrival = "From a completion request's arrival to its"
+        self.request_seconds = made(Histogram, "request_seconds", f"{arrival} end.", buckets=_SECONDS)
+        self.first_token_seconds = made(
+            Histogram, "first_token_seconds", f"{arrival} first token.", buckets=_SECONDS
         )
 
     def text(self) -> bytes:

@@ -21,14 +21,7 @@ from ppfleetx.generation.row_options import PLAIN, RowOptions, ended_by
 
 
 class PromptReader:
-    """Turns requests into jobs.
-
-    Args:
-        generator: the model's tokenizer and number of positions are used.
-        template: the chat template.
-        cfg: the settings that say whether special tokens are parsed, and limit the continuations per prompt.
-        scheduler: knows how many continuations a request may have, and which tokens end them.
-    """
+    """Turns requests into jobs. Methods raise ApiError 400 if a request does not fit the model."""
 
     def __init__(
         self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, scheduler: Scheduler
@@ -43,35 +36,19 @@ class PromptReader:
         self._special_texts = [text for one in special if (text := self._tokenizer.decode([one]))]
 
     def of_completion(self, request: CompletionRequest) -> list[Job]:
-        """Make one job per prompt.
-
-        Raises:
-            ApiError: 400, the request does not fit the model.
-        """
         self._check_number(request, len(request.prompt))
         encoded = [self._encode(prompt, add=request.add_special_tokens) for prompt in request.prompt]
         return self._jobs(request, encoded, request.stop)
 
     def _adapter(self, request: Request) -> str | None:
-        """The adapter that a request names."""
         return request.model if request.model in self._cfg.adapters else None
 
     def of_chat(self, request: ChatRequest) -> list[Job]:
-        """Make the job that answers a conversation.
-
-        Raises:
-            ApiError: 400, the template refuses the conversation, or it does not fit the model.
-        """
         self._check_number(request, 1)
         ids = self._encode_chat(request, add_generation_prompt=True)
         return self._jobs(request, [ids], (*request.stop, *self._template.stops))
 
     def of_embedding(self, request: EmbeddingRequest) -> list[Job]:
-        """Make one job per text.
-
-        Raises:
-            ApiError: 400, a text does not fit the model.
-        """
         encoded = [self._encode(one, add=request.add_special_tokens, param="input") for one in request.input]
         for ids in encoded:
             if len(ids) > self.max_positions:
@@ -83,11 +60,6 @@ class PromptReader:
         ]
 
     def token_ids(self, request: TokenizeRequest) -> list[int]:
-        """The ids of a text or a chat.
-
-        Raises:
-            ApiError: 400, as for a completion or a chat.
-        """
         if request.prompt is None:
             return list(self._encode_chat(request, add_generation_prompt=request.add_generation_prompt))
         return list(self._encode(request.prompt, add=request.add_special_tokens))
@@ -159,7 +131,6 @@ class PromptReader:
         ]
 
     def _options(self, request: GenerationRequest) -> tuple[tuple[int, ...], RowOptions]:
-        """The options of an answer: the tokens that end it, and how its tokens are chosen."""
         param, form = request.form
         asked = request.model_copy(update={"structured_outputs": form})
         try:
@@ -183,11 +154,7 @@ class PromptReader:
         return self.checked(prompt, param)
 
     def checked(self, ids: Sequence[int], param: str = "tokens") -> Sequence[int]:
-        """Return ``ids`` after checking that the tokenizer has all of them.
-
-        Raises:
-            ApiError: 400, an id is outside the vocabulary.
-        """
+        """Return ``ids`` if the tokenizer has all of them."""
         wrong = [token for token in ids if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(

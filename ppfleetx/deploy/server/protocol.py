@@ -14,15 +14,8 @@ from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 
 
 class ApiError(Exception):
-    """An error response to a request.
-
-    Args:
-        status: HTTP status.
-        message: the mistake, and how to fix it.
-        param: the wrong parameter.
-        code: a short name for programs.
-        headers: HTTP headers.
-    """
+    """An error response: its HTTP status, the mistake and how to fix it, the wrong parameter, and a short
+    name (``code``) for programs."""
 
     def __init__(
         self,
@@ -39,7 +32,6 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's type of the error."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
@@ -65,7 +57,6 @@ def to_json(content: Any) -> str:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Make the error for a mistake in a request."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -98,15 +89,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
-    """Options for additional contents of a stream."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
 
 
 def _format(value: Any) -> Any:
-    """Convert OpenAI's ``response_format`` to :class:`StructuredOutputs`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text" and len(value) == 1:
         return None
@@ -130,9 +118,8 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of both routes that generate text. Parameters of ``TokenOptions`` that OpenAI's
-    interface also has are limited to its ranges.
-    """
+    """The parameters of both routes that generate text. Those of ``TokenOptions`` that OpenAI's interface
+    also has are limited to its ranges."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -190,12 +177,10 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether to score the tokens of prompts, too."""
         return False
 
     @property
     def needs_scores(self) -> bool:
-        """Whether new tokens must be scored."""
         return self.num_top is not None or self.candidates > self.n
 
 
@@ -203,11 +188,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and check the body of a request. A null parameter counts as omitted.
-
-    Raises:
-        ApiError: 400, naming the parameter and the rule.
-    """
+    """Parse and check the body of a request. A null parameter counts as omitted. Raises ApiError 400,
+    which names the parameter and the rule."""
     try:
         return kind.model_validate_json(_without_nulls(body, kind))
     except ValidationError as error:
@@ -248,21 +230,3 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
 def quoted(text: str) -> str:
     """Quote a client's text for a message, and shorten it: it may be as long as the body."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
-
-
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def model_body(name: str, created: int, max_positions: int) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "ppfleetx",
-        "max_model_len": max_positions,
-    }

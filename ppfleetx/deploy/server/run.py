@@ -33,22 +33,13 @@ _MORE_CONNECTIONS = 256  # besides connections that wait for an answer: metrics,
 
 
 def check_libraries() -> None:
-    """Check that the optional libraries are installed.
-
-    Raises:
-        ConfigError: a library is missing.
-    """
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'ppfleetx[serve]'")
 
 
 def check_plan(cfg: RunConfig, processes: int) -> None:
-    """Check that the plan has the whole model in one process.
-
-    Raises:
-        ConfigError: the plan divides the model.
-    """
+    """Raise ConfigError if the plan divides the model, which the server needs in one process."""
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
@@ -59,11 +50,8 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Refuse settings that a server does not follow.
-
-    Raises:
-        ConfigError: the configuration asks for an assistant, or adapters do not go with the model.
-    """
+    """Raise ConfigError for settings that a server does not follow: an assistant, or adapters that do not
+    go with the model."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise ConfigError(
             "are adapters over a model without any, and this one has Model.lora: serve the base that they "
@@ -83,11 +71,8 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Read the key that requests must send; None if they need no key.
-
-    Raises:
-        ConfigError: the variable named by the user is not set, or the key is empty.
-    """
+    """The key that requests must send; None if they need no key. Raises ConfigError if the variable named
+    by the user is not set, or the key is empty."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -104,11 +89,7 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def open_socket(cfg: RunConfig) -> socket.socket:
-    """A socket bound to the address. It starts to listen when the model has been loaded.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """A socket bound to the address, which listens when the model has been loaded. Raises ConfigError."""
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -148,7 +129,6 @@ def build_service(
         ConfigError: ``Serve.chat_template`` cannot be used.
         CheckpointError: an adapter belongs to layers that the model does not have, or to experts.
     """
-    from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
@@ -176,16 +156,11 @@ def build_service(
     scheduler = Scheduler(generator.next_token_model, generator.tokenizer, end_ids, cfg.Serve, metrics, added)
     template = _chat_template(cfg, generator.tokenizer)
     prompts = PromptReader(generator, template, cfg.Serve, scheduler)
-    texts = TokenTexts(generator.tokenizer)
-    return Service(cfg.Serve, api_key, prompts, scheduler, metrics, texts, int(time.time()))
+    return Service(cfg.Serve, api_key, prompts, scheduler, metrics, generator.tokenizer, int(time.time()))
 
 
 def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
-    """Read ``Serve.adapters``, before the base is loaded.
-
-    Raises:
-        CheckpointError: one cannot be read, or was trained over another base.
-    """
+    """Read ``Serve.adapters``, before the base is loaded. Raises CheckpointError."""
     from ppfleetx.checkpoint import adapters
 
     found = {}
@@ -196,9 +171,7 @@ def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
 
 
 def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template named in ``Serve.chat_template``, or the model's own. Errors in the template are reported
-    now.
-    """
+    """The template named in ``Serve.chat_template``, or the model's own. Errors in it are reported now."""
     from ppfleetx.data.chat.templates import chosen_template
 
     try:

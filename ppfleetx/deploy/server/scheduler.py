@@ -28,12 +28,8 @@ _RETRY_SECONDS = 1
 
 
 class Lane:
-    """The sequences that grow with one model: the base, or the base with an adapter.
-
-    Args:
-        model: computes the logits.
-        max_prefix_tokens: limit of the earlier keys and values that are kept.
-    """
+    """The sequences that grow with one model: the base, or the base with an adapter. At most
+    ``max_prefix_tokens`` earlier keys and values are kept."""
 
     def __init__(self, model: NextTokenModel, max_prefix_tokens: int) -> None:
         self._model = model
@@ -41,7 +37,6 @@ class Lane:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all sequences."""
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[Running]()
 
     def keep(self, kept: Sequence[bool]) -> int:
@@ -58,15 +53,8 @@ class Scheduler:
 
     Each step gives every sequence in the batch its next token: those of the base, then those of each adapter.
     Before a step, sequences of cancelled requests leave, and waiting ones join if there is room. Without work
-    the thread sleeps.
-
-    Args:
-        model: computes the logits; nothing else may use it while the thread runs.
-        tokenizer: the model's tokenizer.
-        end_ids: tokens that end an answer, unless a request says otherwise.
-        cfg: the limits.
-        metrics: the server's metrics.
-        adapters: adapters over the model, which requests may name.
+    the thread sleeps. Nothing else may use the model while the thread runs. The tokens ``end_ids`` end an
+    answer, unless a request says otherwise.
     """
 
     def __init__(
@@ -113,11 +101,8 @@ class Scheduler:
         return self._cfg.max_batch_size + self._cfg.max_waiting
 
     def submit(self, work: Work) -> None:
-        """Queue a request.
-
-        Raises:
-            ApiError: 429 if the queue is full; 503 if no more requests are accepted.
-        """
+        """Queue a request. Raises ApiError: 429 if the queue is full; 503 if no more requests are
+        accepted."""
         with self._changed:
             if self._died:
                 raise ApiError(503, "the model has failed; see the server's log", code="unhealthy")
@@ -153,7 +138,7 @@ class Scheduler:
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for the thread to end. Returns whether it has ended."""
+        """Wait for the thread to end. Returns whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -259,7 +244,6 @@ class Scheduler:
     def _scores(
         self, logits: paddle.Tensor, rows: Sequence[Running], tokens: Sequence[int]
     ) -> list[TokenScore | None]:
-        """The scores of new tokens, for rows that requested them."""
         scores: list[TokenScore | None] = [None] * len(rows)
         wants = [place for place, row in enumerate(rows) if row.job.num_top is not None]
         if wants:
@@ -307,8 +291,8 @@ class Scheduler:
             self._keep(lane, [not row.work.cancelled for row in lane.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take as many prompts from the queue as fit into the batch and into one prompt pass of one model,
-        in order."""
+        """Take as many prompts from the queue, in order, as fit into the batch and into one prompt pass of
+        one model."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -327,7 +311,6 @@ class Scheduler:
         return admitted
 
     def _keep(self, lane: Lane, kept: list[bool]) -> None:
-        """Drop all sequences of ``lane`` but those ``kept``."""
         dropped = lane.keep(kept)
         if dropped:
             with self._changed:

@@ -48,7 +48,6 @@ class DetokenizeRequest(Request):
 
 
 async def vectors_of(answering: Answering) -> list[np.ndarray]:
-    """Wait for the vectors of several inputs, and return them in order."""
     vectors = {event.number: event.vector async for event in answering if isinstance(event, Embedded)}
     return [vectors[number] for number in sorted(vectors)]
 
@@ -56,7 +55,6 @@ async def vectors_of(answering: Answering) -> list[np.ndarray]:
 def embeddings_response(
     request: EmbeddingRequest, vectors: Sequence[np.ndarray], model_name: str, num_tokens: int
 ) -> JsonResponse:
-    """Make the response with one vector for each input."""
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
         for index, vector in enumerate(vectors)

@@ -20,7 +20,6 @@ _CALL = re.compile(rf"{_OPEN}\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:
-    """Check the ``tools`` of a request. Raises ValueError."""
     if not isinstance(value, list) or not all(_name_of(one) for one in value):
         raise ValueError(
             'must be a list of {"type": "function", "function": {"name": ..., "parameters": ...}}'
@@ -29,7 +28,6 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
 
 
 def choice_of(value: Any) -> str | dict[str, Any]:
-    """Check the ``tool_choice`` of a request. Raises ValueError."""
     if value in ("none", "auto", "required") or _name_of(value):
         return value
     raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
@@ -48,14 +46,8 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """The required form of an answer that must call tools; None if it need not call any.
-
-    Args:
-        several: whether more than one call is allowed.
-
-    Raises:
-        ValueError: the chosen tool is not among ``tools``.
-    """
+    """The required form of an answer that must call tools; None if it need not call any. Raises ValueError
+    if the chosen tool is not among ``tools``."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -79,11 +71,7 @@ def forced_form(
 
 def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Copy a message with the arguments of its ``tool_calls`` as objects, which templates expect, instead
-    of JSON.
-
-    Raises:
-        ValueError: the arguments are not objects in JSON.
-    """
+    of JSON. Raises ValueError."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -102,12 +90,8 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerText:
-    """The text of an answer that may call tools, as it grows.
-
-    Args:
-        names: the tools' names; an answer that calls anything else is plain text.
-        most: the most calls that are returned; None: all.
-    """
+    """The text of an answer that may call tools, as it grows. An answer that calls anything but ``names``
+    is plain text; at most ``most`` calls are returned."""
 
     def __init__(self, names: Collection[str], most: int | None) -> None:
         self._names, self._most = names, most

@@ -19,14 +19,8 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """A new token of a continuation, as text, which may be empty.
-
-    Attributes:
-        index: number of the continuation in its request.
-        finish_reason: the reason for the end, set with the last token.
-        score: the token's score, if requested.
-        num_tokens: the number of tokens: 1, or 0 for a continuation without tokens.
-    """
+    """A new token of a continuation (``index`` in its request), as text, which may be empty.
+    ``num_tokens`` is 0 for a continuation without tokens."""
 
     index: int
     text: str
@@ -37,12 +31,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of a prompt's tokens.
-
-    Attributes:
-        number: number of the prompt in its request.
-        scores: the score of each token, including the first.
-    """
+    """The score of each token of a prompt, including the first. ``number`` is the prompt's in its request."""
 
     number: int
     scores: Sequence[TokenScore]
@@ -50,12 +39,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The embedding of a prompt.
-
-    Attributes:
-        number: number of the prompt in its request.
-        vector: ``[h]`` float32 of length 1.
-    """
+    """The embedding of a prompt, ``[h]`` float32 of length 1."""
 
     number: int
     vector: np.ndarray
@@ -78,13 +62,9 @@ class Job:
     Attributes:
         number: number of the prompt in its request; with the seed it determines the random numbers.
         first_index: number of its first continuation among all continuations of the request.
-        ids: the tokens, at least one.
         copies: number of continuations.
         max_new_tokens: limit of new tokens, which fits the model; 0: nothing is generated.
-        end_ids: tokens that end an answer.
         num_top: the number of alternatives to list with each token's score; None: no scores.
-        scores_prompt: whether to score the tokens of the prompt, too.
-        is_embedded: whether the prompt's embedding is wanted.
         adapter: name of the adapter that answers; None: the base does.
     """
 
@@ -106,12 +86,8 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request: its prompts, and the receiver of its events.
-
-    Attributes:
-        deliver: a function called with each event, in the event loop's thread.
-        cancelled: whether the client has gone; the request is dropped at the next step.
-    """
+    """A request. ``deliver`` is called with each event, in the event loop's thread. It is ``cancelled``
+    when the client has gone, and dropped at the next step."""
 
     jobs: Sequence[Job]
     deliver: Callable[[Event], None]
@@ -136,12 +112,7 @@ class Waiting:
 
 class Running:
     """A sequence in the batch: its text, length and random numbers, and the guesses for its next tokens.
-
-    Args:
-        one: the prompt.
-        copy: number of this continuation of the prompt.
-        tokenizer: the model's tokenizer.
-    """
+    ``copy`` is the number of this continuation of the prompt."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
@@ -167,7 +138,6 @@ class Running:
         return self._row.finish_reason is not None
 
     def choice(self) -> RowChoice:
-        """The inputs for choosing the next token."""
         numbers: np.ndarray | None = None if self._stream is None else self._stream.numbers(self.num_new)[0]
         forbidden = self.job.end_ids if self.num_new < self.job.min_new_tokens else ()
         return RowChoice(self.job.options, RowTokens(self._history, self.num_new), numbers, forbidden)
@@ -190,7 +160,7 @@ class Running:
         return len(self.guesses)
 
     def adapt_guesses(self, right: int, most: int) -> None:
-        """Adapt the number of guesses to the number of guesses that were ``right``."""
+        """Adapt the number of guesses to how many were ``right``."""
         if self.guesses:
             self._width = next_width(self._width, right, most, right == len(self.guesses))
         self.guesses = []

@@ -6,7 +6,9 @@ import pytest
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.core.engine import device_errors
+from ppfleetx.core.engine.callbacks.device_usage import offload_notes
 from ppfleetx.core.engine.device_errors import explained_device_errors
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.planner.alternatives import memory_savings
@@ -142,3 +144,11 @@ def test_an_error_of_the_card_is_one_message(error):
     first, noticed, *_ = str(caught.value).splitlines()
     assert first.startswith("npu has failed") and ("code is : 2" in first or "illegal memory" in first)
     assert "test_device_errors.py" in noticed and "FLAGS_npu_blocking_run" in noticed
+
+
+def test_offload_on_a_cpu_is_said_to_save_nothing():
+    plan = Plan(sharding=2, sharding_stage=2, sharding_offload=True)
+    (line,) = offload_notes(ParallelContext(plan, device="cpu"))
+    assert "saves nothing on a CPU" in line
+    assert offload_notes(ParallelContext(plan, device="gpu")) == []
+    assert offload_notes(ParallelContext(Plan(sharding=2, sharding_stage=2), device="cpu")) == []

@@ -194,7 +194,7 @@ def test_lines_of_records_have_a_longest_length(tmp_path, monkeypatch) -> None:
         (" \n", []),
         ("[3,]", r"x\.json:1: this is not JSON"),
         ("\n[3\n4]", r"x\.json:3: this is not JSON"),
-        ("[3]\n]", r"x\.json:1: this is not JSON"),
+        ("[3]\n]", r"x\.json:2: this is not JSON"),
         ("[3", r"x\.json:1: this is not JSON"),
         (b"[\xff]", r"x\.json: this is not JSON"),
         ("[" * 100_000, r"x\.json: this is not JSON"),

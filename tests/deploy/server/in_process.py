@@ -9,7 +9,6 @@ import httpx
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import find_template
-from ppfleetx.deploy.server.answering import TokenTexts
 from ppfleetx.deploy.server.app import Service, create_app
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
@@ -25,8 +24,7 @@ def serve(generator: Generator, cfg: ServeConfig, use: Use, model: object | None
     served = generator.next_token_model if model is None else model
     scheduler = Scheduler(served, generator.tokenizer, generator.tokenizer.end_ids, cfg, metrics)
     prompts = PromptReader(generator, find_template(generator.tokenizer), cfg, scheduler)
-    texts = TokenTexts(generator.tokenizer)
-    service = Service(cfg, None, prompts, scheduler, metrics, texts, 0)
+    service = Service(cfg, None, prompts, scheduler, metrics, generator.tokenizer, 0)
 
     async def main() -> None:
         app = create_app(service)

@@ -156,8 +156,8 @@ def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.
                 await never.wait()
 
         answering = Answering(service.scheduler, jobs, receive, 0.3, service.metrics)
-        named = ("gpt", "cmpl-1", 0)
-        answer = CompletionAnswer(wanted, jobs, *named, texts=service.texts, echoes=(), end_ids=())
+        named = ("gpt", "cmpl-1")
+        answer = CompletionAnswer(wanted, jobs, *named, tokenizer=service.tokenizer, echoes=(), end_ids=())
         scope: dict = {}
         await asyncio.wait_for(EventStream(answer, answering, 0.3)(scope, receive, send), 30)
         assert scope["state"]["ended_as"] == 504

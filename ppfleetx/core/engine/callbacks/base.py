@@ -18,14 +18,8 @@ from ppfleetx.resilience.stragglers import Stragglers
 
 @dataclass(frozen=True)
 class CallbackSetup:
-    """The arguments for creating a callback.
-
-    Attributes:
-        cfg: the run's configuration.
-        ctx: this process's place in the job.
-        output_dir: the run's directory. It exists and, during training, belongs to the run.
-        trains: whether the run trains; False in ppfleetx eval, which only evaluates.
-    """
+    """The arguments for creating a callback. ``output_dir`` exists and, during training, belongs to the
+    run; ``trains`` is False in ppfleetx eval, which only evaluates."""
 
     cfg: RunConfig
     ctx: ParallelContext

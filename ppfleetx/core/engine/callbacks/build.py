@@ -19,11 +19,7 @@ _KEY = "Engine.callbacks"
 
 
 class CallbackList:
-    """The callbacks of this rank in order, each with the name under which its state is saved.
-
-    Args:
-        named: (name, callback) pairs.
-    """
+    """The callbacks of this rank in order, each with the name under which its state is saved."""
 
     def __init__(self, named: Sequence[tuple[str, Callback]] = ()) -> None:
         self.named = list(named)
@@ -32,11 +28,7 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """Non-empty states by name.
-
-        Raises:
-            CheckpointError: a state is not made of JSON values.
-        """
+        """Non-empty states by name. Raises CheckpointError if a state is not made of JSON values."""
         states = {}
         for name, callback in self.named:
             try:  # a copy, because a save in the background is written later
@@ -49,11 +41,7 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Give each callback its saved state. Callbacks without one start afresh.
-
-        Raises:
-            CheckpointError: the states are damaged.
-        """
+        """Give each callback its saved state. Callbacks without one start afresh. Raises CheckpointError."""
         if not isinstance(states, Mapping):
             raise CheckpointError(f"the callbacks' states in the checkpoint are damaged: {shown(states)}")
         for name, callback in self.named:
@@ -62,12 +50,8 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Refuse callbacks that could not be created, without creating any. Imports Paddle only to check the
-    options of built-in callbacks.
-
-    Raises:
-        ConfigError: a callback does not take an option, or is named twice.
-    """
+    """Raise ConfigError for callbacks that could not be created, without creating any. Imports Paddle only
+    to check the options of built-in callbacks."""
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
         if item.options or not isinstance(target, str):
@@ -75,11 +59,8 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks call this.
-
-    Raises:
-        ConfigError: a callback does not take an option, or cannot be created; on all ranks.
-    """
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks call this. Raises
+    ConfigError on all ranks."""
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
         for name, item in _numbered(setup.cfg.Engine.callbacks):
@@ -95,7 +76,6 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
 
 
 def _loggers(setup: CallbackSetup, there: Set[str]) -> Iterator[tuple[str, Callback]]:
-    """The callbacks that ``Engine.loggers`` adds to the callbacks named in ``there``."""
     for item in setup.cfg.Engine.loggers:
         name = LOGGERS.traits(item.name).callback
         if name is not None and name not in there:
@@ -146,7 +126,6 @@ def _without_groups(items: Sequence[CallbackConfig]) -> Iterator[CallbackConfig]
 
 
 def _check_options(make: Callable[..., Any], item: CallbackConfig) -> None:
-    """Refuse unknown options, and require those without a default."""
     if not callable(make):
         raise ConfigError(
             f"was registered as {shown(make)}, which cannot be called", key=_KEY, value=item.name

@@ -5,11 +5,9 @@ from __future__ import annotations
 import resource
 import statistics
 import sys
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.counts import ranks_text
-from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.distributed import device as devices
@@ -19,36 +17,12 @@ from ppfleetx.distributed.together import gather
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import Prediction, run_prediction
 from ppfleetx.planner.report import verdict
-from ppfleetx.planner.utilization import Utilization, run_utilization
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     import paddle
 
-    from ppfleetx.parallel.runner import Runner
-
-
-def device_utilization(cfg: RunConfig, device: str) -> Utilization | None:
-    """FLOPs and peak, to compute the run's TFLOP/s and MFU; None if a step's FLOPs are unknown."""
-    return _of(_ById(cfg), device)
-
-
-class _ById:
-    """Hashes a configuration by identity, so that it can be a cache key at every log line."""
-
-    def __init__(self, cfg: RunConfig) -> None:
-        self.cfg = cfg
-
-    def __hash__(self) -> int:
-        return id(self.cfg)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.cfg is other.cfg
-
-
-@lru_cache(maxsize=2)
-def _of(by_id: _ById, device: str) -> Utilization | None:
-    return run_utilization(by_id.cfg, device, device_name(device))
+    from ppfleetx.parallel.step import StepRunner
 
 
 def device_name(device: str) -> str:
@@ -59,15 +33,13 @@ def device_name(device: str) -> str:
 
 class MemoryLog(Callback):
     """Logs the bytes of parameters and optimizer state after the first step, and the peak memory at the
-    end.
-    """
+    end."""
 
     def __init__(self) -> None:
         self._said = False
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MemoryLog | None:
-        """Create the callback for training only."""
         return cls() if setup.trains else None
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -86,7 +58,6 @@ class MemoryLog(Callback):
 
 
 def _peak_text(run: Run) -> str:
-    """The peak resident memory of the process, and the peak memory of its device, if there is one."""
     # Linux counts ru_maxrss in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"peak host {_mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
@@ -118,7 +89,6 @@ class Forecast(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Forecast | None:
-        """Create the callback if the planner can predict this training run."""
         if not setup.trains:
             return None
         device = setup.ctx.device
@@ -156,7 +126,7 @@ class Forecast(Callback):
 _MAX_RANKS_SHOWN = 16
 
 
-def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
+def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
     """Lines with each rank's place in the plan and its number of parameters. Every rank calls this.
 
     Ranks that differ only along dp, sharding and sep, and hold the same number of parameters, share a line.
@@ -175,7 +145,6 @@ def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
 
 
 def offload_notes(ctx: ParallelContext) -> list[str]:
-    """A note for a run that offloads its states although its device is a CPU."""
     if not ctx.plan.sharding_offload or ctx.device != "cpu":
         return []
     return ["offload saves nothing on a CPU: the states are in host memory anyway"]

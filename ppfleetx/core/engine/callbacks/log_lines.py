@@ -7,40 +7,48 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.callbacks.device_usage import device_utilization
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import ProgressBar
 
 
-class TrainLog(Callback):
-    """Logs one line every ``logging_freq`` steps. Costs and speeds are means since the last line."""
+class Periodic(Callback):
+    """Reports every ``logging_freq`` steps and after the last one. Times and speeds are means since the last
+    report.
+    """
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
         self._window = Window()
 
     @classmethod
-    def of(cls, setup: CallbackSetup) -> TrainLog:
-        """Create the callback for every run."""
+    def of(cls, setup: CallbackSetup) -> Periodic | None:
         return cls(setup.cfg.Engine.logging_freq)
-
-    def on_fit_start(self, run: Run) -> None:
-        utilization = device_utilization(run.cfg, run.ctx.device)
-        if utilization is not None:
-            get_logger().info(utilization.describe())
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
         if record.step % self._logging_freq == 0 or record.step == run.max_steps:
-            utilization = device_utilization(run.cfg, run.ctx.device)
-            rates = {} if utilization is None else utilization.rates(self._window.whole_batch_cost(run.cfg))
-            get_logger().info(train_line(record, self._window, rates))
-            if record.sources:
-                get_logger().info(sources_line(record))
-            if record.own_metrics:
-                get_logger().info(metrics_line(record))
+            self.report(run, record, self._window)
             self._window = Window()
+
+    def report(self, run: Run, record: StepRecord, window: Window) -> None:
+        """Report the last step, and the means of ``window``."""
+        raise NotImplementedError
+
+
+class TrainLog(Periodic):
+    """Logs one line a report."""
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.utilization is not None:
+            get_logger().info(run.utilization.describe())
+
+    def report(self, run: Run, record: StepRecord, window: Window) -> None:
+        get_logger().info(train_line(record, window, window.rates(run)))
+        if record.sources:
+            get_logger().info(sources_line(record))
+        if record.own_metrics:
+            get_logger().info(metrics_line(record))
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         get_logger().info(eval_line(record))
@@ -59,7 +67,6 @@ def eval_line(record: EvalRecord) -> str:
 
 
 def sources_line(record: StepRecord) -> str:
-    """The line with the loss of each corpus of a blend."""
     listed = ", ".join(f"{name}: {source.mean:.9f}" for name, source in record.sources.items())
     return f"loss per source at global step {record.step}, {listed}"
 
@@ -92,37 +99,22 @@ def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | 
 _LARGEST_LOSS = 20.0  # Megatron caps the loss at this value for the perplexity
 
 
-class MegatronLog(Callback):
-    """Logs `` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for
-    each evaluation, as Megatron-LM does. Times and speeds are means since the last line.
+class MegatronLog(Periodic):
+    """Logs `` iteration N/ TOTAL | consumed samples: ... |`` and a line for each evaluation, as Megatron-LM
+    does.
     """
 
-    def __init__(self, logging_freq: int) -> None:
-        self._logging_freq = logging_freq
-        self._window = Window()
-        self._skipped = 0
-
-    @classmethod
-    def of(cls, setup: CallbackSetup) -> MegatronLog:
-        """Create the callback for any run."""
-        return cls(setup.cfg.Engine.logging_freq)
-
-    def on_step_end(self, run: Run, record: StepRecord) -> None:
-        self._window.add(record)
-        self._skipped += record.skipped
-        if record.step % self._logging_freq and record.step != run.max_steps:
-            return
-        seconds = self._window.batch_cost
+    def report(self, run: Run, record: StepRecord, window: Window) -> None:
+        seconds = window.batch_cost
         scale = "" if record.loss_scale is None else f" loss scale: {record.loss_scale:.1f} |"
         get_logger().info(
             f" iteration {record.step:8d}/{run.max_steps:8d} | consumed samples: "
             f"{run.state.consumed_samples:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | "
             f"samples/sec: {record.batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
             f"global batch size: {record.batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
-            f"grad norm: {record.grad_norm:.3f} | number of skipped iterations: {self._skipped:3d} | "
+            f"grad norm: {record.grad_norm:.3f} | number of skipped iterations: {window.num_skipped:3d} | "
             f"number of nan iterations:   0 |"
         )
-        self._window, self._skipped = Window(), 0
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         ppl = math.exp(min(_LARGEST_LOSS, record.loss)) if math.isfinite(record.loss) else record.loss
@@ -133,31 +125,19 @@ class MegatronLog(Callback):
         )
 
 
-class MindSpeedLog(Callback):
-    """Prints ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms`` every ``logging_freq`` steps, as
-    MindSpeed does, without a log prefix. The time is the mean of one step."""
+class MindSpeedLog(Periodic):
+    """Prints ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms``, as MindSpeed does, without a log prefix.
+    The time is the mean of one step.
+    """
 
-    def __init__(self, logging_freq: int) -> None:
-        self._logging_freq = logging_freq
-        self._window = Window()
-
-    @classmethod
-    def of(cls, setup: CallbackSetup) -> MindSpeedLog:
-        """Create the callback for every run."""
-        return cls(setup.cfg.Engine.logging_freq)
-
-    def on_step_end(self, run: Run, record: StepRecord) -> None:
-        self._window.add(record)
-        if record.step % self._logging_freq and record.step != run.max_steps:
-            return
+    def report(self, run: Run, record: StepRecord, window: Window) -> None:
         scale = "" if record.loss_scale is None else f", Loss_scale: {record.loss_scale:g}"
         print(
             f"INFO - Epoch: {record.epoch}, Step: {record.step}, Loss: {record.loss:.16f}, "
-            f"Time: {1000 * self._window.batch_cost:.2f} ms, Grad_norm: {record.grad_norm:.6f}, "
+            f"Time: {1000 * window.batch_cost:.2f} ms, Grad_norm: {record.grad_norm:.6f}, "
             f"Learning_rate: {record.lr:.6e}{scale}",
             flush=True,
         )
-        self._window = Window()
 
 
 class TrainProgress(Callback):
@@ -169,7 +149,6 @@ class TrainProgress(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> TrainProgress | None:
-        """Create the callback for a run that trains."""
         return cls(setup.cfg.Engine.progress_bar) if setup.trains else None
 
     def on_fit_start(self, run: Run) -> None:

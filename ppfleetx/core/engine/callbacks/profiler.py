@@ -40,7 +40,6 @@ class ProfilerCallback(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> ProfilerCallback | None:
-        """Create the callback for training with ``Profiler.enable``."""
         wanted = setup.trains and setup.cfg.Profiler.enable
         return cls(setup.cfg.Profiler, setup.output_dir) if wanted else None
 

@@ -16,8 +16,8 @@ from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import LOGGERS
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.callbacks.device_usage import device_utilization
+from ppfleetx.core.engine.callbacks.base import CallbackSetup
+from ppfleetx.core.engine.callbacks.log_lines import Periodic
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
 from ppfleetx.core.engine.run_directory import METRICS_FILE
 from ppfleetx.core.loggers.base import LogStart, LogWriter
@@ -28,28 +28,15 @@ from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
 
 
-class Recorder(Callback):
-    """Makes a record every ``logging_freq`` steps and for each evaluation. Times and speeds are means since
-    the last record.
-
-    Args:
-        logging_freq: steps between records.
-    """
-
-    def __init__(self, logging_freq: int) -> None:
-        self._logging_freq = logging_freq
-        self._window = Window()
+class Recorder(Periodic):
+    """Makes a record for each report and each evaluation."""
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
         """Write a record of JSON values. ``kind`` (``train`` or ``eval``) and ``step`` are always present."""
 
-    def on_step_end(self, run: Run, record: StepRecord) -> None:
-        self._window.add(record)
-        if record.step % self._logging_freq and record.step != run.max_steps:
-            return
-        self.keep(train_record(run, record, self._window))
-        self._window = Window()
+    def report(self, run: Run, record: StepRecord, window: Window) -> None:
+        self.keep(train_record(run, record, window))
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         self.keep(eval_record(record))
@@ -60,8 +47,6 @@ class Recorder(Callback):
 
 
 def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]:
-    """The record of a step, with the means of ``window``."""
-    utilization = device_utilization(run.cfg, run.ctx.device)
     return {
         "kind": "train",
         "step": record.step,
@@ -76,7 +61,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         "batch_cost": window.batch_cost,
         "ips_total": window.ips_total,
         "ips": window.ips,
-        **({} if utilization is None else utilization.rates(window.whole_batch_cost(run.cfg))),
+        **window.rates(run),
         **_scaling(record, run.state.skipped_steps),
         **_sources(record),
         **_metrics(record.own_metrics),
@@ -85,7 +70,6 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
 
 
 def eval_record(record: EvalRecord) -> dict[str, Any]:
-    """The record of an evaluation."""
     is_classifier = record.ppl is None
     return {
         "kind": "eval",
@@ -100,8 +84,8 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers of a record by name: ``train/loss``, ``train/source/wiki/loss``, ``eval/ppl``, and
-    for a named evaluation set ``eval/wiki/ppl``."""
+    """The finite numbers of a record by name: ``train/loss``, ``train/source/wiki/loss``, ``eval/ppl``,
+    and for a named evaluation set ``eval/wiki/ppl``."""
     where = "/".join(filter(None, (record["kind"], record.get("set"))))
     found: dict[str, Any] = {}
     for key, value in record.items():
@@ -116,7 +100,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> float | None:
-    """Return a number; None for infinity and NaN, which JSON does not have."""
+    """A number; None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -154,7 +138,6 @@ class MetricsFile(Recorder):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MetricsFile | None:
-        """Create the callback for training; the file lies beside the checkpoints."""
         if not setup.trains:
             return None
         return cls(setup.output_dir / METRICS_FILE, setup.cfg.Engine.logging_freq)
@@ -203,9 +186,8 @@ class MetricsFile(Recorder):
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
     """Drop records after ``step``, and a line that was cut off when the run was killed.
 
-    Args:
-        consumed: samples used up to that step. A spike in later samples that sent the run back to this step
-            is dropped as well: a run that resumes here will meet it again.
+    A spike in samples from ``consumed`` on that sent the run back to this step is dropped as well: a run that
+    resumes here will meet it again.
     """
     if not path.exists():
         return
@@ -217,9 +199,6 @@ def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
 
 
 def _has_happened(line: str, step: int, consumed: float) -> bool:
-    """Whether the line is a whole record of a step up to ``step``, and not a record of a spike in later
-    samples.
-    """
     try:
         record = json.loads(line)
         at_step = record["step"]
@@ -233,12 +212,8 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """Create the writers of ``Engine.loggers``, by name, except loggers that are callbacks. Nothing is opened
-    yet.
-
-    Raises:
-        ConfigError: a library is missing, or a writer does not take an option.
-    """
+    """Create the writers of ``Engine.loggers``, by name, except loggers that are callbacks. Nothing is
+    opened yet. Raises ConfigError."""
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
     for item in cfg.Engine.loggers:
@@ -257,12 +232,7 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Passes the numbers of each record to all writers.
-
-    Args:
-        writers: the writers, by name.
-        logging_freq: steps between records.
-    """
+    """Passes the numbers of each record to all writers, which have names."""
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -272,15 +242,13 @@ class LogWriters(Recorder):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> LogWriters | None:
-        """Create the callback for training with writers in ``Engine.loggers``."""
         writers = build_writers(setup.cfg, setup.output_dir) if setup.trains else {}
         return cls(writers, setup.cfg.Engine.logging_freq) if writers else None
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """Create a writer for VisualDL only, for training, if it is installed and ``Engine.loggers`` does not
-        name it.
-        """
+        """A writer for VisualDL only, for training, if it is installed and ``Engine.loggers`` does not
+        name it."""
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or not visual_dl_is_installed():
             return None
