@@ -313,7 +313,9 @@ _GPT_KIN: dict[str, Family] = {
         off={"alibi": (False,)},
     ),
 }
-_DENSE = _GPT_KIN | LLAMA_KIN
+# A network is written as the first family that can express it; these come before all others.
+_FIRST = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox")
+_DENSE = {name: (LLAMA_KIN | _GPT_KIN)[name] for name in (*_FIRST, *LLAMA_KIN, *_GPT_KIN)}
 FAMILIES = _DENSE | MIXTURES
 """All families by ``model_type``."""
 
