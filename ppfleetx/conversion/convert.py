@@ -223,7 +223,6 @@ def check_logits(
 
 
 def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None, python: str | None) -> float:
-    """The largest difference between our logits and the logits of a Hugging Face directory."""
     stored = read_hf(directory)
     rounded = stored if dtype is None else stored.cast(FLOAT_DTYPES[dtype])
     largest = difference(ours, probe.logits(rounded), f"of {directory} and of what was converted")

@@ -168,7 +168,6 @@ def _in_layer(index: int, part: str, kind: str) -> str | None:
 
 
 def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path) -> dict[str, LazyTensor]:
-    """Fuse separate q, k and v."""
     if model is None:
         raise CheckpointError(
             f"{path} has separate q, k and v (fuse_attn_qkv: False) and does not say the number of heads; "

@@ -300,7 +300,6 @@ def _config(
 def _add_rope(
     config: dict[str, Any], metadata: Metadata, row: Architecture, factors: np.ndarray | None
 ) -> None:
-    """The rotary settings of a file."""
     sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
     if None in sizes:
         return  # for GPT-2, or for keys that the family reports as missing
@@ -509,7 +508,6 @@ _FILE_TYPES = {
 
 
 def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[str, Any]) -> LazyTensor:
-    """Make one tensor of the file from one of our parameters."""
     shape = rule.shapes[index]
     return LazyTensor(
         tensor.dtype,
@@ -532,7 +530,6 @@ def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
 
 
 def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) -> dict[str, Any]:
-    """The metadata of a network."""
     found = {f"{row.name}.{theirs}": config.get(key) for key, theirs in row.keys.items()}
     made = {key: value for key, value in found.items() if value is not None}
     made |= {"general.architecture": row.name, f"{row.name}.vocab_size": model.vocab_size}

@@ -137,7 +137,6 @@ def _of_bytes(metadata: Mapping[str, Any], vocab: dict[str, int], place: str) ->
 def _of_characters(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> dict[str, Any]:
-    """The definition of a SentencePiece BPE."""
     scores = metadata.get(f"{_KEY}scores") or []
     if len(scores) != len(types):
         raise CheckpointError(f"{place}: {len(types)} tokens have {len(scores)} scores")

@@ -92,8 +92,6 @@ def local_directory(place: str | Path) -> Path:
 
 
 class _Download:
-    """The files of one model."""
-
     def __init__(self, name: HubName) -> None:
         self.name = name
         try:
@@ -152,7 +150,6 @@ class _Download:
             return None
 
     def _weights(self, files: Mapping[str, Any], commit: str) -> list[str]:
-        """The names of the files with weights, and of their index."""
         for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE)):
             if index in files:
                 return [index, *self._shards(files, index, commit)]
@@ -190,7 +187,6 @@ class _Download:
         return path
 
     def _cached(self) -> Path:
-        """The directory of an earlier download."""
         config = self._held(CONFIG, self.name.revision)
         if config is None:
             raise CheckpointError(
@@ -206,7 +202,6 @@ class _Download:
 
     @contextmanager
     def _errors_as_ours(self, file: str | None = None) -> Iterator[None]:
-        """Turn errors of the library into our own error classes."""
         errors, what = self._errors, str(self.name) if file is None else f"{self.name}: {file}"
         login = "log in with `hf auth login`, or set HF_TOKEN"
         page = f"{self.endpoint}/{self.name.repo}"

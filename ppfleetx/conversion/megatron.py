@@ -125,7 +125,6 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
 
 
 def _iteration(path: Path) -> Path:
-    """The directory that holds the rank directories."""
     tracker = path / TRACKER
     if tracker.exists():
         named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode("ascii", "replace").strip()

@@ -20,7 +20,6 @@ class Metric(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The value of the metric: sum over count."""
         return self.total / self.count
 
 
@@ -68,8 +67,6 @@ class Evaluator(Protocol):
 
 
 class TokenLoss:
-    """The mean loss and the mean of each metric."""
-
     def __init__(self) -> None:
         self._loss_sum = self._count = 0.0
         self._metrics: dict[str, Metric] = {}

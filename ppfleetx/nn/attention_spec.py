@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ppfleetx.nn.cost import Operation, Work, elementwise
 from ppfleetx.nn.init import Init
-from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, within
+from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, parameters_within
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.nn.tape import Step, Tape
 
@@ -75,7 +75,6 @@ class AttentionSpec:
 
     @property
     def q_width(self) -> int:
-        """Total width of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
@@ -90,7 +89,6 @@ class AttentionSpec:
 
     @property
     def queries_per_group(self) -> int:
-        """Query heads of each key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -102,25 +100,18 @@ class AttentionSpec:
 
     @property
     def out_proj(self) -> LinearSpec:
-        """The projection after attention."""
         return LinearSpec(self.q_width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     @property
     def norms(self) -> tuple[NormSpec, NormSpec] | tuple[None, None]:
-        """The norm of queries and the norm of keys."""
         if self.head_norm is None or not self.head_norm.over_heads:
             return self.head_norm, self.head_norm
         return replace(self.head_norm, size=self.q_width), replace(self.head_norm, size=self.kv_width)
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        layers = {"qkv": self.qkv, "out_proj": self.out_proj}
-        if self.head_norm is not None:
-            q_norm, k_norm = self.norms
-            layers = {"qkv": self.qkv, "q_norm": q_norm, "k_norm": k_norm} | layers
-        specs: Specs = {}
-        for name, layer in layers.items():
-            specs |= within(name, layer.parameters(sequence_parallel=sequence_parallel))
-        return specs
+        q_norm, k_norm = self.norms
+        layers = {"qkv": self.qkv, "q_norm": q_norm, "k_norm": k_norm, "out_proj": self.out_proj}
+        return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
         """Bytes a context-parallel rank exchanges before attention and after it."""
@@ -180,7 +171,6 @@ class AttentionSpec:
         return [*steps, Step("heads", kept, (steps[-1].writes,), scratch=whole - kept, back=turning)]
 
     def _turned(self, work: Work, source: str, turning: float) -> Step:
-        """The steps that apply rotary positions to queries and keys."""
         part = turning * self.rotary_size / self.head_dim
         wide = part * 4 / work.activation_bytes
         if work.on_cpu:  # x cos + partners sin, with tables as large as x; both products keep their factors
@@ -248,7 +238,6 @@ class CoreSizes:
         return steps
 
     def _steps(self, work: Work) -> list[Step]:
-        """The steps of scores, softmax, weights and context."""
         n, e = _pairs(work, self.num_heads), work.activation_bytes
         whole = self.query + self.key + self.value
         if work.flash:

@@ -131,7 +131,6 @@ class StepScope:
             _PLACE.set(None)  # of a layer whose forward pass has failed
 
     def attach(self, hidden: paddle.Tensor, aux: AuxLoss, micro_batch: int) -> paddle.Tensor:
-        """See :func:`with_aux_loss`."""
         value = aux.value.astype("float32")
         if aux.divisor != "step":
             value = value * self.weights_of(aux.divisor, micro_batch)
@@ -178,7 +177,6 @@ _COUNTED: tuple[Divisor, ...] = ("tokens", "sequences")
 
 
 def counts_of(micro_batches: Sequence[Arrays]) -> list[float]:
-    """Count the tokens and the sequences of these micro batches."""
     return [sum(float(_weights(batch, of).sum()) for batch in micro_batches) for of in _COUNTED]
 
 

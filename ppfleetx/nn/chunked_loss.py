@@ -103,7 +103,6 @@ class PieceHead(nn.Layer):
         return self._loss_follows and cache is None and target is None
 
     def capped(self, logits: paddle.Tensor) -> paddle.Tensor:
-        """The logits under the soft limit."""
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
@@ -115,7 +114,6 @@ class PieceHead(nn.Layer):
         raise NotImplementedError
 
     def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
-        """See :meth:`LogitsInPieces.logits`."""
         with paddle.no_grad():
             whole = self.entered(hidden)
             weight, bias, is_transposed = self.matrix()
@@ -232,7 +230,6 @@ def _gradients(
 
 
 def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
-    """Add a gradient to its float32 total."""
     if gradient is None:
         return total
     gradient = _in(gradient, paddle.float32)
@@ -240,7 +237,6 @@ def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddl
 
 
 def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
-    """Convert ``tensor`` to ``dtype`` without copying one that already has it."""
     return tensor if tensor.dtype == dtype else tensor.astype(dtype)
 
 
@@ -254,6 +250,5 @@ def _pieces(
 
 
 def _edges(length: int, num_pieces: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the end position of each piece."""
     count = min(num_pieces, length)
     return pairwise([length * index // count for index in range(count + 1)])

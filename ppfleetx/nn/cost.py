@@ -124,7 +124,6 @@ class Operation:
 
     @property
     def backward_flops(self) -> float:
-        """Floating-point operations of the backward pass."""
         return self.flops * (2.5 if self.kind == "flash" else 2.0)
 
     def is_repeated(self, recompute: Recompute) -> bool:

@@ -105,8 +105,6 @@ class ParallelExperts(ExpertExchange):
 
 
 class _Travel(Journey):
-    """A dispatch between ranks."""
-
     def __init__(self, rows: paddle.Tensor, route: Route) -> None:
         if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks take part in the backward pass
             rows = rows.detach()
@@ -169,7 +167,6 @@ class Route:
 
     @property
     def local_counts(self) -> np.ndarray:
-        """The number of rows of each expert on this rank."""
         return self.table.sum((0, 1))
 
     @property
@@ -222,7 +219,6 @@ class Route:
         return message.start(rows, self._received, self.sent, self.ep)
 
     def at_home(self, message: Message) -> paddle.Tensor:
-        """Wait for the rows of :meth:`send_back`."""
         rows = message.wait()
         if self.zeros_at is None:
             return rows
@@ -245,7 +241,6 @@ class Message:
         return out
 
     def wait(self) -> paddle.Tensor:
-        """Wait for the exchange and return the rows."""
         finish, self._finish = self._finish, None
         return finish()
 

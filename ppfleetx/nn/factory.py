@@ -100,6 +100,7 @@ class LocalFactory:
 
     def __init__(self) -> None:
         self.attention, self.matmul, self.experts = AttentionStrategy(), Matmul(), ExpertExchange()
+        self._loss, self._scores = token_loss, token_scores
 
     def local_count(self, count: int, what: str) -> int:
         return count
@@ -234,13 +235,13 @@ class LocalFactory:
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
-        return token_loss(logits, labels, loss_mask, true_vocab)
+        return self._loss(logits, labels, loss_mask, true_vocab)
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         labels, mask = self.local_positions(labels), self.local_positions(mask)
-        return token_scores(logits, labels, mask, true_vocab)
+        return self._scores(logits, labels, mask, true_vocab)
 
 
 class InferenceFactory(LocalFactory):
@@ -269,6 +270,8 @@ class TensorParallelFactory(LocalFactory):
     def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
+        self._loss = partial(parallel_token_loss, group=group)
+        self._scores = partial(parallel_token_scores, group=group)
         self.hidden_same_on = () if sequence_parallel else SAME_ON_MP
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
 
@@ -417,15 +420,3 @@ class TensorParallelFactory(LocalFactory):
         if self.exchange is None:
             return super().tied_logits(hidden, weight)
         return self.matmul.column(hidden, weight, None, self.exchange, is_transposed=True)
-
-    def token_loss(
-        self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
-    ) -> LossOutput:
-        labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
-        return parallel_token_loss(logits, labels, loss_mask, true_vocab, self.group)
-
-    def token_scores(
-        self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        labels, mask = self.local_positions(labels), self.local_positions(mask)
-        return parallel_token_scores(logits, labels, mask, true_vocab, self.group)

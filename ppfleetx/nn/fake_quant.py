@@ -35,7 +35,6 @@ Reduce = Callable[[paddle.Tensor], paddle.Tensor]
 
 
 def levels_of(bits: int) -> int:
-    """The largest integer of the grid of ``bits`` bits."""
     return 2 ** (bits - 1) - 1
 
 
@@ -302,7 +301,6 @@ def _frozen(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
 
 
 def _frozen_tie(stage: Stage) -> Stage:
-    """Freeze the tied embedding in the head too."""
     return stage if stage.tie is None else replace(stage, finish=partial(_freeze, finish=stage.finish))
 
 
@@ -313,5 +311,4 @@ def _freeze(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
 
 
 def quantizers_of(layer: nn.Layer) -> list[FakeQuantizer]:
-    """All quantisers of a layer or container, in model order."""
     return [one for one in layer.sublayers(include_self=True) if isinstance(one, FakeQuantizer)]

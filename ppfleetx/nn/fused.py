@@ -267,7 +267,6 @@ def _function(place: str) -> Callable[[str], Pairs]:
 
 
 def forget_trials() -> None:
-    """Clear the results of trials, so that they run again."""
     _results.clear()
     kernel_types.cache_clear()
 

@@ -127,7 +127,6 @@ def _no_dropout() -> nn.Layer:
 
 
 def _both(fused: Function, plain: Function, inputs: list[paddle.Tensor]) -> Pairs:
-    """Return the results and the gradients of all ``inputs``."""
     results = [_with_gradients(function, inputs) for function in (fused, plain)]
     yield from zip(*results, strict=True)
 

@@ -35,7 +35,6 @@ def product(
 
 
 def input_gradient(upstream: paddle.Tensor, weight: paddle.Tensor, counts: Counts) -> paddle.Tensor:
-    """The gradient of ``x``, given the gradient of the product."""
     result = paddle.empty([upstream.shape[0], weight.shape[1]], upstream.dtype)
     for group, begin, end in _spans(counts):
         matrix = _in(_of(weight, group), upstream.dtype)
@@ -44,7 +43,6 @@ def input_gradient(upstream: paddle.Tensor, weight: paddle.Tensor, counts: Count
 
 
 def weight_gradient(x: paddle.Tensor, upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
-    """The gradient of ``weight``."""
     result = paddle.empty([len(counts), x.shape[-1], upstream.shape[-1]], upstream.dtype)
     for group, begin, end in _spans(counts):
         rows = x._slice(begin, end), upstream._slice(begin, end)
@@ -54,7 +52,6 @@ def weight_gradient(x: paddle.Tensor, upstream: paddle.Tensor, counts: Counts) -
 
 
 def bias_gradient(upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
-    """The gradient of ``bias``."""
     result = paddle.empty([len(counts), upstream.shape[-1]], upstream.dtype)
     for group, begin, end in _spans(counts):
         paddle.assign(upstream._slice(begin, end).sum(0), _of(result, group))
@@ -63,7 +60,6 @@ def bias_gradient(upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
 
 
 def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transposes: bool) -> None:
-    """Write a product into ``out``."""
     if bfloat16.are_entered():
         paddle.assign(bfloat16.matmul(x, y, **transposes), out)
     else:

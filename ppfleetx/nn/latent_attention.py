@@ -73,7 +73,6 @@ class LatentAttention(HeadAttention):
         return query if self.spec.score_factor == 1.0 else query * self.spec.score_factor
 
     def _cut(self, heads: paddle.Tensor) -> list[paddle.Tensor]:
-        """Split each head into its plain features and its rotary features."""
         return heads.split([self.spec.nope_head_dim, self.spec.rope_head_dim], axis=-1)
 
     def _compressed(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ppfleetx.nn.attention_spec import CoreSizes, core_operations, parts_of
 from ppfleetx.nn.cost import Operation, Work, elementwise
 from ppfleetx.nn.init import Init
-from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, within
+from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, parameters_within
 from ppfleetx.nn.tape import Step
 
 
@@ -63,7 +63,6 @@ class LatentAttentionSpec:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's query and key."""
         return self.nope_head_dim + self.rope_head_dim
 
     @property
@@ -73,12 +72,10 @@ class LatentAttentionSpec:
 
     @property
     def q_down(self) -> LinearSpec | None:
-        """The projection of hidden states to compressed queries."""
         return None if self.q_rank is None else self._down(self.q_rank)
 
     @property
     def q_norm(self) -> NormSpec | None:
-        """The norm of compressed queries."""
         return None if self.q_rank is None else NormSpec(self.norm[0], self.q_rank, self.norm[1])
 
     @property
@@ -94,7 +91,6 @@ class LatentAttentionSpec:
 
     @property
     def kv_norm(self) -> NormSpec:
-        """The norm of compressed keys and values."""
         return NormSpec(self.norm[0], self.kv_rank, self.norm[1])
 
     @property
@@ -104,7 +100,6 @@ class LatentAttentionSpec:
 
     @property
     def out_proj(self) -> LinearSpec:
-        """The projection after attention."""
         width = self.num_heads * self.value_head_dim
         return LinearSpec(width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
@@ -114,19 +109,14 @@ class LatentAttentionSpec:
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
-        """A projection to heads with parts of these widths."""
         parts, period = parts_of(widths), sum(widths.values())
         width = self.num_heads * period
         return LinearSpec(width_in, width, "columns", bias=False, init=self.init, parts=parts)
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         names = ("q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up", "out_proj")
-        layers: dict[str, LayerSpec | None] = {name: getattr(self, name) for name in names}
-        specs: Specs = {}
-        for name, layer in layers.items():
-            if layer is not None:
-                specs |= within(name, layer.parameters(sequence_parallel=sequence_parallel))
-        return specs
+        layers = ((name, getattr(self, name)) for name in names)
+        return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
         """Bytes a context-parallel rank exchanges before attention and after it."""
@@ -163,7 +153,6 @@ class LatentAttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _up_steps(self, work: Work, reads: str) -> list[Step]:
-        """The steps from the hidden states to ``queries`` and ``keys and values``."""
         steps, source = [], reads
         if self.q_down is not None:
             steps += self.q_down.tape(work, "queries down", reads)
@@ -176,7 +165,6 @@ class LatentAttentionSpec:
         return [*steps, *self.kv_up.tape(work, "keys and values", "compressed normed")]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """The steps that make heads: copies of queries, keys and values, and their rotary positions."""
         q, v = self._bytes(work)
         turning = q * self.rope_head_dim / self.head_dim
         wide = turning * 4 / work.activation_bytes

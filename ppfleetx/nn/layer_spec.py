@@ -7,6 +7,7 @@ their declarations; the planner and ``--check`` use them to compute memory and t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -36,6 +37,17 @@ class LayerSpec(Protocol):
 def within(layer: str, specs: Specs) -> Specs:
     """Prefix the names of ``specs`` with the sub-layer ``layer``."""
     return {f"{layer}.{name}": spec for name, spec in specs.items()}
+
+
+def parameters_within(
+    layers: Iterable[tuple[str, LayerSpec | None]], *, sequence_parallel: bool = True
+) -> Specs:
+    """The parameters of the sub-layers of a layer, in their order. None stands for one that it lacks."""
+    specs: Specs = {}
+    for name, layer in layers:
+        if layer is not None:
+            specs |= within(name, layer.parameters(sequence_parallel=sequence_parallel))
+    return specs
 
 
 @dataclass(frozen=True)
@@ -85,11 +97,9 @@ class LinearSpec:
         return self.in_features / rows, self.out_features / columns
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
-        """The cost of the product."""
         return matmul(name, part, self._rows(work), *self._here(work))
 
     def _rows(self, work: Work) -> float:
-        """The number of positions on one rank."""
         return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
@@ -158,7 +168,6 @@ class NormSpec:
         }
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
-        """The cost of normalising the hidden states."""
         moved = work.part_of(self.size)
         return elementwise(name, part, 2 * moved, 4 * moved)
 

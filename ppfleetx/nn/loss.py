@@ -111,7 +111,6 @@ def _in_pieces(
     loss_mask: paddle.Tensor,
     of_piece: Callable[..., LossOutput],
 ) -> LossOutput:
-    """Compute the loss of all pieces, and of each row."""
     rows: list[Callable[[], Sum]] = []
 
     def loss_of_piece(*piece: paddle.Tensor) -> paddle.Tensor:
@@ -127,7 +126,6 @@ def _in_pieces(
 
 
 def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOutput:
-    """The loss and row losses of ``per_token [s, b]``, weighted with the mask."""
     weights = loss_mask.astype("float32").transpose([1, 0])
     weighted = per_token * weights.astype(per_token.dtype)
     kept = weighted.detach()

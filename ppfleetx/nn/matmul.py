@@ -314,7 +314,6 @@ class _Work:
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        """Return the input's gradient."""
         weight = _in(self.weight.detach(), upstream.dtype)
         return paddle.matmul(upstream, weight, transpose_y=not self.is_transposed)
 
@@ -328,7 +327,6 @@ class _Work:
         return paddle.matmul(left, right, transpose_x=True)
 
     def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        """Return the bias gradient."""
         return upstream.reshape([-1, upstream.shape[-1]]).sum(0)
 
 

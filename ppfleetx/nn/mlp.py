@@ -28,7 +28,6 @@ def quick_gelu(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def relu(x: paddle.Tensor) -> paddle.Tensor:
-    """ReLU, elementwise."""
     if lacks_kernel("relu", x):
         return F.relu(x.astype("float32")).astype(x.dtype)
     return F.relu(x)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.nn.cost import Operation, Work, elementwise
 from ppfleetx.nn.init import Init
-from ppfleetx.nn.layer_spec import LinearSpec, Specs, within
+from ppfleetx.nn.layer_spec import LinearSpec, Specs, parameters_within
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.nn.tape import Step
 
@@ -43,24 +43,21 @@ class MLPSpec:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the activation combines pairs of gate and up."""
         return ACTIVATIONS.traits(self.activation).gated
 
     @property
     def fc1(self) -> LinearSpec:
-        """The first linear, from the hidden states."""
         parts = GATE_AND_UP if self.is_gated else ()
         width = self.ffn_hidden_size * (len(parts) or 1)
         return LinearSpec(self.hidden_size, width, "columns", self.bias, self.init, parts=parts)
 
     @property
     def fc2(self) -> LinearSpec:
-        """The second linear, back to the hidden states."""
         return LinearSpec(self.ffn_hidden_size, self.hidden_size, "rows", self.bias, self.output_init)
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        fc1, fc2 = (spec.parameters(sequence_parallel=sequence_parallel) for spec in (self.fc1, self.fc2))
-        return within("fc1", fc1) | within("fc2", fc2)
+        layers = (("fc1", self.fc1), ("fc2", self.fc2))
+        return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def operations(self, work: Work) -> Iterator[Operation]:
         gates, moved = 1 + self.is_gated, work.bytes_of(self.ffn_hidden_size / work.mp)

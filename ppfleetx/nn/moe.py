@@ -146,8 +146,6 @@ class Router(nn.Layer):
 
 
 class Experts(nn.Layer):
-    """The feed-forward blocks of all experts of this rank."""
-
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
         super().__init__()
         self.exchange = factory.experts
@@ -196,7 +194,6 @@ class MoE(nn.Layer):
         return mixed if shared is None else mixed + shared
 
     def _shared(self, hidden: paddle.Tensor) -> paddle.Tensor | None:
-        """The output of the shared experts."""
         if self.shared is None:
             return None
         shared = self.shared(hidden)

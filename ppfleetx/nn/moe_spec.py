@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ppfleetx.config.sections.moe import BATCH_LOSSES, MoEConfig
 from ppfleetx.nn.cost import Operation, Work, elementwise, matmul
 from ppfleetx.nn.init import Constant, Init
-from ppfleetx.nn.layer_spec import LinearSpec, Specs, within
+from ppfleetx.nn.layer_spec import LinearSpec, Specs, parameters_within, within
 from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Placement, Shard, dense
 from ppfleetx.nn.tape import Step
@@ -61,17 +61,14 @@ class MoESpec:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states."""
         return self.expert.hidden_size
 
     @property
     def fc1(self) -> GroupedLinearSpec:
-        """The first linear of all experts."""
         return GroupedLinearSpec(self.cfg.num_experts, self.expert.fc1)
 
     @property
     def fc2(self) -> GroupedLinearSpec:
-        """The second linear of all experts."""
         return GroupedLinearSpec(self.cfg.num_experts, self.expert.fc2)
 
     @property
@@ -109,15 +106,14 @@ class MoESpec:
         return specs
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        split = {"sequence_parallel": sequence_parallel}
-        specs = within("router", self.router_parameters(**split))
-        specs |= within("experts.fc1", self.fc1.parameters(**split))
-        specs |= within("experts.fc2", self.fc2.parameters(**split))
-        if self.shared is not None:
-            specs |= within("shared", self.shared.parameters(**split))
-        if self.shared_gate is not None:
-            specs |= within("shared_gate", self.shared_gate.parameters(**split))
-        return specs
+        layers = {
+            "experts.fc1": self.fc1,
+            "experts.fc2": self.fc2,
+            "shared": self.shared,
+            "shared_gate": self.shared_gate,
+        }
+        router = within("router", self.router_parameters(sequence_parallel=sequence_parallel))
+        return router | parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     @property
     def idle_size(self) -> int:

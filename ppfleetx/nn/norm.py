@@ -37,8 +37,6 @@ class LayerNorm(nn.Layer):
 
 
 class LayerNormNoBias(LayerNorm):
-    """:class:`LayerNorm` without a bias."""
-
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__(size, epsilon)
         self.bias = None

@@ -39,5 +39,4 @@ class Positions:
 
     @property
     def reach_blocks(self) -> bool:
-        """Whether blocks read the positions."""
         return self.rotary is not None or self.biases

@@ -109,7 +109,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run trials as the child process."""
     trials, device, flags = json.loads(arguments[0])
     paddle.set_flags(flags)
     paddle.set_device(device)

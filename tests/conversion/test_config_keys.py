@@ -1,48 +1,24 @@
 """Against Hugging Face transformers, by goldens (recipe: tests/goldens/make_hf_goldens.py)."""
 
 import numpy as np
-import paddle
 import pytest
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
-from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.stage import canonical_parameters
-from tests.helpers.hf_weights import canonical_to_hf, hf_to_canonical
-from tests.models.gpt_builders import assign, build, load_golden
+from tests.conversion import hf_dirs
+from tests.models.gpt_builders import load_golden
 
 FAMILIES = ["hf_gpt2", "hf_llama"]
 
 
-def golden_model(name):
-    hf_config, arrays = load_golden(name)
-    weights = {key.removeprefix("weight/"): value for key, value in arrays.items() if "weight/" in key}
-    keys = model_keys(hf_config) | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = build(ModelConfig(**keys))
-    canonical = dict(hf_to_canonical(hf_config, weights.__getitem__))
-    assert canonical.keys() == canonical_parameters(model).keys()
-    for key, value in canonical.items():
-        assign(model, key, value)
-    return hf_config, arrays, weights, model
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_equal_hugging_face(name):
-    hf_config, arrays, _, model = golden_model(name)
-    tokens = paddle.to_tensor(arrays["tokens"])
-    mask = paddle.ones([3, 20])
-    mask[:, -1] = 0.0
-    labels = paddle.concat([tokens[:, 1:], tokens[:, :1]], axis=1)
-    loss = token_loss(model(tokens), labels, mask, 97).loss / mask.sum()
-    loss.backward()
-    assert loss.item() == pytest.approx(float(arrays["loss"]), rel=1e-6)
-    gradients = {key: p.grad.numpy() for key, p in canonical_parameters(model).items()}
-    ours = dict(canonical_to_hf(hf_config, gradients.__getitem__))
-    expected = {key.removeprefix("grad/"): value for key, value in arrays.items() if "grad/" in key}
-    assert len(expected) >= 3
-    for key, value in expected.items():
-        np.testing.assert_allclose(ours[key], value, rtol=1e-3, atol=1e-5, err_msg=key)
+    config, arrays = load_golden(name)
+    _, weights = hf_dirs.golden(name)
+    labels = np.concatenate([arrays["tokens"][:, 1:], np.full((3, 1), -100)], axis=1)
+    gradients = {key.removeprefix("grad/"): value for key, value in arrays.items() if "grad/" in key}
+    hf_dirs.assert_loss_and_gradients(config, weights, arrays["tokens"], labels, arrays["loss"], gradients)
 
 
 # config.json files as they are published, by the programs and releases that wrote them.

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
-from ppfleetx.conversion.huggingface.config_export import differences, hf_config
+from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
-from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
+from ppfleetx.conversion.huggingface.directory import read_hf
 from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.conversion.logits import our_logits
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
@@ -27,6 +25,7 @@ from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generation, Generator
+from tests.conversion import hf_dirs
 from tests.generation.hf_weights import PROMPTS, random_weight
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -70,33 +69,8 @@ def directory_of(root: Path, name: str, **changes: object) -> Path:
 def test_there_and_back(tmp_path, name):
     source = directory_of(tmp_path, name)
     tokens, expected = logits_of(name)
-    close = CLOSER.get(name, CLOSE)
-    config = TOLD[name]["config"]
-    there = Conversion("hf", "ppfleetx", source, tmp_path / "ours")
-    assert check_logits(there, convert(there)) < close
-    weights = read_ppfleetx(tmp_path / "ours")
-    model = ModelConfig(**weights.model)
-    np.testing.assert_allclose(our_logits(weights, model, tokens), expected, rtol=0, atol=close)
-
-    back = Conversion("ppfleetx", "hf", tmp_path / "ours", tmp_path / "back")
-    convert(back)
-    assert check_logits(back, tmp_path / "back") < close
-    found, tensors = (load_file(place / "model.safetensors") for place in (tmp_path / "back", source))
-    assert found.keys() == tensors.keys()
-    for key, value in found.items():
-        np.testing.assert_array_equal(value, tensors[key], err_msg=key)
-    after = json.loads((tmp_path / "back" / "config.json").read_text())
-    for key in config.keys() - {"dtype", "torch_dtype"}:
-        assert after[key] == config[key], key
-
-    # What is trained here has no config.json: one is made.
-    write_hf(fitted(weights, model), model, tmp_path / "made")
-    made = json.loads((tmp_path / "made" / "config.json").read_text())
-    assert not differences(made, model)
-    assert made["model_type"] == WRITTEN_AS.get(name, config["model_type"])
-    again = read_hf(tmp_path / "made")
-    found = our_logits(again, ModelConfig(**again.model), tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=close)
+    made = hf_dirs.there_and_back(source, tmp_path, tokens, expected, close=CLOSER.get(name, CLOSE))
+    assert made["model_type"] == WRITTEN_AS.get(name, TOLD[name]["config"]["model_type"])
 
 
 def generator_of(root: Path, name: str) -> tuple[RunConfig, Generator]:

@@ -4,26 +4,18 @@ import json
 from pathlib import Path
 
 import numpy as np
-import paddle
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.convert import Conversion, check_logits, convert
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
-from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
-from ppfleetx.conversion.huggingface.tensors import rules
-from ppfleetx.conversion.logits import our_logits
+from ppfleetx.conversion.huggingface.directory import read_hf
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.stage import canonical_parameters
-from tests.helpers.hf_weights import hf_to_canonical
-from tests.models.gpt_builders import assign, build
+from tests.conversion import hf_dirs
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3")
@@ -56,29 +48,10 @@ def write(directory, name, change=None, **keys):
 
 @ALL
 def test_there_and_back(tmp_path, name):
-    config, weights, mine = golden(name)
-    source = write(tmp_path / "hf", name)
-    there = Conversion("hf", "ppfleetx", source, tmp_path / "ours")
-    assert check_logits(there, convert(there)) < CLOSE
-    ours = read_ppfleetx(tmp_path / "ours")
-    model = ModelConfig(**ours.model)
-    logits, seen = our_logits(ours, model, mine["input_ids"]), mine["attention_mask"] == 1
-    np.testing.assert_allclose(logits[seen], mine["logits"][seen], rtol=0, atol=CLOSE)
-
-    convert(Conversion("ppfleetx", "hf", tmp_path / "ours", tmp_path / "back"))
-    found = load_file(tmp_path / "back" / "model.safetensors")
-    assert found.keys() == weights.keys()
-    for key, value in found.items():
-        np.testing.assert_array_equal(value, weights[key], err_msg=key)
-    after = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert {key: after[key] for key in config.keys() - {"dtype"}}.items() <= config.items()
-
-    # What is trained here has no config.json: one is made.
-    write_hf(fitted(ours, model), model, tmp_path / "made")
-    made = json.loads((tmp_path / "made" / "config.json").read_text())
+    _, _, mine = golden(name)
+    source, seen = write(tmp_path / "hf", name), mine["attention_mask"] == 1
+    made = hf_dirs.there_and_back(source, tmp_path, mine["input_ids"], mine["logits"], close=CLOSE, seen=seen)
     assert made["model_type"] == name
-    again = read_hf(tmp_path / "made")
-    np.testing.assert_array_equal(our_logits(again, ModelConfig(**again.model), mine["input_ids"]), logits)
 
 
 def drop(name):
@@ -295,25 +268,9 @@ def test_values_have_the_types_of_ours(key, value):
 def test_loss_and_gradients_equal_transformers(name):
     """Of routers and an expert, in the models without a balancing loss in transformers."""
     config, weights, mine = golden(name)
-    model = build(ModelConfig(**model_keys(config)))
-    for key, value in hf_to_canonical(config, weights.__getitem__):
-        assign(model, key, value)
     labels = np.concatenate([mine["labels"][:, 1:], np.full((2, 1), -100)], axis=1)
-    mask = paddle.to_tensor((labels != -100).astype(np.float32))
-    logits = model(paddle.to_tensor(mine["input_ids"]))
-    loss = token_loss(logits, paddle.to_tensor(np.maximum(labels, 0)), mask, 61).loss / mask.sum()
-    loss.backward()
-    assert loss.item() == pytest.approx(float(mine["ce"]), rel=1e-6)
-    gradients = {key: p.grad for key, p in canonical_parameters(model).items()}
-    expected = {key.removeprefix("g/"): value for key, value in mine.items() if key.startswith("g/")}
-    compared = 0
-    for rule in rules(config):
-        for index, theirs in enumerate(rule.theirs):
-            if theirs in expected:
-                found = rule.split(gradients[rule.ours].numpy(), index)
-                np.testing.assert_allclose(found, expected[theirs], rtol=1e-3, atol=1e-6, err_msg=theirs)
-                compared += 1
-    assert compared == len(expected) > 3
+    gradients = {key.removeprefix("g/"): value for key, value in mine.items() if key.startswith("g/")}
+    hf_dirs.assert_loss_and_gradients(config, weights, mine["input_ids"], labels, mine["ce"], gradients)
 
 
 def test_a_mixture_in_all_layers_needs_no_dense_width(tmp_path):

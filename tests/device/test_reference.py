@@ -60,10 +60,6 @@ def broken():
     pools.close()
 
 
-def test_numbers_are_those_of_the_cpu(ranks):
-    assert max(ranks(1, "numbers")[0]) < 1e-5
-
-
 def test_all_that_plans_use_has_a_kernel_or_is_named(ranks):
     assert set(ranks(1, "not_registered")[0]) == WITHOUT_KERNEL
 

@@ -1,6 +1,6 @@
 """Tiny checkpoints with mixtures of experts, computed by transformers in float64.
 
-usage: python make_hf_moe.py [--spec spec.json] [--out hf_moe.npz]
+usage: python make_hf_moe.py
 
 Keys in the file, for each model NAME:
   NAME/config              config.json as a JSON string (as save_pretrained writes it)
@@ -8,16 +8,10 @@ Keys in the file, for each model NAME:
   NAME/input_ids, labels, attention_mask   labels are -100 where not counted; the shift is the model's own
   NAME/logits              float64, with the attention mask
   NAME/ce                  mean cross entropy over counted labels
-  NAME/aux                 load balancing loss before its coefficient (NaN where the model has none)
-  NAME/aux_nomask          the same where no attention_mask is given (other inputs equal)
-  NAME/loss                ce + router_aux_loss_coef * aux: what is differentiated
-  NAME/router_logits/<i>   of the i-th mixture layer, [tokens, experts]
-  NAME/g/<tensor>          gradients of routers, one expert, the shared expert's gate (names on disk)
-  NAME/gnorm               JSON: L2 norm of every gradient (names in memory)
-  NAME/difference_f32      largest change of a logit when transformers itself runs in float32
+  NAME/g/<tensor>          gradients of routers, one expert, the shared expert's gate (names on disk), of
+                           ce + router_aux_loss_coef * the balancing loss where the model has one
 """
 
-import argparse
 import importlib
 import json
 import tempfile
@@ -170,7 +164,7 @@ def build(spec):
     return model, config, ids, labels, mask
 
 
-def run(name, spec):
+def run(spec):
     model, config, ids, labels, mask = build(spec)
     module = importlib.import_module(type(model).__module__)
     rope = importlib.import_module("transformers.modeling_rope_utils")
@@ -191,45 +185,25 @@ def run(name, spec):
     # rotary tables of float64
     with double([module, rope, loss_utils]):
         for m in model.modules():
-            if hasattr(m, "inv_freq") and hasattr(
-                m, "rope_init_fn" if hasattr(m, "rope_init_fn") else "inv_freq"
-            ):
+            if hasattr(m, "inv_freq"):
                 fresh = type(m)(config)
                 m.inv_freq = fresh.inv_freq.double()
                 if hasattr(m, "original_inv_freq"):
                     m.original_inv_freq = m.inv_freq
-        seen = []
-        hooks = [
-            m.register_forward_hook(
-                lambda _m, _i, o: seen.append(o[0].detach()) if isinstance(o, tuple) else None
-            )
-            for n, m in model.named_modules()
-            if n.endswith(("mlp.gate", "moe.gate"))
-        ]
         result = model(input_ids=ids, attention_mask=mask, labels=labels)
-        for h in hooks:
-            h.remove()
         aux = getattr(result, "aux_loss", None)
         loss = result.loss
         ce = loss - (config.router_aux_loss_coef * aux if aux is not None else 0.0)
         loss.backward()
-        with torch.no_grad():
-            other = model(input_ids=ids, labels=labels)
         assert loss.dtype == torch.float64 and result.logits.dtype == torch.float64
     out["input_ids"], out["labels"], out["attention_mask"] = (
         t.numpy().astype(np.int32) for t in (ids, labels, mask)
     )
     out["logits"] = result.logits.detach().numpy()
-    out["loss"], out["ce"] = np.float64(loss.item()), np.float64(ce.item())
-    out["aux"] = np.float64(aux.item() if aux is not None else np.nan)
-    out["aux_nomask"] = np.float64(getattr(other, "aux_loss", None).item() if aux is not None else np.nan)
-    for i, r in enumerate(seen):
-        out[f"router_logits/{i}"] = r.reshape(-1, r.shape[-1]).double().numpy()
+    out["ce"] = np.float64(ce.item())
     # gradients under the names on disk: save a copy of the model whose weights are the gradients
-    norms = {}
     with torch.no_grad():
-        for n, p in model.named_parameters():
-            norms[n] = float(p.grad.norm()) if p.grad is not None else 0.0
+        for p in model.parameters():
             p.copy_(p.grad if p.grad is not None else torch.zeros_like(p))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -240,42 +214,13 @@ def run(name, spec):
     for key, value in grads.items():
         if key.endswith(ROUTERS) or (f"layers.{last}." in key and ".experts.1." in key):
             out["g/" + key] = value
-    out["gnorm"] = np.array(json.dumps(norms, sort_keys=True))
-    # transformers as it is, in float32
-    model32, _, _, _, _ = build(spec)
-    with torch.no_grad():
-        plain = model32.float()(input_ids=ids, attention_mask=mask).logits
-    out["difference_f32"] = np.float64(
-        (plain.double().numpy() - out["logits"])[mask.numpy() == 1].__abs__().max()
-    )
-    print(
-        name,
-        "loss",
-        out["loss"],
-        "aux",
-        out["aux"],
-        out["aux_nomask"],
-        "routers",
-        len(seen),
-        "f32",
-        out["difference_f32"],
-        "grads",
-        [k for k in out if k.startswith("g/")][:2],
-        len(disk),
-    )
     return out
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec")
-    parser.add_argument("--out", default=str(HERE / "hf_moe.npz"))
-    args = parser.parse_args()
-    spec = json.loads(Path(args.spec).read_text()) if args.spec else SPEC
     torch.set_num_threads(1)
-    everything = {f"{name}/{k}": v for name, s in spec.items() for k, v in run(name, s).items()}
-    np.savez_compressed(args.out, **everything)
-    print(args.out, Path(args.out).stat().st_size)
+    everything = {f"{name}/{k}": v for name, spec in SPEC.items() for k, v in run(spec).items()}
+    np.savez_compressed(HERE / "hf_moe.npz", **everything)
 
 
 if __name__ == "__main__":

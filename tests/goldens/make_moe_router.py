@@ -1,20 +1,19 @@
 """Routers of mixtures of experts alone, in float64: choices, weights, losses, gradients.
 
-usage: python make_moe_router.py [--spec spec.json] [--out moe_router.npz]
+usage: python make_moe_router.py
 
 Shared by all cases (tokens are in the order [sequence position][sample], t = s * B + b):
   x [T, H], w [E, H], bias [E] (for choosing only), r [T, E] random cotangent, pad [T] True where padding
 Case NAME:
   NAME/options   JSON
-  NAME/logits [T, E];  NAME/choice [T, k] descending by the score that chose
-  NAME/weights [T, E], 0 where not chosen or dropped;  NAME/kept [T, E] after capacity (none: the chosen)
+  NAME/choice [T, k] descending by the score that chose
+  NAME/weights [T, E], 0 where not chosen or dropped
   NAME/gx, gw    gradients of sum(weights * r) to x and w
 Losses, each with gradients ``.../gx`` and ``.../gw`` of the loss alone (coefficient 1):
   loss/NAME      see the table in ``losses``
-Bias updates: bias/counts, bias/sign (rate), bias/sign_centred.
+Bias updates: bias/counts, bias/sign (rate).
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -54,16 +53,6 @@ SPEC = {
             "group_topk": 2,
             "best": 2,
         },
-        "deepseek_v3_megatron": {
-            "score": "sigmoid",
-            "norm": True,
-            "k": 4,
-            "scale": 2.5,
-            "bias": True,
-            "groups": 2,
-            "group_topk": 1,
-            "best": 4,
-        },
         "deepseek_v2": {
             "score": "softmax",
             "norm": False,
@@ -73,16 +62,12 @@ SPEC = {
             "group_topk": 2,
             "best": 1,
         },
-        "sqrtsoftplus": {"score": "sqrtsoftplus", "norm": True, "k": 3},
-        "sinkhorn_top1": {"score": "sinkhorn", "k": 1},
-        "sinkhorn_top2": {"score": "sinkhorn", "k": 2},
         "switch_paddle": {
             "score": "softmax",
             "norm": False,
             "k": 1,
             "linear_bias": True,
         },  # SwitchGate without noise
-        "gshard_paddle": {"score": "logits", "k": 2, "linear_bias": True},  # raw logits are the weights
         "capacity_probs": {"score": "softmax", "norm": True, "k": 2, "capacity": 1.0, "policy": "probs"},
         "capacity_position": {
             "score": "softmax",
@@ -107,36 +92,15 @@ def chosen(values, k):
     return torch.topk(values, k, dim=-1).indices
 
 
-def sinkhorn(logits, tol=1e-4):
-    cost = torch.exp(logits)
-    rows, columns = cost.shape
-    d1, old, error = torch.ones(columns), torch.ones(columns), 1e9
-    while error > tol:
-        d0 = 1 / rows / ((d1 * cost).sum(1) + 1e-8)
-        d1 = 1 / columns / ((d0[:, None] * cost).sum(0) + 1e-8)
-        error, old = float((old - d1).abs().mean()), d1
-    return d1 * cost * d0[:, None]
-
-
 def route(logits, bias, o):
-    """Weights [T, E], choice [T, k], kept [T, E]."""
+    """Weights [T, E], choice [T, k]."""
     tokens, experts = logits.shape
     k, kind = o["k"], o["score"]
     if kind == "topk_softmax":
         index = chosen(logits, k)
         weights = torch.softmax(logits.gather(1, index), -1)
-    elif kind == "sinkhorn":
-        with torch.no_grad():
-            index = chosen(sinkhorn(logits), k)
-        scores = torch.sigmoid(logits) if k == 1 else torch.softmax(logits, -1)
-        weights = scores.gather(1, index)
     else:
-        scores = {
-            "softmax": lambda: torch.softmax(logits, -1),
-            "sigmoid": lambda: torch.sigmoid(logits),
-            "sqrtsoftplus": lambda: torch.nn.functional.softplus(logits).sqrt(),
-            "logits": lambda: logits,
-        }[kind]()
+        scores = torch.softmax(logits, -1) if kind == "softmax" else torch.sigmoid(logits)
         choose = scores.detach() + (bias if o.get("bias") else 0.0)
         if o.get("groups"):
             per = choose.view(tokens, o["groups"], -1)
@@ -160,7 +124,7 @@ def route(logits, bias, o):
                 within = kept & (kept.long().cumsum(0) <= limit)
             kept = within if o.get("pad") and o["policy"] == "probs" else kept & within
         dense = dense * kept
-    return dense, index, kept
+    return dense, index
 
 
 def switch(probs, counts, total, k):
@@ -182,20 +146,8 @@ def losses(logits, k, s, b, pad):
     out["megatron_masked"] = switch(probs * valid, (hit * valid).sum(0), good, k)
     per = [switch(probs.view(s, b, -1)[:, j], hit.view(s, b, -1)[:, j].sum(0), s, k) for j in range(b)]
     out["megatron_sequence"] = torch.stack(per).mean()
-    halves = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
-    micro = [switch(probs[part], hit[part].sum(0), tokens // 2, k) for part in halves]
-    out["two_micro_batches_own_counts"] = torch.stack(micro).mean()
-    whole = [switch(probs[part], hit.sum(0) / 2, tokens // 2, k) for part in halves]
-    out["two_micro_batches_global_counts"] = torch.stack(whole).mean()  # equals megatron
-    first = [switch(probs[halves[0]], hit[halves[0]].sum(0), tokens // 2, k), whole[1]]
-    out["megatron_global_running"] = torch.stack(
-        first
-    ).mean()  # counts averaged over the micro batches so far
     hit1 = torch.zeros_like(probs).scatter(1, chosen(probs.detach(), 1), 1.0)
     out["gshard_top1_counts"] = experts * (hit1.mean(0) * probs.mean(0)).sum()
-    hit2 = torch.zeros_like(probs).scatter(1, chosen(probs.detach(), 2), 1.0)
-    out["gshard_paddle_one_rank"] = (hit2.sum(0) / tokens * probs.mean(0)).mean() * experts**2
-    out["switch_paddle_no_drop"] = (hit1.sum(0) / tokens * probs.sum(0) / tokens).sum() * experts
     sig = torch.sigmoid(logits)
     share = sig / (sig.sum(-1, keepdim=True) + 1e-20)
     hit_s = torch.zeros_like(probs).scatter(1, chosen(sig.detach(), k), 1.0)
@@ -209,15 +161,10 @@ def losses(logits, k, s, b, pad):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec")
-    parser.add_argument("--out", default=str(HERE / "moe_router.npz"))
-    args = parser.parse_args()
-    spec = json.loads(Path(args.spec).read_text()) if args.spec else SPEC
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    g = torch.Generator().manual_seed(spec["seed"])
-    s, b, h, e, k = (spec[n] for n in "sbhek")
+    g = torch.Generator().manual_seed(SPEC["seed"])
+    s, b, h, e, k = (SPEC[n] for n in "sbhek")
     tokens = s * b
 
     def random(*shape, size=1.0):
@@ -239,16 +186,14 @@ def main():
         "pad": pad,
         "shape": torch.tensor([s, b, h, e, k]),
     }
-    for name, o in spec["cases"].items():
+    for name, o in SPEC["cases"].items():
         xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
         logits = xs @ ws.T + (lin if o.get("linear_bias") else 0.0)
-        weights, index, kept = route(logits, bias, o)
+        weights, index = route(logits, bias, o)
         (weights * r).sum().backward()
         out |= {
-            f"{name}/logits": logits,
             f"{name}/choice": index.int(),
             f"{name}/weights": weights,
-            f"{name}/kept": kept,
             f"{name}/gx": xs.grad,
             f"{name}/gw": ws.grad,
             f"{name}/options": np.array(json.dumps(o)),
@@ -258,22 +203,19 @@ def main():
         loss = losses(xs @ ws.T, k, s, b, pad)[name]
         loss.backward()
         out |= {f"loss/{name}": loss, f"loss/{name}/gx": xs.grad, f"loss/{name}/gw": ws.grad}
-        print(f"{name:34s} {loss.item():.12f}")
     counts = torch.zeros(e).index_add(
         0, chosen(torch.sigmoid(x @ w.T) + bias, k).reshape(-1), torch.ones(tokens * k)
     )
-    step = torch.sign(counts.mean() - counts) * spec["rate"]
+    step = torch.sign(counts.mean() - counts) * SPEC["rate"]
     out |= {
         "bias/counts": counts,
-        "bias/rate": torch.tensor(spec["rate"]),
+        "bias/rate": torch.tensor(SPEC["rate"]),
         "bias/sign": bias + step,
-        "bias/sign_centred": bias + step - step.mean(),
     }
     arrays = {n: v.detach().numpy() if isinstance(v, torch.Tensor) else v for n, v in out.items()}
     for n in ("x", "w", "bias", "linear_bias", "r"):
         arrays[n] = arrays[n].astype(np.float16)
-    np.savez_compressed(args.out, **arrays)
-    print(args.out, Path(args.out).stat().st_size)
+    np.savez_compressed(HERE / "moe_router.npz", **arrays)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan
 from tests.helpers.low_precision import emulated
-from tests.helpers.ranks import fields_of
 from tests.operators import table
-from tests.operators.options import OPTIONS
-from tests.operators.scenarios import CASES, PRECISIONS, everything, few, plans
+from tests.operators.scenarios import CASES, few
 from tests.operators.table import arguments_of, unknown, write_runs
 
 CURE = "python -m tests.operators table, and docs/gpu.md"
@@ -35,30 +32,6 @@ def test_a_kernel_that_is_not_in_the_table_is_named():
         "eigvalsh float32 is not in the table",
         "gelu int64 is not in the table",
     ]
-
-
-def test_all_pairs_are_recorded():
-    """The rule of tests/operators/scenarios.py."""
-    scenarios = list(everything((1, 2, 4)))
-    assert len(scenarios) == len({scenario.name for scenario in scenarios})
-
-    def under(plan):
-        chosen = [one for one in scenarios if one.arguments.get("plan") == fields_of(plan)]
-        return [one.name for one in chosen if one.case == "kernels_of_training"]
-
-    for plan in (*plans(1), *plans(2)):
-        for precision in PRECISIONS:
-            assert any(name.endswith(f", {precision}") for name in under(plan)), (plan, precision)
-        for name, option in OPTIONS.items():
-            wanted = option.fits(plan) and (plan == ParallelPlan() or option.meets_plans)
-            endings = tuple(f", {precision}, {name}" for precision in PRECISIONS)
-            assert any(run.endswith(endings) for run in under(plan)) == wanted, (plan, name)
-    assert all(under(plan) for plan in plans(4))
-    alone = under(ParallelPlan())
-    for name, option in OPTIONS.items():
-        for precision in PRECISIONS:
-            wanted = option.fits(ParallelPlan()) and precision.endswith(option.level)
-            assert any(run.endswith(f", {precision}, {name}") for run in alone) == wanted, (precision, name)
 
 
 def test_what_no_gpu_is_known_to_have_is_not_written(tmp_path, monkeypatch):

@@ -15,7 +15,9 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,60 +83,62 @@ def main() -> int:
     more = {"extra": IN_BFLOAT16, "tolerance": BFLOAT16_TOLERANCE} if low else {}
     if low:  # the rows of quantisation, pruning and resumption are in float32
         arguments.models = [model for model in arguments.models if model in MODELS]
-    failures = total = 0
+    passed: list[bool] = []
     pools = Pools()
+
+    def is_chosen(what: object, *plans: ParallelPlan) -> bool:
+        size = max(plan.world_size for plan in plans)
+        return size in arguments.sizes and arguments.keyword in str(what)
+
     with tempfile.TemporaryDirectory() as directory:
         comparison = Comparison(pools, Path(directory))
         for size in arguments.sizes:
             for model in (model for model in arguments.models if model in MODELS):
-                if size > _MOST_OF.get(model, size):
-                    continue
-                for plan in plans_of(model, size):
-                    if arguments.keyword in str(plan):
-                        total += 1
-                        failures += not report(comparison, plan, model, **more)
+                for plan in plans_of(model, size) if size <= _MOST_OF.get(model, size) else ():
+                    if is_chosen(plan, plan):
+                        run = partial(with_both, comparison, plan, model, **more)
+                        passed.append(report(f"{model:5} {plan}", run))
         for plan, form, model in qat.rows() if "qat" in arguments.models else ():
-            if plan.world_size in arguments.sizes and arguments.keyword in f"{plan}, {form}":
-                total += 1
-                failures += not report_qat(comparison, plan, form, model)
+            if is_chosen(f"{plan}, {form}", plan):
+                run = partial(with_qat, comparison, plan, form, model)
+                passed.append(report(f"{model:5} {plan}, QAT ({form})", run))
         pruning = Comparison(pools, Path(directory), train=pruned.TRAIN)
         for plan, form, model in pruned.rows() if "pruned" in arguments.models else ():
-            if plan.world_size in arguments.sizes and arguments.keyword in f"{plan}, {form}":
-                total += 1
-                failures += not report(pruning, plan, model, f"pruned {form}", extra=pruned.FORMS[form])
+            if is_chosen(f"{plan}, {form}", plan):
+                run = partial(with_both, pruning, plan, model, extra=pruned.FORMS[form])
+                passed.append(report(f"{model:5} {plan}, pruned {form}", run))
         for pair in experts.RESUMED if "resume" in arguments.models else ():
             text = " -> ".join(map(str, pair))
-            if max(plan.world_size for plan in pair) in arguments.sizes and arguments.keyword in text:
-                total += 1
-                failures += not report_resumed(comparison, pair, Path(directory) / f"resumed_{total}")
+            if is_chosen(text, *pair):
+                run = partial(resumed, comparison, pair, Path(directory) / f"resumed_{len(passed)}")
+                passed.append(report(f"resume {text}", run))
         pools.close()
     tolerance = BFLOAT16_TOLERANCE if low else TOLERANCE
-    print(f"{total - failures} of {total} plans equal one card within {tolerance:g}")
-    return 1 if failures else 0
+    print(f"{sum(passed)} of {len(passed)} plans equal one card within {tolerance:g}")
+    return 0 if all(passed) else 1
 
 
-def report(
-    comparison: Comparison,
-    plan: ParallelPlan,
-    model: str,
-    form: str = "",
-    *,
-    tolerance: float = TOLERANCE,
-    **more: Any,
-) -> bool:
-    """Run one plan with both optimizers, print its line, say whether it passed."""
-    started, what = time.monotonic(), f"{plan}, {form}" if form else str(plan)
+def report(what: str, run: Callable[[], tuple[str, bool]]) -> bool:
+    """Print the line of what ``run`` compares, say whether it passed."""
+    started = time.monotonic()
     try:
-        adamw, sgd = (comparison.run(plan, model, optimizer, **more) for optimizer in ("adamw", "sgd"))
+        said, passed = run()
     except (RanksFailedError, AssertionError) as error:
-        print(f"FAILED  {model:5} {what}\n{error}", flush=True)
+        print(f"FAILED  {what}\n{error}", flush=True)
         return False
+    took = time.monotonic() - started
+    print(f"{'passed' if passed else 'FAILED'}  {what}: {said} ({took:.1f} s)", flush=True)
+    return passed
+
+
+def with_both(
+    comparison: Comparison, plan: ParallelPlan, model: str, *, tolerance: float = TOLERANCE, **more: Any
+) -> tuple[str, bool]:
+    """One plan with both optimizers."""
+    adamw, sgd = (comparison.run(plan, model, optimizer, **more) for optimizer in ("adamw", "sgd"))
     worst = max(_worst(found, model, tolerance) for found in (adamw, sgd))
     passed = max(adamw.first, sgd.first) == 0 and worst <= tolerance
-    said = f"{worst:.1e}" if passed else f"adamw: {adamw}; sgd: {sgd}"
-    took = time.monotonic() - started
-    print(f"{'passed' if passed else 'FAILED':7} {model:5} {what}: {said} ({took:.1f} s)", flush=True)
-    return passed
+    return f"{worst:.1e}" if passed else f"adamw: {adamw}; sgd: {sgd}", passed
 
 
 def _worst(found: Difference, model: str, tolerance: float) -> float:
@@ -145,33 +149,17 @@ def _worst(found: Difference, model: str, tolerance: float) -> float:
     return found.worst
 
 
-def report_qat(comparison: Comparison, plan: ParallelPlan, form: str, model: str) -> bool:
-    """Run one plan with quantisation-aware training, print its line, say whether it passed."""
-    started = time.monotonic()
-    try:
-        found = comparison.run(plan, model, "sgd", **qat.options(form))
-    except (RanksFailedError, AssertionError) as error:
-        print(f"FAILED  {model:5} {plan}, QAT ({form})\n{error}", flush=True)
-        return False
-    passed = found.first == 0 and found.worst <= TOLERANCE
-    took = time.monotonic() - started
-    word = "passed" if passed else "FAILED"
-    print(f"{word:7} {model:5} {plan}, QAT ({form}): {found} ({took:.1f} s)", flush=True)
-    return passed
+def with_qat(comparison: Comparison, plan: ParallelPlan, form: str, model: str) -> tuple[str, bool]:
+    found = comparison.run(plan, model, "sgd", **qat.options(form))
+    return str(found), found.first == 0 and found.worst <= TOLERANCE
 
 
-def report_resumed(comparison: Comparison, pair: tuple[ParallelPlan, ParallelPlan], directory: Path) -> bool:
-    """Two steps under each plan, the second from the first's checkpoint; print the line, say whether it
-    passed."""
-    try:
-        worst = experts.resumed(comparison, pair, directory)
-    except (RanksFailedError, AssertionError) as error:
-        print(f"FAILED  resume {' -> '.join(map(str, pair))}\n{error}", flush=True)
-        return False
-    passed = worst <= TOLERANCE
-    word = "passed" if passed else "FAILED"
-    print(f"{word:7} resume {' -> '.join(map(str, pair))}: {worst:.1e}", flush=True)
-    return passed
+def resumed(
+    comparison: Comparison, pair: tuple[ParallelPlan, ParallelPlan], directory: Path
+) -> tuple[str, bool]:
+    """Two steps under each plan, the second from the first's checkpoint."""
+    worst = experts.resumed(comparison, pair, directory)
+    return f"{worst:.1e}", worst <= TOLERANCE
 
 
 if __name__ == "__main__":

@@ -84,7 +84,6 @@ def read_hf(directory: str | Path) -> Weights:
 
 
 def _notes(config: Mapping[str, Any]) -> list[str]:
-    """Warnings about a ``config.json``."""
     notes = rope_notes(config) if config["model_type"] != "gpt2" else []
     if unknown := unknown_keys(config):
         notes.append(

@@ -1,199 +1,321 @@
 """The supported networks of Hugging Face. Each row maps keys of ``config.json`` and names of tensors to ours.
 
-To add a network, add a :class:`Family` to :data:`FAMILIES`.
+Here are GPT and its relatives: LayerNorm, MLPs without a gate and, in most of them, biases. To add a network,
+add a :class:`Family` here, to ``llama_kin.py`` or to ``mixtures.py``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.family import (
-    ATTENTION_BIAS,
-    GPT2_ALIASES,
-    GPT2_FIXED,
-    GPT2_NAMES,
-    GPT2_SIZES,
-    LLAMA_FIXED,
-    LLAMA_KEYS,
+    EMBEDDING_DROPOUT,
+    GPT,
+    KV_HEADS,
     LLAMA_NAMES,
-    LLAMA_READ,
-    ROPE,
-    SILU,
+    NEEDED,
+    PARTIAL_ROTARY,
+    ROTARY,
     SIZES,
+    TIED,
+    WINDOW,
     Config,
     Family,
+    Feature,
     activation,
-    activation_name,
-    check_heads,
-    hf_pattern,
-    hf_window,
-    llama_like,
-    pattern_keys,
-    window_keys,
-    write_llama,
+    in_layers,
+    rotary_keys,
 )
-from ppfleetx.conversion.huggingface.gemma import GEMMA
-from ppfleetx.conversion.huggingface.gpt_kin import GPT_KIN
 from ppfleetx.conversion.huggingface.llama_kin import LLAMA_KIN
 from ppfleetx.conversion.huggingface.mixtures import MIXTURES
-from ppfleetx.conversion.huggingface.rope import hf_neox_rope, rope_keys
+from ppfleetx.conversion.huggingface.rope import hf_neox_rope
 
-# ---- GPT-2
-
-_GPT2 = Family(
-    "GPT2LMHeadModel",
-    GPT2_SIZES,
-    GPT2_FIXED,
-    GPT2_NAMES,
-    read=lambda config: activation(config, "activation_function", "gelu_new"),
-    write=lambda model: {
-        "activation_function": activation_name(model),
-        "embd_pdrop": model.embedding_dropout,
-    },
-    also_read={"activation_function"},
-    aliases=GPT2_ALIASES,
-    has_in_out_linears=True,
-    has_parts_in_a_row=True,
-    off={
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "scale_attn_weights": (True,),
-        "position_embedding_type": ("absolute", "learned"),
-    },
-)
-
-# ---- Llama and its relatives
-
-
-def _mistral(config: Config) -> dict[str, Any]:
-    return llama_like(config) | window_keys(config, config.get("sliding_window"))
-
-
-def _qwen(config: Config) -> dict[str, Any]:
-    return llama_like(config) | _qwen_window(config)
-
-
-def _qwen_window(config: Config) -> dict[str, Any]:
-    """The window, and the layers with a window unless all layers have it."""
-    layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    kinds = [_KINDS[window is not None and layer >= first] for layer in range(layers)]
-    if window is None and "sliding_attention" in config.get("layer_types", ()):
-        raise CheckpointError(
-            "config.json: layer_types has sliding_attention, and use_sliding_window is not true"
-        )
-    keys = pattern_keys({"layer_types": kinds, **config, "sliding_window": window}, layers)
-    if len(keys.get("attention_window_layers", ())) in (0, layers):
-        return window_keys(config, window if keys["attention_window"] else None)
-    return keys
-
-
-_KINDS = ("full_attention", "sliding_attention")
-
-
-def _write_mistral(model: ModelConfig) -> dict[str, Any]:
-    return {**write_llama(model), "sliding_window": hf_window(model)}
-
-
-def _write_qwen(model: ModelConfig) -> dict[str, Any]:
-    window = hf_window(model)
-    made = {**write_llama(model), "use_sliding_window": window is not None, "sliding_window": window}
-    return made if window is None else made | hf_pattern(model) | {"max_window_layers": 0}
-
-
-_QWEN_READ = LLAMA_READ | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
-# ---- GPT-NeoX
-
-
-def _neox(config: Config) -> dict[str, Any]:
-    check_heads(config)
-    return {**activation(config, "hidden_act", "gelu"), **rope_keys(config)}
-
-
-_NEOX = Family(
-    "GPTNeoXForCausalLM",
-    keys={
-        **SIZES,
-        "layer_norm_eps": ("norm_epsilon", 1e-5),
-        "hidden_dropout": ("hidden_dropout_prob", 0.0),
-        "attention_bias": ("add_qkv_bias add_out_proj_bias", True),
-        "use_parallel_residual": ("parallel_residual", True),
-        "tie_word_embeddings": ("tie_word_embeddings", False),
-    },
-    fixed={
-        "position_embedding_type": "rope",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "add_mlp_bias": True,
-    },
-    names={
-        "embedding.word_embeddings": "gpt_neox.embed_in",
-        "decoder.layers.{}.input_norm": "gpt_neox.layers.{}.input_layernorm",
-        "decoder.layers.{}.attention.qkv": "gpt_neox.layers.{}.attention.query_key_value",
-        "decoder.layers.{}.attention.out_proj": "gpt_neox.layers.{}.attention.dense",
-        "decoder.layers.{}.mlp_norm": "gpt_neox.layers.{}.post_attention_layernorm",
-        "decoder.layers.{}.mlp.fc1": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
-        "decoder.layers.{}.mlp.fc2": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
-        "decoder.final_norm": "gpt_neox.final_layer_norm",
-        "head": "embed_out",
-    },
-    read=_neox,
-    write=lambda model: {"hidden_act": activation_name(model), **hf_neox_rope(model)},
-    also_read=ROPE | {"hidden_act", "rotary_pct", "rotary_emb_base"},
-)
-
-_DENSE: dict[str, Family] = {
-    "gpt2": _GPT2,
-    "llama": Family(
-        "LlamaForCausalLM",
-        LLAMA_KEYS | ATTENTION_BIAS | {"mlp_bias": ("add_mlp_bias", False)},
-        LLAMA_FIXED,
-        LLAMA_NAMES,
-        llama_like,
-        write_llama,
-        LLAMA_READ,
-        off=SILU,
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        LLAMA_KEYS,
-        LLAMA_FIXED | {"add_qkv_bias": True},
-        LLAMA_NAMES,
-        _qwen,
-        _write_qwen,
-        _QWEN_READ,
-        required=("num_key_value_heads",),
-        off=SILU,
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        LLAMA_KEYS | ATTENTION_BIAS,
-        LLAMA_FIXED | {"qk_layernorm": True},
-        LLAMA_NAMES,
-        _qwen,
-        _write_qwen,
-        _QWEN_READ,
-        required=("num_key_value_heads", "head_dim"),
-        off=SILU,
-    ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        LLAMA_KEYS,
-        LLAMA_FIXED,
-        LLAMA_NAMES,
-        _mistral,
-        _write_mistral,
-        LLAMA_READ | {"sliding_window"},
-        required=("num_key_value_heads", "sliding_window"),
-        off=SILU,
-    ),
-    "gpt_neox": _NEOX,
-    **GEMMA,
-    **LLAMA_KIN,
-    **GPT_KIN,
+_ROTARY = {"position_embedding_type": "rope", "normalization": "LayerNorm"}
+_PARALLEL = {"parallel_residual": True, "shared_input_norm": True}
+_UNTIED = {"add_head_bias": True, "tie_word_embeddings": False}
+_EPSILON = {"layer_norm_eps": ("norm_epsilon", 1e-5)}
+_WITH_NORMS_OF_MEGATRON = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.fc1": "mlp.dense_h_to_4h",
+    "mlp.fc2": "mlp.dense_4h_to_h",
 }
 
+
+_NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rotary_factor", "rope_theta"}
+
+
+def _sizes(**others: str) -> dict[str, Any]:
+    """The sizes, some of them under other names."""
+    return {others.get(key, key): row for key, row in SIZES.items()}
+
+
+# ---- GPT-J
+
+
+def _gptj(config: Config) -> dict[str, Any]:
+    head = config["n_embd"] // config["n_head"]
+    turned = config.get("rotary_dim")
+    if not isinstance(turned, int) or not 0 < turned <= head:
+        raise CheckpointError(f"config.json: rotary_dim {shown(turned)} is not a part of a head of {head}")
+    return {"rotary_percent": turned / head}
+
+
+# ---- GPT-BigCode, OPT
+
+
+def _bigcode(config: Config) -> dict[str, Any]:
+    return {"num_query_groups": 1 if config.get("multi_query", True) else config["n_head"]}
+
+
+def _opt(config: Config) -> dict[str, Any]:
+    width = config.get("word_embed_proj_dim", config["hidden_size"])
+    if width != config["hidden_size"]:
+        raise CheckpointError(
+            f"config.json: word_embed_proj_dim {width} is not hidden_size: a projection is not built"
+        )
+    return {}
+
+
+# ---- Falcon
+
+
+def _falcon(config: Config) -> dict[str, Any]:
+    is_new, heads = config.get("new_decoder_architecture", False), config["num_attention_heads"]
+    groups = 1 if config.get("multi_query", True) else heads
+    if is_new:
+        groups = config.get("num_kv_heads", heads)
+    is_parallel = config.get("parallel_attn", True)
+    if is_new and not is_parallel:
+        raise CheckpointError("config.json: new_decoder_architecture without parallel_attn is not supported")
+    return {
+        "num_query_groups": groups,
+        "parallel_residual": is_parallel,
+        "shared_input_norm": is_parallel and _norms_of_falcon(config) == 1,
+    }
+
+
+def _norms_of_falcon(config: Config) -> int:
+    default = 2 if config.get("new_decoder_architecture", False) else 1
+    return config.get("num_ln_in_parallel_attn") or default
+
+
+def _names_of_falcon(config: Config) -> dict[str, str]:
+    if _norms_of_falcon(config) == 1 or not config.get("parallel_attn", True):
+        return {}
+    return in_layers("transformer.h.{}", {"input_norm": "ln_attn", "mlp_norm": "ln_mlp"})
+
+
+def _write_falcon(model: ModelConfig) -> dict[str, Any]:
+    is_new = model.parallel_residual and (model.kv_heads > 1 or not model.shared_input_norm)
+    return {
+        "new_decoder_architecture": is_new,
+        "num_kv_heads": model.kv_heads,
+        "multi_query": model.kv_heads == 1 and not is_new,
+        "parallel_attn": model.parallel_residual,
+        "num_ln_in_parallel_attn": (1 if model.shared_input_norm else 2) if is_new else None,
+        "alibi": False,
+    }
+
+
+_FALCON = Feature(
+    {"new_decoder_architecture", "num_kv_heads", "multi_query", "parallel_attn", "num_ln_in_parallel_attn"},
+    _falcon,
+    _write_falcon,
+)
+_BLOOM_NAMES = {
+    "embedding.word_embeddings": "transformer.word_embeddings",
+    **in_layers(
+        "transformer.h.{}",
+        _WITH_NORMS_OF_MEGATRON
+        | {"attention.qkv": "self_attention.query_key_value", "attention.out_proj": "self_attention.dense"},
+    ),
+    "decoder.final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+
+_GPT_KIN: dict[str, Family] = {
+    "gpt2": GPT.but(
+        "GPT2LMHeadModel",
+        activation("activation_function", "gelu_new"),
+        EMBEDDING_DROPOUT,
+        has_in_out_linears=True,
+        has_parts_in_a_row=True,
+        off={
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "scale_attn_weights": (True,),
+            "position_embedding_type": ("absolute", "learned"),
+        },
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        SIZES
+        | _EPSILON
+        | {
+            "hidden_dropout": ("hidden_dropout_prob", 0.0),
+            "attention_bias": ("add_qkv_bias add_out_proj_bias", True),
+            "use_parallel_residual": ("parallel_residual", True),
+            "tie_word_embeddings": ("tie_word_embeddings", False),
+        },
+        _ROTARY | {"add_bias_linear": True, "add_mlp_bias": True},
+        {
+            "embedding.word_embeddings": "gpt_neox.embed_in",
+            **in_layers(
+                "gpt_neox.layers.{}",
+                _WITH_NORMS_OF_MEGATRON
+                | {"attention.qkv": "attention.query_key_value", "attention.out_proj": "attention.dense"},
+            ),
+            "decoder.final_norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+        (
+            activation("hidden_act", "gelu"),
+            Feature(_NEOX_ROTARY, rotary_keys, hf_neox_rope),
+        ),
+    ),
+    "gptj": GPT.but(
+        "GPTJForCausalLM",
+        activation("activation_function", "gelu_new"),
+        Feature({"rotary_dim"}, _gptj, lambda model: {"rotary_dim": model.rotary_size}),
+        EMBEDDING_DROPOUT,
+        without=("tie_word_embeddings",),
+        keys={
+            "resid_pdrop": ("hidden_dropout_prob", 0.0),
+            "attn_pdrop": ("attention_probs_dropout_prob", 0.0),
+        },
+        fixed=_ROTARY
+        | _PARALLEL
+        | _UNTIED
+        | {"add_qkv_bias": False, "add_out_proj_bias": False, "rotary_interleaved": True},
+        names=in_layers(
+            "transformer.h.{}",
+            {
+                "attention.qkv": "attn.{part}_proj",
+                "attention.out_proj": "attn.out_proj",
+                "mlp.fc1": "mlp.fc_in",
+                "mlp.fc2": "mlp.fc_out",
+            },
+        ),
+        off={"tie_word_embeddings": (False,)},
+    ),
+    "phi": Family(
+        "PhiForCausalLM",
+        SIZES | KV_HEADS | _EPSILON | {"resid_pdrop": ("hidden_dropout_prob", 0.0)},
+        _ROTARY | _PARALLEL | _UNTIED | {"add_bias_linear": True},
+        LLAMA_NAMES
+        | in_layers(
+            "model.layers.{}",
+            {"attention.out_proj": "self_attn.dense", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"},
+        )
+        | {"decoder.final_norm": "model.final_layernorm"},
+        (activation("hidden_act", "gelu_new"), EMBEDDING_DROPOUT, PARTIAL_ROTARY),
+        off={"qk_layernorm": (False,), "tie_word_embeddings": (False,)},
+    ),
+    "gpt_bigcode": GPT.but(
+        "GPTBigCodeForCausalLM",
+        activation("activation_function", "gelu_pytorch_tanh"),
+        Feature(
+            {"multi_query", "num_key_value_heads"},
+            _bigcode,
+            lambda model: {"multi_query": model.kv_heads == 1},
+        ),
+        EMBEDDING_DROPOUT,
+        off={"scale_attn_weights": (True,)},
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        SIZES
+        | TIED
+        | {
+            "num_key_value_heads": ("num_query_groups", NEEDED),
+            "norm_epsilon": ("norm_epsilon", 1e-5),
+            "use_bias": ("add_bias_linear", True),
+            "residual_dropout": ("hidden_dropout_prob", 0.0),
+            "embedding_dropout": ("embedding_dropout_prob", 0.0),
+        },
+        _ROTARY,
+        LLAMA_NAMES | in_layers("model.layers.{}", {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}),
+        (activation("hidden_act", "gelu_pytorch_tanh"), WINDOW, ROTARY),
+    ),
+    "opt": Family(
+        "OPTForCausalLM",
+        _sizes(intermediate_size="ffn_dim", initializer_range="init_std")
+        | TIED
+        | {
+            "max_position_embeddings": ("max_position_embeddings", 2048),
+            "dropout": ("hidden_dropout_prob", 0.1),
+        },
+        GPT.fixed | {"position_offset": 2},
+        {
+            "embedding.word_embeddings": "model.decoder.embed_tokens",
+            "embedding.position_embeddings": "model.decoder.embed_positions",
+            **in_layers(
+                "model.decoder.layers.{}",
+                {
+                    "input_norm": "self_attn_layer_norm",
+                    "attention.qkv": "self_attn.{part}_proj",
+                    "attention.out_proj": "self_attn.out_proj",
+                    "mlp_norm": "final_layer_norm",
+                    "mlp.fc1": "fc1",
+                    "mlp.fc2": "fc2",
+                },
+            ),
+            "decoder.final_norm": "model.decoder.final_layer_norm",
+            "head": "lm_head",
+        },
+        (
+            activation("activation_function", "relu"),
+            Feature({"word_embed_proj_dim"}, _opt, lambda model: {"word_embed_proj_dim": model.hidden_size}),
+        ),
+        off={
+            "do_layer_norm_before": (True,),
+            "enable_bias": (True,),
+            "layer_norm_elementwise_affine": (True,),
+            "_remove_final_layer_norm": (False,),
+            "layerdrop": (0, 0.0),
+        },
+    ),
+    "bloom": Family(
+        "BloomForCausalLM",
+        {key: row for key, row in SIZES.items() if key in ("vocab_size", "hidden_size", "initializer_range")}
+        | TIED
+        | {
+            "n_layer": ("num_layers", NEEDED),
+            "n_head": ("num_attention_heads", NEEDED),
+            "seq_length": ("max_position_embeddings", 2048),
+            "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+            "hidden_dropout": ("hidden_dropout_prob", 0.0),
+            "attention_dropout": ("attention_probs_dropout_prob", 0.0),
+        },
+        GPT.fixed | {"position_embedding_type": "alibi", "embedding_norm": True, "hidden_act": "gelu"},
+        _BLOOM_NAMES | {"embedding.norm": "transformer.word_embeddings_layernorm"},
+        aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+        off={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        _sizes(intermediate_size="ffn_hidden_size")
+        | TIED
+        | {
+            "ffn_hidden_size": ("ffn_hidden_size", lambda config: 4 * config["hidden_size"]),
+            "max_position_embeddings": ("max_position_embeddings", 2048),
+            "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+            "hidden_dropout": ("hidden_dropout_prob", 0.0),
+            "bias": ("add_bias_linear", False),
+        },
+        _ROTARY,
+        _BLOOM_NAMES,
+        (ROTARY, activation("activation", "gelu"), _FALCON),
+        other_names=_names_of_falcon,
+        aliases={"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"},
+        off={"alibi": (False,)},
+    ),
+}
+# A network is written as the first family that can express it; these come before all others.
+_FIRST = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox")
+_DENSE = {name: (LLAMA_KIN | _GPT_KIN)[name] for name in (*_FIRST, *LLAMA_KIN, *_GPT_KIN)}
 FAMILIES = _DENSE | MIXTURES
 """All families by ``model_type``."""
 

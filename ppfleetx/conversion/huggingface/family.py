@@ -4,16 +4,37 @@ relatives."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.huggingface.rope import PLACES, hf_rope, rope_keys
+from ppfleetx.conversion.huggingface.rope import (
+    DEFAULT_BASE,
+    PLACES,
+    hf_partial_rope,
+    hf_rope,
+    rope_keys,
+)
 
 Config = Mapping[str, Any]
 NEEDED = object()
 """The default of required keys."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Keys of ``config.json`` that only together, or only by a rule, become keys of ours.
+
+    Attributes:
+        reads: the keys that ``read`` uses.
+        read: returns keys of ours for a ``config.json`` without nulls.
+        write: returns keys of a ``config.json`` for a ``Model`` section.
+    """
+
+    reads: Collection[str] = ()
+    read: Callable[[Config], dict[str, Any]] = lambda _: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
 
 
 @dataclass(frozen=True)
@@ -29,11 +50,9 @@ class Family:
         names: our layers -> its layers, or our parameters -> its tensors. ``{}`` is the number of a block.
             ``{expert}`` and ``{part}`` stand for the number of an expert and for the parts of a fused layer
             (q, k, v; gate, up), if these are separate tensors.
+        features: further keys; of equal keys, that of the later feature counts.
         other_names: further names, which depend on the ``config.json``.
         part_names: its names of parts, if they differ from ours.
-        read: returns further keys of ours for a ``config.json`` without nulls.
-        write: returns further keys of a ``config.json`` for a ``Model`` section.
-        also_read: the keys that ``read`` uses.
         aliases: other names of keys that transformers accepts -> the names in this row.
         has_in_out_linears: whether linears are stored as ``[in, out]``, like ours, rather than ``[out, in]``.
         has_parts_in_a_row: whether a fused layer has all queries, then all keys, then all values, rather than
@@ -47,9 +66,7 @@ class Family:
     keys: Mapping[str, tuple[str, Any]]
     fixed: Mapping[str, Any]
     names: Mapping[str, str]
-    read: Callable[[Config], dict[str, Any]] = lambda _: {}
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
-    also_read: Collection[str] = ()
+    features: tuple[Feature, ...] = ()
     other_names: Callable[[Config], Mapping[str, str]] = lambda _: {}
     part_names: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -58,10 +75,27 @@ class Family:
     required: Collection[str] = ()
     off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    def but(
+        self, architecture: str, *features: Feature, without: Collection[str] = (), **changes: Any
+    ) -> Family:
+        """A relative of this family.
+
+        Args:
+            architecture: its name.
+            features: features that are added.
+            without: entries of ``keys`` that it does not have.
+            changes: other fields. Entries of mappings are added to those of this family.
+        """
+        kept = {key: row for key, row in self.keys.items() if key not in without}
+        changes["keys"] = kept | changes.get("keys", {})
+        for name in ("fixed", "names", "aliases", "off"):
+            changes[name] = {**getattr(self, name), **changes.get(name, {})}
+        return replace(self, architecture=architecture, features=self.features + features, **changes)
+
     @property
     def mapped(self) -> set[str]:
         """The keys of ``config.json`` that this row uses."""
-        return {*self.keys, *self.also_read, *self.aliases}
+        return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
         """A ``config.json`` whose keys have the names in this row."""
@@ -84,7 +118,9 @@ class Family:
             if value is NEEDED:
                 raise CheckpointError(f"config.json lacks {theirs}")
             made |= dict.fromkeys(ours.split(), value(config) if callable(value) else value)
-        return _nested(made | self.read(config))
+        for feature in self.features:
+            made |= feature.read(config)
+        return _nested(made)
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
         """The ``config.json`` of this family that comes nearest to a network.
@@ -99,7 +135,9 @@ class Family:
             key = ours.split()[0]
             effective = _value_at(values, key)
             made[theirs] = _value_at(model, key) if effective is None else effective
-        return made | self.write(model)
+        for feature in self.features:
+            made |= feature.write(model)
+        return made
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,16 +159,116 @@ def _value_at(section: Any, name: str) -> Any:
     return section
 
 
-# ---- what several of them share
+# ---- rows of Llama and GPT, to which others are added
 
 
-def check_heads(config: Config) -> None:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    if "head_dim" not in config and hidden % heads:
-        raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
+def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
+    """Names for the parameters of a block, whose own name is ``row``."""
+    return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
-ACTIVATIONS = {
+_INIT = ("initializer_range", 0.02)
+SIZES = {
+    "vocab_size": ("vocab_size", NEEDED),
+    "hidden_size": ("hidden_size", NEEDED),
+    "num_hidden_layers": ("num_layers", NEEDED),
+    "num_attention_heads": ("num_attention_heads", NEEDED),
+    "intermediate_size": ("ffn_hidden_size", NEEDED),
+    "max_position_embeddings": ("max_position_embeddings", NEEDED),
+    "initializer_range": _INIT,
+    "attention_dropout": ("attention_probs_dropout_prob", 0.0),
+}
+KV_HEADS = {"num_key_value_heads": ("num_query_groups", lambda config: config["num_attention_heads"])}
+TIED = {"tie_word_embeddings": ("tie_word_embeddings", True)}
+EPSILON = {"rms_norm_eps": ("norm_epsilon", 1e-5)}
+ATTENTION_BIAS = {"attention_bias": ("add_qkv_bias add_out_proj_bias", False)}
+MLP_BIAS = {"mlp_bias": ("add_mlp_bias", False)}
+LLAMA_NAMES = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    **in_layers(
+        "model.layers.{}",
+        {
+            "input_norm": "input_layernorm",
+            "attention.qkv": "self_attn.{part}_proj",
+            "attention.q_norm": "self_attn.q_norm",
+            "attention.k_norm": "self_attn.k_norm",
+            "attention.out_proj": "self_attn.o_proj",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp.fc1": "mlp.{part}_proj",
+            "mlp.fc2": "mlp.down_proj",
+        },
+    ),
+    "decoder.final_norm": "model.norm",
+    "head": "lm_head",
+}
+LLAMA = Family(
+    "LlamaForCausalLM",
+    SIZES
+    | KV_HEADS
+    | {
+        "head_dim": ("head_dim", lambda config: config["hidden_size"] // config["num_attention_heads"]),
+        "rms_norm_eps": ("norm_epsilon", 1e-6),
+        # PaddleFormers leaves the key out where it is true, everybody else where it is false.
+        "tie_word_embeddings": ("tie_word_embeddings", lambda config: "paddleformers_version" in config),
+    },
+    {
+        "hidden_act": "swiglu",
+        "hidden_dropout_prob": 0.0,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "add_out_proj_bias": False,
+        "add_mlp_bias": False,
+    },
+    LLAMA_NAMES,
+    (Feature(write=lambda _: {"hidden_act": "silu"}),),
+    off={"hidden_act": ("silu", "swish")},
+)
+GPT = Family(
+    "",
+    {
+        "vocab_size": ("vocab_size", NEEDED),
+        "n_embd": ("hidden_size", NEEDED),
+        "n_layer": ("num_layers", NEEDED),
+        "n_head": ("num_attention_heads", NEEDED),
+        "n_inner": ("ffn_hidden_size", lambda config: 4 * config["n_embd"]),
+        "n_positions": ("max_position_embeddings", NEEDED),
+        "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+        "initializer_range": _INIT,
+        "resid_pdrop": ("hidden_dropout_prob", 0.1),
+        "attn_pdrop": ("attention_probs_dropout_prob", 0.1),
+        **TIED,
+    },
+    {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True},
+    {
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        **in_layers(
+            "transformer.h.{}",
+            {
+                "input_norm": "ln_1",
+                "attention.qkv": "attn.c_attn",
+                "attention.out_proj": "attn.c_proj",
+                "mlp_norm": "ln_2",
+                "mlp.fc1": "mlp.c_fc",
+                "mlp.fc2": "mlp.c_proj",
+            },
+        ),
+        "decoder.final_norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+)
+
+# ---- features
+
+_ACTIVATIONS = {
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
@@ -141,70 +279,35 @@ ACTIVATIONS = {
 """Activations without a gate: transformers' name -> our name."""
 
 
-def activation(config: Config, key: str, default: str) -> dict[str, Any]:
-    name = config.get(key, default)
-    if name not in ACTIVATIONS:
-        raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
-    return {"hidden_act": ACTIVATIONS[name]}
+def activation(key: str, default: str) -> Feature:
+    def read(config: Config) -> dict[str, Any]:
+        name = config.get(key, default)
+        if name not in _ACTIVATIONS:
+            raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
+        return {"hidden_act": _ACTIVATIONS[name]}
+
+    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    return Feature({key}, read, lambda model: {key: names.get(model.hidden_act)})
 
 
-def activation_name(model: ModelConfig) -> str | None:
-    return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.hidden_act), None)
+EMBEDDING_DROPOUT = Feature(write=lambda model: {"embd_pdrop": model.embedding_dropout})
+_ROTARY = {*PLACES, "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}
 
 
-INIT = ("initializer_range", 0.02)
-SIZES = {
-    "vocab_size": ("vocab_size", NEEDED),
-    "hidden_size": ("hidden_size", NEEDED),
-    "num_hidden_layers": ("num_layers", NEEDED),
-    "num_attention_heads": ("num_attention_heads", NEEDED),
-    "intermediate_size": ("ffn_hidden_size", NEEDED),
-    "max_position_embeddings": ("max_position_embeddings", NEEDED),
-    "initializer_range": INIT,
-    "attention_dropout": ("attention_probs_dropout_prob", 0.0),
-}
-GPT2_SIZES = {
-    "vocab_size": ("vocab_size", NEEDED),
-    "n_embd": ("hidden_size", NEEDED),
-    "n_layer": ("num_layers", NEEDED),
-    "n_head": ("num_attention_heads", NEEDED),
-    "n_inner": ("ffn_hidden_size", lambda config: 4 * config["n_embd"]),
-    "n_positions": ("max_position_embeddings", NEEDED),
-    "layer_norm_epsilon": ("norm_epsilon", 1e-5),
-    "initializer_range": INIT,
-    "resid_pdrop": ("hidden_dropout_prob", 0.1),
-    "attn_pdrop": ("attention_probs_dropout_prob", 0.1),
-    "tie_word_embeddings": ("tie_word_embeddings", True),
-}
-GPT2_FIXED = {
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "add_bias_linear": True,
-}
-GPT2_NAMES = {
-    "embedding.word_embeddings": "transformer.wte",
-    "embedding.position_embeddings": "transformer.wpe",
-    "decoder.layers.{}.input_norm": "transformer.h.{}.ln_1",
-    "decoder.layers.{}.attention.qkv": "transformer.h.{}.attn.c_attn",
-    "decoder.layers.{}.attention.out_proj": "transformer.h.{}.attn.c_proj",
-    "decoder.layers.{}.mlp_norm": "transformer.h.{}.ln_2",
-    "decoder.layers.{}.mlp.fc1": "transformer.h.{}.mlp.c_fc",
-    "decoder.layers.{}.mlp.fc2": "transformer.h.{}.mlp.c_proj",
-    "decoder.final_norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-GPT2_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-ROPE = {*PLACES, "original_max_position_embeddings"}
+def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
+    """:func:`rope_keys` after a check of the heads. ``base`` is the family's default of ``rope_theta``."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "head_dim" not in config and hidden % heads:
+        raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
+    return rope_keys({"rope_theta": base, **config})
 
 
-def llama_like(config: Config) -> dict[str, Any]:
-    check_heads(config)
-    return rope_keys(config)
+def rotary(base: float = DEFAULT_BASE) -> Feature:
+    return Feature(_ROTARY, lambda config: rotary_keys(config, base), hf_rope)
+
+
+ROTARY = rotary()
+PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
@@ -222,17 +325,29 @@ def _our_window(window: int | None) -> int:
     return window - 1
 
 
+def hf_window(model: ModelConfig) -> int | None:
+    return None if model.attention_window is None else model.attention_window + 1
+
+
+WINDOW = Feature(
+    {"sliding_window"},
+    lambda config: window_keys(config, config.get("sliding_window")),
+    lambda model: {"sliding_window": hf_window(model)},
+)
+_KINDS = ("full_attention", "sliding_attention")
+
+
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
     """``attention_window`` and the layers that have it: as in ``layer_types``, or all but every
     ``every``-th."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        kinds = [_KINDS[(layer + 1) % every > 0] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
         kind = config["model_type"]
         raise CheckpointError(f"config.json: layer_types {shown(kinds)} of this {kind} is not supported")
-    sliding = [i for i, one in enumerate(kinds) if one == "sliding_attention"]
+    sliding = [layer for layer, one in enumerate(kinds) if one == "sliding_attention"]
     if not sliding:
         return {"attention_window": None}
     window = _our_window(config.get("sliding_window"))
@@ -240,19 +355,37 @@ def pattern_keys(config: Config, every: int) -> dict[str, Any]:
 
 
 def hf_pattern(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a ``config.json`` for windows by layer."""
-    windows = [model.window_of(layer) is not None for layer in range(model.num_layers)]
-    return {
-        "sliding_window": hf_window(model),
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in windows],
-    }
+    kinds = [_KINDS[model.window_of(layer) is not None] for layer in range(model.num_layers)]
+    return {"sliding_window": hf_window(model), "layer_types": kinds}
 
 
-PATTERN_READ = {"layer_types", "sliding_window"}
+def pattern(
+    every: int,
+    *,
+    period: Collection[str] = (),
+    also: Callable[[Config, Mapping[str, Any]], dict[str, Any]] = lambda *_: {},
+) -> Feature:
+    """Windows by layer.
+
+    Args:
+        every: which layers have none by default.
+        period: the names of the key that gives another number.
+        also: returns further keys, for a ``config.json`` and the keys of the pattern.
+    """
+
+    def read(config: Config) -> dict[str, Any]:
+        given = next((config[key] for key in period if key in config), every)
+        found = pattern_keys({"sliding_window": 4096, **config}, given)
+        return found | also(config, found)
+
+    return Feature({"layer_types", "sliding_window", *period}, read, hf_pattern)
+
+
+PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """:func:`llama_like`, with a base of their own for the layers that have a window.
+    """:func:`rotary_keys`, with a base of their own for the layers that have a window.
 
     Args:
         config: with ``rope_parameters`` by kind of layer, or with those of layers without a window.
@@ -272,7 +405,7 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
                 f"config.json: rope scaling {shown(kind)} of sliding_attention is not supported: layers with "
                 "a window are not scaled"
             )
-    keys = llama_like(usual)
+    keys = rotary_keys(usual)
     if pattern["attention_window"] is None or (local == keys["rotary_base"] and keys["rope_scaling"] is None):
         return keys
     return {**keys, "local_rotary_base": float(local)}
@@ -290,47 +423,3 @@ def hf_rope_by_kind(model: ModelConfig) -> dict[str, Any]:
             },
         }
     }  # fmt: skip
-
-
-def hf_window(model: ModelConfig) -> int | None:
-    return None if model.attention_window is None else model.attention_window + 1
-
-
-def write_llama(model: ModelConfig) -> dict[str, Any]:
-    return {"hidden_act": "silu", **hf_rope(model)}
-
-
-LLAMA_KEYS = {
-    **SIZES,
-    "num_key_value_heads": ("num_query_groups", lambda config: config["num_attention_heads"]),
-    "head_dim": ("head_dim", lambda config: config["hidden_size"] // config["num_attention_heads"]),
-    "rms_norm_eps": ("norm_epsilon", 1e-6),
-    # PaddleFormers leaves the key out where it is true, everybody else where it is false.
-    "tie_word_embeddings": ("tie_word_embeddings", lambda config: "paddleformers_version" in config),
-}
-LLAMA_FIXED = {
-    "hidden_act": "swiglu",
-    "hidden_dropout_prob": 0.0,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "add_out_proj_bias": False,
-    "add_mlp_bias": False,
-}
-LLAMA_NAMES = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "decoder.layers.{}.input_norm": "model.layers.{}.input_layernorm",
-    "decoder.layers.{}.attention.qkv": "model.layers.{}.self_attn.{part}_proj",
-    "decoder.layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    "decoder.layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-    "decoder.layers.{}.attention.out_proj": "model.layers.{}.self_attn.o_proj",
-    "decoder.layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
-    "decoder.layers.{}.mlp.fc1": "model.layers.{}.mlp.{part}_proj",
-    "decoder.layers.{}.mlp.fc2": "model.layers.{}.mlp.down_proj",
-    "decoder.final_norm": "model.norm",
-    "head": "lm_head",
-}
-LLAMA_READ = ROPE | {"rope_theta", "partial_rotary_factor"}
-ATTENTION_BIAS = {"attention_bias": ("add_qkv_bias add_out_proj_bias", False)}
-SILU = {"hidden_act": ("silu", "swish")}

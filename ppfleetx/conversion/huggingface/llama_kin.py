@@ -1,63 +1,132 @@
-"""Relatives of Llama, with gated MLPs without biases, rotary positions, and RMSNorm or LayerNorm."""
+"""Llama and its relatives, with gated MLPs, rotary positions, and RMSNorm or LayerNorm."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.family import (
     ATTENTION_BIAS,
-    LLAMA_FIXED,
-    LLAMA_KEYS,
-    LLAMA_NAMES,
-    LLAMA_READ,
-    PATTERN_READ,
-    SILU,
+    EMBEDDING_DROPOUT,
+    EPSILON,
+    LLAMA,
+    MLP_BIAS,
+    PARTIAL_ROTARY,
+    PERIOD,
+    ROTARY,
+    TIED,
+    WINDOW,
     Config,
     Family,
+    Feature,
     hf_pattern,
     hf_rope_by_kind,
     hf_window,
-    llama_like,
+    in_layers,
+    pattern,
     pattern_keys,
     rope_by_kind,
+    rotary,
+    rotary_keys,
     window_keys,
-    write_llama,
 )
-from ppfleetx.conversion.huggingface.rope import hf_partial_rope
+from ppfleetx.conversion.huggingface.rope import hf_rope
 
-_ROW = "decoder.layers.{}."
-_GATE_AND_UP = {f"{_ROW}mlp.fc1": "model.layers.{}.mlp.gate_up_proj"}
-_TIED = {"tie_word_embeddings": ("tie_word_embeddings", True)}
+_LAYER = "model.layers.{}"
+_NUM_KV_HEADS = ("num_key_value_heads",)
+_SIZES_OF_HEADS = ("num_key_value_heads", "head_dim")
+_GATE_AND_UP = in_layers(_LAYER, {"mlp.fc1": "mlp.gate_up_proj"})
 
-
-def _with_epsilon(name: str) -> dict[str, Any]:
-    """Llama's keys, with another name for the epsilon of the norms."""
-    return {key: row for key, row in LLAMA_KEYS.items() if key != "rms_norm_eps"} | {
-        name: ("norm_epsilon", 1e-5)
-    }
+# ---- Qwen
 
 
-def _norms_of_heads(theirs: Any) -> Any:
-    """Our ``qk_layernorm`` for families that have a separate gain for each head."""
-    return "each_head" if theirs is True else theirs
+def _qwen_window(config: Config) -> dict[str, Any]:
+    """The window, and the layers with a window unless all layers have it."""
+    layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    if window is None and "sliding_attention" in config.get("layer_types", ()):
+        raise CheckpointError(
+            "config.json: layer_types has sliding_attention, and use_sliding_window is not true"
+        )
+    without = layers if window is None else first
+    kinds = ["full_attention" if layer < without else "sliding_attention" for layer in range(layers)]
+    keys = pattern_keys({"layer_types": kinds, **config, "sliding_window": window}, layers)
+    if len(keys.get("attention_window_layers", ())) in (0, layers):
+        return window_keys(config, window if keys["attention_window"] else None)
+    return keys
 
 
-def _write_partial(model: ModelConfig) -> dict[str, Any]:
-    return {"hidden_act": "silu", **hf_partial_rope(model)}
+def _write_qwen_window(model: ModelConfig) -> dict[str, Any]:
+    window = hf_window(model)
+    made = {"use_sliding_window": window is not None, "sliding_window": window}
+    return made if window is None else made | hf_pattern(model) | {"max_window_layers": 0}
 
+
+_QWEN_WINDOW = Feature(
+    {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+    _qwen_window,
+    _write_qwen_window,
+)
+
+# ---- Gemma 1, 2 and 3 (text): norms of 1 + weight, scaled embeddings, soft limits, windows by layer
+
+_TANH = ("gelu_pytorch_tanh", "gelu_new")
+
+
+def _gemma(config: Config) -> dict[str, Any]:
+    # Early files say "gelu" in hidden_act, which transformers has always replaced by the tanh form.
+    for key, known in (("hidden_activation", _TANH), ("hidden_act", (*_TANH, "gelu"))):
+        name = config.get(key, _TANH[0])
+        if name not in known:
+            raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
+    return {"embedding_multiplier": math.sqrt(config["hidden_size"])}
+
+
+def _gemma3(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
+    return rope_by_kind(config, pattern, base=1e6, local=config.get("rope_local_base_freq", 10000.0))
+
+
+_SCALE = Feature(
+    {"query_pre_attn_scalar"},
+    lambda config: {"attention_multiplier": config.get("query_pre_attn_scalar", 256) ** -0.5},
+    lambda model: {"query_pre_attn_scalar": (model.attention_multiplier or model.head_size**-0.5) ** -2},
+)
+_GEMMA = LLAMA.but(
+    "GemmaForCausalLM",
+    Feature({"hidden_act", "hidden_activation"}, _gemma, lambda _: dict.fromkeys(_GEMMA_KEYS, _TANH[0])),
+    keys=ATTENTION_BIAS | TIED,
+    fixed={"hidden_act": "geglu_tanh", "normalization": "RMSNorm1P"},
+    required=("head_dim",),
+    off={"use_bidirectional_attention": (False,)},
+)
+_GEMMA_KEYS = ("hidden_act", "hidden_activation")
+_GEMMA2 = _GEMMA.but(
+    "Gemma2ForCausalLM",
+    _SCALE,
+    keys={
+        "attn_logit_softcapping": ("attn_logit_softcapping", None),
+        "final_logit_softcapping": ("final_logit_softcapping", None),
+    },
+    fixed={"sandwich_norm": True},
+    names=in_layers(
+        _LAYER,
+        {
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
+    ),
+    required=_SIZES_OF_HEADS,
+)
 
 # ---- Granite and MiniCPM: factors
 
 
-def _granite(config: Config) -> dict[str, Any]:
-    return {**llama_like(config), "logits_multiplier": 1 / config.get("logits_scaling", 1.0)}
-
-
 def _minicpm(config: Config) -> dict[str, Any]:
-    keys = llama_like(config) | {"embedding_multiplier": config.get("scale_emb", 1)}
+    keys = {"embedding_multiplier": config.get("scale_emb", 1)}
     keys["residual_multiplier"] = config.get("scale_depth", 1) / math.sqrt(config["num_hidden_layers"])
     if "dim_model_base" in config:
         keys["logits_multiplier"] = config["dim_model_base"] / config["hidden_size"]
@@ -66,7 +135,6 @@ def _minicpm(config: Config) -> dict[str, Any]:
 
 def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
     return {
-        **write_llama(model),
         "scale_emb": model.embedding_multiplier,
         "scale_depth": model.residual_multiplier * math.sqrt(model.num_layers),
         "dim_model_base": model.logits_factor * model.hidden_size,
@@ -75,84 +143,57 @@ def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
 
 # ---- Cohere: attention and MLP in parallel behind one norm without a bias
 
-_COHERE_FIXED = LLAMA_FIXED | {
-    "normalization": "LayerNormNoBias",
-    "parallel_residual": True,
-    "shared_input_norm": True,
-    "rotary_interleaved": True,
-}
-_COHERE_KEYS = _with_epsilon("layer_norm_eps") | ATTENTION_BIAS | _TIED
-_COHERE_KEYS["logit_scale"] = ("logits_multiplier", 0.0625)
+
+def _norms_of_heads(key: str) -> Feature:
+    """``qk_layernorm`` of families that have a separate gain for each head."""
+
+    def read(config: Config) -> dict[str, Any]:
+        theirs = config.get(key, False)
+        return {"qk_layernorm": "each_head" if theirs is True else theirs}
+
+    return Feature({key}, read, lambda model: {key: model.qk_layernorm == "each_head"})
 
 
-def _cohere(config: Config) -> dict[str, Any]:
-    return llama_like(config) | {"qk_layernorm": _norms_of_heads(config.get("use_qk_norm", False))}
+_COHERE = LLAMA.but(
+    "CohereForCausalLM",
+    ROTARY,
+    without=("rms_norm_eps",),
+    keys=ATTENTION_BIAS
+    | TIED
+    | {"layer_norm_eps": ("norm_epsilon", 1e-5), "logit_scale": ("logits_multiplier", 0.0625)},
+    fixed={
+        "normalization": "LayerNormNoBias",
+        "parallel_residual": True,
+        "shared_input_norm": True,
+        "rotary_interleaved": True,
+    },
+)
 
 
-def _write_cohere(model: ModelConfig) -> dict[str, Any]:
-    return {**write_llama(model), "use_qk_norm": model.qk_layernorm == "each_head"}
-
-
-def _cohere2(config: Config) -> dict[str, Any]:
+def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
     """Only layers with a window have rotary positions; the others have no positions."""
-    every = config.get("_sliding_window_pattern", config.get("sliding_window_pattern", 4))
-    pattern = pattern_keys({"sliding_window": 4096, **config}, every)
-    return llama_like(config) | pattern | {"rotary_layers": pattern.get("attention_window_layers", ())}
+    return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 
 # ---- GLM
 
+_GLM = LLAMA.but(
+    "GlmForCausalLM",
+    PARTIAL_ROTARY,
+    keys={"attention_bias": ("add_qkv_bias", True)},
+    fixed={"rotary_interleaved": True, "sandwich_norm": False},
+    names=_GATE_AND_UP,
+    has_parts_in_a_row=True,
+    required=_SIZES_OF_HEADS,
+)
 
-def _glm_names(*, sandwich: bool) -> dict[str, str]:
-    norms = {
-        f"{_ROW}attention_post_norm": "model.layers.{}.post_self_attn_layernorm",
-        f"{_ROW}mlp_post_norm": "model.layers.{}.post_mlp_layernorm",
-    }
-    return LLAMA_NAMES | _GATE_AND_UP | (norms if sandwich else {})
-
-
-def _glm(architecture: str, *, sandwich: bool) -> Family:
-    return Family(
-        architecture,
-        LLAMA_KEYS | {"attention_bias": ("add_qkv_bias", True)},
-        LLAMA_FIXED | {"rotary_interleaved": True, "sandwich_norm": sandwich},
-        _glm_names(sandwich=sandwich),
-        llama_like,
-        _write_partial,
-        LLAMA_READ,
-        has_parts_in_a_row=True,
-        required=("num_key_value_heads", "head_dim"),
-        off=SILU,
-    )
-
-
-# ---- StableLM, Phi-3, SmolLM3
-
-
-_STABLELM_HEADS = {
-    f"{_ROW}attention.q_norm": "model.layers.{}.self_attn.q_layernorm.norms.{part}",
-    f"{_ROW}attention.k_norm": "model.layers.{}.self_attn.k_layernorm.norms.{part}",
-}
+# ---- StableLM, SmolLM3
 
 
 def _stablelm(config: Config) -> dict[str, Any]:
-    is_parallel = config.get("use_parallel_residual", False)
-    order = {"parallel_residual": is_parallel, "shared_input_norm": is_parallel}
-    return llama_like(config) | order | {"qk_layernorm": _norms_of_heads(config.get("qk_layernorm", False))}
-
-
-def _write_stablelm(model: ModelConfig) -> dict[str, Any]:
-    norms = {"qk_layernorm": model.qk_layernorm == "each_head"}
-    return {**_write_partial(model), "use_parallel_residual": model.parallel_residual, **norms}
-
-
-def _phi3(config: Config) -> dict[str, Any]:
-    return llama_like(config) | window_keys(config, config.get("sliding_window"))
-
-
-def _write_phi3(model: ModelConfig) -> dict[str, Any]:
-    dropout = {"embd_pdrop": model.embedding_dropout}
-    return {**_write_partial(model), "sliding_window": hf_window(model), **dropout}
+    return dict.fromkeys(
+        ("parallel_residual", "shared_input_norm"), config.get("use_parallel_residual", False)
+    )
 
 
 def _smollm3(config: Config) -> dict[str, Any]:
@@ -163,48 +204,35 @@ def _smollm3(config: Config) -> dict[str, Any]:
             f"config.json: no_rope_layers {shown(rotates)} is not one number for each layer"
         )
     turning = [layer for layer, rotate in enumerate(rotates) if rotate]
-    return llama_like(config) | ({} if len(turning) == layers else {"rotary_layers": turning})
+    return {} if len(turning) == layers else {"rotary_layers": turning}
 
 
 def _write_smollm3(model: ModelConfig) -> dict[str, Any]:
-    rotates = [int(model.rotates_in(layer)) for layer in range(model.num_layers)]
-    return {**write_llama(model), "no_rope_layers": rotates}
+    return {"no_rope_layers": [int(model.rotates_in(layer)) for layer in range(model.num_layers)]}
 
 
 # ---- OLMo: norms of what branches add, and of all queries and keys of a layer
 
-_OLMO_FIXED = LLAMA_FIXED | {"qk_layernorm": "all_heads", "sandwich_norm": True, "pre_norm": False}
-_OLMO_NAMES = LLAMA_NAMES | {
-    f"{_ROW}attention_post_norm": "model.layers.{}.post_attention_layernorm",
-    f"{_ROW}mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-_OLMO_KEYS = LLAMA_KEYS | ATTENTION_BIAS | {"rms_norm_eps": ("norm_epsilon", 1e-5)}
 
-
-def _olmo3(config: Config) -> dict[str, Any]:
+def _olmo3(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
     base = config.get("rope_theta", 5e5)
-    pattern = pattern_keys({"sliding_window": 4096, **config}, 4)
-    return rope_by_kind(config, pattern, base=base, local=base) | pattern
+    return rope_by_kind(config, pattern, base=base, local=base)
 
 
-def _write_olmo3(model: ModelConfig) -> dict[str, Any]:
-    return {"hidden_act": "silu", **hf_rope_by_kind(model), **hf_pattern(model)}
+_OLMO = LLAMA.but(
+    "Olmo2ForCausalLM",
+    keys=ATTENTION_BIAS | EPSILON,
+    fixed={"qk_layernorm": "all_heads", "sandwich_norm": True, "pre_norm": False},
+    names=in_layers(
+        _LAYER,
+        {
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
+    ),
+)
 
-
-# ---- InternLM 2 and Baichuan, whose code is not in transformers
-
-_OWN_CODE = {"auto_map"}
-_INTERNLM2_NAMES = {
-    "embedding.word_embeddings": "model.tok_embeddings",
-    f"{_ROW}input_norm": "model.layers.{}.attention_norm",
-    f"{_ROW}attention.qkv": "model.layers.{}.attention.wqkv",
-    f"{_ROW}attention.out_proj": "model.layers.{}.attention.wo",
-    f"{_ROW}mlp_norm": "model.layers.{}.ffn_norm",
-    f"{_ROW}mlp.fc1": "model.layers.{}.feed_forward.{part}",
-    f"{_ROW}mlp.fc2": "model.layers.{}.feed_forward.w2",
-    "decoder.final_norm": "model.norm",
-    "head": "output",
-}
+# ---- Baichuan
 
 
 def _baichuan(config: Config) -> dict[str, Any]:
@@ -214,176 +242,178 @@ def _baichuan(config: Config) -> dict[str, Any]:
             "this is a Baichuan 2, which normalises the rows of its head at each pass; that is not built"
         )
     if "max_position_embeddings" in config:
-        return llama_like(config)
+        return rotary_keys(config)
     longest = config.get("model_max_length", 4096)
     return {"position_embedding_type": "alibi", "max_position_embeddings": longest}
 
 
 def _write_baichuan(model: ModelConfig) -> dict[str, Any]:
     length = "model_max_length" if model.positions.biases else "max_position_embeddings"
-    return {"hidden_act": "silu", length: model.max_position_embeddings}
+    return {length: model.max_position_embeddings}
 
+
+_OWN_CODE = Feature({"auto_map"})
+"""The code of these families is not in transformers."""
 
 LLAMA_KIN: dict[str, Family] = {
-    "granite": Family(
+    "llama": LLAMA.but("LlamaForCausalLM", ROTARY, keys=ATTENTION_BIAS | MLP_BIAS),
+    "qwen2": LLAMA.but(
+        "Qwen2ForCausalLM",
+        ROTARY,
+        _QWEN_WINDOW,
+        fixed={"add_qkv_bias": True},
+        required=_NUM_KV_HEADS,
+    ),
+    "qwen3": LLAMA.but(
+        "Qwen3ForCausalLM",
+        ROTARY,
+        _QWEN_WINDOW,
+        keys=ATTENTION_BIAS,
+        fixed={"qk_layernorm": True},
+        required=_SIZES_OF_HEADS,
+    ),
+    "mistral": LLAMA.but(
+        "MistralForCausalLM", ROTARY, WINDOW, required=("num_key_value_heads", "sliding_window")
+    ),
+    "gemma": _GEMMA.but("GemmaForCausalLM", ROTARY),
+    "gemma2": _GEMMA2.but("Gemma2ForCausalLM", ROTARY, pattern(2)),
+    "gemma3_text": _GEMMA2.but(
+        "Gemma3ForCausalLM",
+        Feature({*ROTARY.reads, "rope_local_base_freq"}, write=hf_rope),
+        pattern(6, period=PERIOD, also=_gemma3),
+        Feature(write=lambda model: {"rope_local_base_freq": model.local_rotary_base or model.rotary_base}),
+        fixed={"qk_layernorm": True},
+    ),
+    "granite": LLAMA.but(
         "GraniteForCausalLM",
-        {
-            **LLAMA_KEYS,
-            **ATTENTION_BIAS,
-            "mlp_bias": ("add_mlp_bias", False),
+        ROTARY,
+        Feature(
+            {"logits_scaling"},
+            lambda config: {"logits_multiplier": 1 / config.get("logits_scaling", 1.0)},
+            lambda model: {"logits_scaling": 1 / model.logits_factor},
+        ),
+        keys=ATTENTION_BIAS
+        | MLP_BIAS
+        | {
             "embedding_multiplier": ("embedding_multiplier", 1.0),
             "residual_multiplier": ("residual_multiplier", 1.0),
             "attention_multiplier": ("attention_multiplier", 1.0),
         },
-        LLAMA_FIXED,
-        LLAMA_NAMES,
-        _granite,
-        lambda model: {**write_llama(model), "logits_scaling": 1 / model.logits_factor},
-        LLAMA_READ | {"logits_scaling"},
-        off=SILU,
     ),
-    "minicpm": Family(
+    "minicpm": LLAMA.but(
         "MiniCPMForCausalLM",
-        LLAMA_KEYS | _TIED,
-        LLAMA_FIXED,
-        LLAMA_NAMES,
-        _minicpm,
-        _write_minicpm,
-        LLAMA_READ | _OWN_CODE | {"scale_emb", "scale_depth", "dim_model_base"},
-        off=SILU,
+        ROTARY,
+        Feature({"scale_emb", "scale_depth", "dim_model_base"}, _minicpm, _write_minicpm),
+        _OWN_CODE,
+        keys=TIED,
     ),
-    "cohere": Family(
-        "CohereForCausalLM",
-        _COHERE_KEYS,
-        _COHERE_FIXED,
-        LLAMA_NAMES,
-        _cohere,
-        _write_cohere,
-        LLAMA_READ | {"use_qk_norm"},
-        off=SILU,
+    "cohere": _COHERE.but("CohereForCausalLM", _norms_of_heads("use_qk_norm")),
+    "cohere2": _COHERE.but("Cohere2ForCausalLM", pattern(4, period=PERIOD, also=_cohere2)),
+    "glm": _GLM,
+    "glm4": _GLM.but(
+        "Glm4ForCausalLM",
+        fixed={"sandwich_norm": True},
+        names=in_layers(
+            _LAYER,
+            {
+                "attention_post_norm": "post_self_attn_layernorm",
+                "mlp_post_norm": "post_mlp_layernorm",
+            },
+        ),
     ),
-    "cohere2": Family(
-        "Cohere2ForCausalLM",
-        _COHERE_KEYS,
-        _COHERE_FIXED,
-        LLAMA_NAMES,
-        _cohere2,
-        lambda model: {**write_llama(model), **hf_pattern(model)},
-        LLAMA_READ | PATTERN_READ | {"sliding_window_pattern", "_sliding_window_pattern"},
-        off=SILU,
-    ),
-    "glm": _glm("GlmForCausalLM", sandwich=False),
-    "glm4": _glm("Glm4ForCausalLM", sandwich=True),
-    "stablelm": Family(
+    "stablelm": LLAMA.but(
         "StableLmForCausalLM",
-        {
-            **_with_epsilon("layer_norm_eps"),
+        PARTIAL_ROTARY,
+        Feature(
+            {"use_parallel_residual"},
+            _stablelm,
+            lambda model: {"use_parallel_residual": model.parallel_residual},
+        ),
+        _norms_of_heads("qk_layernorm"),
+        without=("rms_norm_eps",),
+        keys={
+            "layer_norm_eps": ("norm_epsilon", 1e-5),
             "use_qkv_bias": ("add_qkv_bias", False),
             "hidden_dropout": ("hidden_dropout_prob", 0.0),
         },
-        LLAMA_FIXED | {"normalization": "LayerNorm"},
-        LLAMA_NAMES | _STABLELM_HEADS,
-        _stablelm,
-        _write_stablelm,
-        LLAMA_READ | {"use_parallel_residual", "qk_layernorm"},
-        off=SILU,
+        fixed={"normalization": "LayerNorm"},
+        names=in_layers(
+            _LAYER,
+            {
+                "attention.q_norm": "self_attn.q_layernorm.norms.{part}",
+                "attention.k_norm": "self_attn.k_layernorm.norms.{part}",
+            },
+        ),
     ),
-    "phi3": Family(
+    "phi3": LLAMA.but(
         "Phi3ForCausalLM",
-        LLAMA_KEYS | {"rms_norm_eps": ("norm_epsilon", 1e-5), "resid_pdrop": ("hidden_dropout_prob", 0.0)},
-        LLAMA_FIXED,
-        LLAMA_NAMES | _GATE_AND_UP | {f"{_ROW}attention.qkv": "model.layers.{}.self_attn.qkv_proj"},
-        _phi3,
-        _write_phi3,
-        LLAMA_READ | {"sliding_window"},
+        PARTIAL_ROTARY,
+        WINDOW,
+        EMBEDDING_DROPOUT,
+        keys=EPSILON | {"resid_pdrop": ("hidden_dropout_prob", 0.0)},
+        names=_GATE_AND_UP | in_layers(_LAYER, {"attention.qkv": "self_attn.qkv_proj"}),
         has_parts_in_a_row=True,
-        off=SILU,
     ),
-    "smollm3": Family(
+    "smollm3": LLAMA.but(
         "SmolLM3ForCausalLM",
-        LLAMA_KEYS | ATTENTION_BIAS | _TIED | {"mlp_bias": ("add_mlp_bias", False)},
-        LLAMA_FIXED,
-        LLAMA_NAMES,
-        _smollm3,
-        _write_smollm3,
-        LLAMA_READ | {"no_rope_layers", "no_rope_layer_interval"},
-        required=("num_key_value_heads",),
-        off=SILU,
+        ROTARY,
+        Feature({"no_rope_layers", "no_rope_layer_interval"}, _smollm3, _write_smollm3),
+        keys=ATTENTION_BIAS | TIED | MLP_BIAS,
+        required=_NUM_KV_HEADS,
     ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        _OLMO_KEYS,
-        _OLMO_FIXED,
-        _OLMO_NAMES,
-        llama_like,
-        write_llama,
-        LLAMA_READ,
-        off=SILU,
+    "olmo2": _OLMO.but("Olmo2ForCausalLM", ROTARY),
+    "olmo3": _OLMO.but(
+        "Olmo3ForCausalLM", Feature(ROTARY.reads, write=hf_rope_by_kind), pattern(4, also=_olmo3)
     ),
-    "olmo3": Family(
-        "Olmo3ForCausalLM",
-        _OLMO_KEYS,
-        _OLMO_FIXED,
-        _OLMO_NAMES,
-        _olmo3,
-        _write_olmo3,
-        LLAMA_READ | PATTERN_READ,
-        off=SILU,
-    ),
-    "ernie4_5": Family(
+    "ernie4_5": LLAMA.but(
         "Ernie4_5ForCausalLM",
-        LLAMA_KEYS
-        | _TIED
-        | {
-            "rms_norm_eps": ("norm_epsilon", 1e-5),
-            "use_bias": ("add_qkv_bias add_out_proj_bias add_mlp_bias", False),
-        },
-        LLAMA_FIXED | {"rotary_interleaved": True},
-        LLAMA_NAMES,
-        lambda config: llama_like({"rope_theta": 5e5, **config}),
-        write_llama,
-        LLAMA_READ,
-        required=("num_key_value_heads", "head_dim"),
-        off=SILU,
+        rotary(5e5),
+        keys=TIED | EPSILON | {"use_bias": ("add_qkv_bias add_out_proj_bias add_mlp_bias", False)},
+        fixed={"rotary_interleaved": True},
+        required=_SIZES_OF_HEADS,
     ),
-    "seed_oss": Family(
+    "seed_oss": LLAMA.but(
         "SeedOssForCausalLM",
-        LLAMA_KEYS
+        ROTARY,
+        keys=MLP_BIAS
         | {
             "attention_bias": ("add_qkv_bias", True),
             "attention_out_bias": ("add_out_proj_bias", False),
-            "mlp_bias": ("add_mlp_bias", False),
             "attention_dropout": ("attention_probs_dropout_prob", 0.1),
             "residual_dropout": ("hidden_dropout_prob", 0.1),
         },
-        LLAMA_FIXED | {"embedding_dropout_prob": 0.0},
-        LLAMA_NAMES,
-        llama_like,
-        write_llama,
-        LLAMA_READ,
-        required=("num_key_value_heads", "head_dim"),
-        off=SILU,
+        fixed={"embedding_dropout_prob": 0.0},
+        required=_SIZES_OF_HEADS,
     ),
-    "internlm2": Family(
+    "internlm2": LLAMA.but(
         "InternLM2ForCausalLM",
-        LLAMA_KEYS | {"bias": ("add_qkv_bias add_out_proj_bias", False)},
-        LLAMA_FIXED,
-        _INTERNLM2_NAMES,
-        llama_like,
-        write_llama,
-        LLAMA_READ | _OWN_CODE,
+        ROTARY,
+        _OWN_CODE,
+        keys={"bias": ("add_qkv_bias add_out_proj_bias", False)},
+        names={
+            "embedding.word_embeddings": "model.tok_embeddings",
+            **in_layers(
+                _LAYER,
+                {
+                    "input_norm": "attention_norm",
+                    "attention.qkv": "attention.wqkv",
+                    "attention.out_proj": "attention.wo",
+                    "mlp_norm": "ffn_norm",
+                    "mlp.fc1": "feed_forward.{part}",
+                    "mlp.fc2": "feed_forward.w2",
+                },
+            ),
+            "head": "output",
+        },
         part_names={"gate": "w1", "up": "w3"},
-        off=SILU,
     ),
-    "baichuan": Family(
+    "baichuan": LLAMA.but(
         "BaichuanForCausalLM",
-        {key: row for key, row in LLAMA_KEYS.items() if key != "max_position_embeddings"},
-        LLAMA_FIXED,
-        LLAMA_NAMES | {f"{_ROW}attention.qkv": "model.layers.{}.self_attn.W_pack"},
-        _baichuan,
-        _write_baichuan,
-        LLAMA_READ | _OWN_CODE | {"max_position_embeddings", "model_max_length"},
+        Feature({*ROTARY.reads, "max_position_embeddings", "model_max_length"}, _baichuan, _write_baichuan),
+        _OWN_CODE,
+        without=("max_position_embeddings",),
+        names=in_layers(_LAYER, {"attention.qkv": "self_attn.W_pack"}),
         has_parts_in_a_row=True,
-        off=SILU | {"num_key_value_heads": ()},
+        off={"num_key_value_heads": ()},
     ),
 }

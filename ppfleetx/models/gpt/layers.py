@@ -230,7 +230,6 @@ class FinalNorm(nn.Layer):
         self.final_norm, self.multiplier = factory.norm(spec), multiplier
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Normalise a packed :class:`HiddenState`."""
         hidden = self.final_norm(state[0])
         return (hidden if self.multiplier == 1.0 else hidden * self.multiplier, *state[1:])
 
@@ -262,8 +261,6 @@ class LanguageHead(PieceHead):
 
 
 class Head(LanguageHead):
-    """A head with its own matrix."""
-
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__(factory, spec)
         self.head = factory.linear(spec.linear)
@@ -307,5 +304,4 @@ class ClassificationHead(nn.Layer):
         self.score = factory.linear(spec.linear)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
-        """Return scores ``[s, b, classes]``."""
         return self.score(self.factory.leave_trunk(state[0]))

@@ -20,7 +20,7 @@ from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
-from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, within
+from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, parameters_within
 from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.moe_spec import MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
@@ -51,16 +51,14 @@ class EmbeddingSpec:
     multiplier: float = 1.0
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        words = within("word_embeddings", self.words.parameters())
-        words |= within("position_embeddings", self.positions.parameters() if self.positions else {})
-        return words | within("norm", self.norm.parameters() if self.norm else {})
+        layers = {"word_embeddings": self.words, "position_embeddings": self.positions, "norm": self.norm}
+        return parameters_within(layers.items())
 
     def operations(self, work: Work) -> list[Operation]:
         moved = work.bytes_of(self.words.width) * (3 + 1 + (self.positions is not None))
         return [elementwise("embedding", "edge", moved, moved, 3)]
 
     def tape(self, work: Work) -> Tape:
-        """The steps from ids to hidden states."""
         size, part, ids = work.bytes_of(self.words.width), work.part_of(self.words.width), work.tokens * 8
         steps = [Step("words", size, ("ids",), extra=2 * ids, weights=self.words.weight_bytes(work))]
         if self.multiplier != 1.0:
@@ -118,16 +116,12 @@ class BlockSpec:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states."""
         return self.attention.hidden_size
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        specs: Specs = {}
-        for name in ("input_norm", "attention", "attention_post_norm", "mlp_norm", "mlp", "mlp_post_norm"):
-            layer = getattr(self, name)
-            if layer is not None:
-                specs |= within(name, layer.parameters(sequence_parallel=sequence_parallel))
-        return specs
+        names = ("input_norm", "attention", "attention_post_norm", "mlp_norm", "mlp", "mlp_post_norm")
+        layers = ((name, getattr(self, name)) for name in names)
+        return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def operations(self, work: Work) -> Iterator[Operation]:
         if self.input_norm is not None:
@@ -210,7 +204,6 @@ class HeadSpec:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head's matrix is the word embedding."""
         return self.words is not None
 
     @property
@@ -220,7 +213,6 @@ class HeadSpec:
 
     @property
     def matrix(self) -> LinearSpec:
-        """The linear that computes the logits."""
         if self.linear is not None:
             return self.linear
         return LinearSpec(self.words.width, self.words.rows, "columns", False, self.words.init, "head")
@@ -239,7 +231,6 @@ class HeadSpec:
         yield elementwise("loss", "edge", logits * (e + 4 + 4), logits * (4 + 4 + e), 4)
 
     def tape(self, work: Work, source: str) -> list[Step]:
-        """The steps of logits and loss for a micro batch."""
         logits, e, weights = self._logits(work), work.activation_bytes, self.matrix.weight_bytes(work)
         hides_padding = self.matrix.out_features != self.num_outputs
         # Copies of the logits that the tensor-parallel loss needs for a moment, beside its softmax.
@@ -297,14 +288,11 @@ class ModelSpec:
 
     def parameters(self, *, sequence_parallel: bool = True) -> Mapping[str, ParamSpec]:
         """Canonical name -> declaration of every parameter, in model order. Linear weights are [in, out]."""
-        specs: Specs = {}
-        for stage, layer in self.stages():
-            specs |= within(stage, layer.parameters(sequence_parallel=sequence_parallel))
+        specs = parameters_within(self.stages(), sequence_parallel=sequence_parallel)
         return {name: replace(spec, name=name) for name, spec in specs.items()}
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the metrics that the layers report."""
         given = (name for block in self.blocks for name in getattr(block.mlp, "metrics", ()))
         return tuple(dict.fromkeys(given))
 
@@ -319,11 +307,9 @@ class ModelSpec:
         }
 
     def end_operations(self, work: Work) -> list[Operation]:
-        """Operations of final norm, logits and loss on one rank."""
         return [self.final_norm.operation("final norm", "edge", work), *self.head.operations(work)]
 
     def end_tape(self, work: Work) -> Tape:
-        """The steps of final norm, logits and loss for a micro batch."""
         steps, size = self.final_norm.tape(work, "normed", "x"), work.part_of(self.final_norm.size)
         if work.split > 1:
             steps.append(Step("whole", work.bytes_of(self.final_norm.size), ("normed",)))

@@ -103,7 +103,6 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
 
 
 def _rotary_of(block: BlockSpec, positions: Positions) -> Rotary | None:
-    """The rotary positions of a block, if it has any."""
     attention = block.attention
     if isinstance(attention, AttentionSpec) and attention.rotary_size is None:
         return None

@@ -6,7 +6,6 @@ import time
 from functools import partial
 from typing import Any
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 
@@ -194,16 +193,3 @@ def not_registered() -> list[str]:
         for dtype in known.used
         if dtype not in registered_types(registry.get(kernel, ()), (NAME, "CUSTOM"))
     ]
-
-
-def numbers() -> list[float]:
-    """A product, its gradient, and a view, beside NumPy's."""
-    _begin()
-    draw = np.random.default_rng(0)
-    a, b = (draw.standard_normal([16, 16]).astype("float32") for _ in range(2))
-    x = paddle.to_tensor(a, stop_gradient=False)
-    y = paddle.matmul(x, paddle.to_tensor(b)).transpose([1, 0])[2:5]
-    y.sum().backward()
-    expected = (a @ b).T[2:5]
-    gradient = np.tile(b[:, 2:5].sum(1), (16, 1))
-    return [float(np.abs(y.numpy() - expected).max()), float(np.abs(x.grad.numpy() - gradient).max())]
