@@ -37,6 +37,7 @@ examples:
             check_adapters,
             check_experts,
             check_one_process,
+            check_positions,
             check_target,
             export,
         )
@@ -57,6 +58,7 @@ examples:
                 )
             check_adapters(cfg)
             check_experts(cfg)
+            check_positions(cfg)
             cfg, ctx = start_with(cfg)
             for note in notes:
                 get_logger().info(f"NOTE: {note}")

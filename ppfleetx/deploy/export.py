@@ -93,6 +93,24 @@ def check_experts(cfg: RunConfig) -> None:
         )
 
 
+def check_positions(cfg: RunConfig) -> None:
+    """Check that keys which an exported program has cached stay valid however long a row becomes.
+
+    Raises:
+        ConfigError: the model turns long rows by other angles.
+    """
+    scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
+    if scaling is not None and (length := scaling.switch_length(longest)) is not None:
+        raise ConfigError(
+            f"is longrope, which turns rows of more than {length} tokens by other angles: there the cached "
+            "keys have to be computed anew, which an exported program cannot do. Export the model for "
+            f"shorter rows (-o Model.max_position_embeddings={length}), or use the checkpoint itself: "
+            "ppfleetx generate, chat or serve",
+            key="Model.rope_scaling",
+            place=cfg.origins.get("Model.rope_scaling.type"),
+        )
+
+
 def check_one_process(processes: int) -> None:
     """Check that this is the only process of the job.
 

@@ -29,21 +29,30 @@ class GrowingCache:
         self._layers: Layers = {}  # [b, g, k, d], contiguous; columns after the first n are finite
         self._past = self.length = 0  # columns held, n
         self._num_new, self._visible = 0, np.zeros((0, 0), dtype=bool)
+        self._row_lengths: np.ndarray | None = None
         self._penalties: dict[int | None, paddle.Tensor] = {}  # masks of this pass, by window
         self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
-    def extend(self, num_new: int, visible: np.ndarray) -> None:
+    def extend(self, num_new: int, visible: np.ndarray, row_lengths: np.ndarray | None = None) -> None:
         """Prepare a pass of the model that extends each row by ``num_new`` columns, which every layer will
         pass to :meth:`update`.
 
         ``visible [b, n + num_new]`` bool are the columns that the new positions of each row may attend to
         (apart from columns after the position itself). In the first pass the layers handle this.
+        ``row_lengths [b]`` are the lengths of the rows' sequences, if they are not the numbers of their
+        columns.
         """
         self._past, self.length = self.length, self.length + num_new
         if self._past:
             self._make_room()
         self._num_new, self._visible = num_new, visible[:1] if visible.all() else visible
         self._penalties, self._places = {}, None
+        self._row_lengths = row_lengths
+
+    def row_lengths(self) -> paddle.Tensor:
+        """See ``KeyValueCache``."""
+        lengths = self._visible.sum(axis=1) if self._row_lengths is None else self._row_lengths
+        return paddle.to_tensor(lengths.astype(np.int64)[:, None])
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
         """Allocate the :meth:`memory` of a first pass, for code that computes all layers at once."""

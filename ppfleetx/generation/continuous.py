@@ -5,6 +5,7 @@ Shape letters: b rows, n columns of the cache, V true vocabulary, g key/value he
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,7 +94,8 @@ class ContinuousBatch:
     """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
 
     A row gets the same logits as if it were alone, up to float rounding. Prompts with the prefix of an
-    earlier row reuse its keys and values, which ``prefixes`` stores.
+    earlier row reuse its keys and values, which ``prefixes`` stores. With LongRoPE, a row that becomes long
+    is run anew, because its cached keys have the angles of short rows.
     """
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
@@ -105,6 +107,14 @@ class ContinuousBatch:
     @property
     def num_rows(self) -> int:
         return len(self.history)
+
+    @property
+    def most_guesses(self) -> int:
+        """The most guesses for a row, so that no row gets the angles of long rows in the middle of a pass."""
+        switch = self._model.switch_length
+        if switch is None:
+            return sys.maxsize
+        return min((switch - len(row) for row in self.history if len(row) <= switch), default=sys.maxsize)
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> None:
         """At the next step, append ``copies[i]`` rows that start from ``prompts[i]``.
@@ -132,9 +142,11 @@ class ContinuousBatch:
         """Logits ``[1 + s, b, V]`` float32: after the last token of each row, and after each of its guesses.
 
         s is the largest number of guesses; rows with fewer guesses have meaningless logits after these.
-        Guesses do not become part of a row: the tokens appended next decide which guesses were right.
+        Guesses do not become part of a row: the tokens appended next decide which guesses were right. There
+        are at most :attr:`most_guesses` for a row.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
+        assert max(map(len, guesses)) <= self.most_guesses
         return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
@@ -151,7 +163,7 @@ class ContinuousBatch:
             self.history[i] = list(row[: same + 1])
             new.append(list(row[same + 1 :]))
         self._free_end()
-        logits = self.logits_with_guesses(new)
+        logits = self._step(new).reshape([-1, self.num_rows, self._model.vocab_size])
         for i, own in enumerate(new):
             self._visible[i, self._before + 1 + len(own) :] = False
             self.history[i] += own
@@ -173,12 +185,12 @@ class ContinuousBatch:
         """
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
-            self._remember(self.history[row], self._cache, row, self._visible[row])
+            self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
         self.history = [self.history[row] for row in rows]
         if not rows:
             self._clear()
             return
-        self._visible = self._visible[list(rows)]
+        self._visible, self._is_long = self._visible[list(rows)], self._is_long[list(rows)]
         unused = int(self._visible.any(axis=0).argmax())
         self._visible = self._visible[:, unused:]
         self._cache.forget_first(unused)
@@ -188,13 +200,17 @@ class ContinuousBatch:
         self._cache = JoinableCache()
         # [b, n] for the rows in the cache: whether a column holds a key of the row.
         self._visible = np.zeros((0, 0), dtype=bool)
+        # [b] for the same rows: whether its keys have the angles of long rows.
+        self._is_long = np.zeros(0, dtype=bool)
         self._before = 0  # number of columns before the last pass over these rows
         self._newcomers: list[tuple[list[int], int]] = []
 
     def _step(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
+        rows = self.history[: len(guesses)]
+        lengths = np.array([len(row) + len(own) for row, own in zip(rows, guesses, strict=True)])
+        self._renew(lengths)
         self._take_out_unused()
         width = 1 + max(map(len, guesses))
-        rows = self.history[: len(guesses)]
         tokens = np.array(
             [
                 [row[-1], *own, *[row[-1]] * (width - len(own) - 1)]
@@ -207,8 +223,33 @@ class ContinuousBatch:
         self._before = self._cache.length
         self._visible = np.pad(self._visible, ((0, 0), (0, width)), constant_values=True)
         return self._model.with_cache(
-            paddle.to_tensor(tokens), paddle.to_tensor(positions), self._visible, self._cache, width
+            paddle.to_tensor(tokens), paddle.to_tensor(positions), self._visible, self._cache, width, lengths
         )
+
+    def _renew(self, lengths: np.ndarray) -> None:
+        """Run the rows anew that with ``lengths [b]`` have other angles than their keys in the cache."""
+        is_long = self._are_long(lengths)
+        turned = (is_long != self._is_long) & self._visible.any(axis=1)
+        self._is_long = is_long
+        if not turned.any():
+            return
+        changed, others = np.flatnonzero(turned), np.flatnonzero(~turned)
+        cache = JoinableCache()
+        _, visible = self._run([self.history[row][:-1] for row in changed], cache, lengths[changed])
+        self._visible = self._visible[others]
+        if len(others):
+            self._cache.select(paddle.to_tensor(others))
+        else:
+            self._cache = JoinableCache()
+        self._add(cache, visible)
+        order = np.argsort(np.concatenate([others, changed]))
+        self._cache.select(paddle.to_tensor(order))
+        self._visible = self._visible[order]
+
+    def _are_long(self, lengths: np.ndarray) -> np.ndarray:
+        """Whether rows of these ``lengths [b]`` have the angles of long rows."""
+        switch = self._model.switch_length
+        return np.zeros(len(lengths), dtype=bool) if switch is None else lengths > switch
 
     def _free_end(self) -> None:
         """Free the columns after the last one that any row uses."""
@@ -226,8 +267,9 @@ class ContinuousBatch:
 
     def _prefill(self) -> paddle.Tensor:
         prompts, copies = [prompt for prompt, _ in self._newcomers], [n for _, n in self._newcomers]
+        are_long = self._are_long(np.array([len(prompt) for prompt in prompts])).tolist()
         parts, first = [], 0
-        for group in self._prefixes.groups(prompts):
+        for group in self._prefixes.groups(prompts, are_long):
             parts.append(self._run_prompts(group, copies[first : first + len(group.prompts)]))
             first += len(group.prompts)
         self._before = self._cache.length - 1
@@ -236,35 +278,60 @@ class ContinuousBatch:
 
     def _run_prompts(self, group: SeededPrompts, copies: Sequence[int]) -> paddle.Tensor:
         """Run a group of prompts together, add them to the cache, and return the logits ``[copies, V]``."""
-        tokens, padding = pad_left(group.rests)
-        cache, past = JoinableCache(), group.length
-        if past:
-            cache.seed(group.layers, past, len(group.prompts))
+        cache, lengths = JoinableCache(), np.array([len(prompt) for prompt in group.prompts])
+        if group.length:
+            cache.seed(group.layers, group.length, len(group.prompts))
+        logits, visible = self._run(group.rests, cache, lengths)
+        is_long = self._are_long(lengths)
+        self._prefixes.num_reused += group.length * len(group.prompts)
+        for row, prompt in enumerate(group.prompts):
+            self._remember(prompt, cache, row, visible[row], is_long[row])
+        if max(copies) > 1:
+            repeated = np.repeat(np.arange(len(copies)), copies)
+            index = paddle.to_tensor(repeated)
+            cache.select(index)
+            visible, is_long = visible[repeated], is_long[repeated]
+            logits = logits.index_select(index, axis=0)
+        self._add(cache, visible)
+        self._is_long = np.concatenate([self._is_long, is_long])
+        return logits
+
+    def _run(
+        self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
+    ) -> tuple[paddle.Tensor, np.ndarray]:
+        """Extend the rows of ``cache``, which are equal, by the tokens of ``rows``.
+
+        Args:
+            rows: the new tokens of each.
+            cache: their cache; in the end all tokens are in it.
+            lengths: ``[b]``, see :meth:`GrowingCache.extend`.
+
+        Returns:
+            The logits ``[b, V]`` after the last tokens, and the columns ``[b, n]`` that rows may attend to.
+        """
+        tokens, padding = pad_left(rows)
+        past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]
         visible = np.pad(columns >= 0, ((0, 0), (past, 0)), constant_values=True)
         positions = np.maximum(columns, 0) + past
         for start in range(0, tokens.shape[1], _PREFILL_COLUMNS):
             part = slice(start, start + _PREFILL_COLUMNS)
             ids, places = paddle.to_tensor(tokens[:, part]), paddle.to_tensor(positions[:, part])
-            logits = self._model.with_cache(ids, places, visible[:, : past + part.stop], cache)
-        self._prefixes.num_reused += group.length * len(group.prompts)
-        for row, prompt in enumerate(group.prompts):
-            self._remember(prompt, cache, row, visible[row])
-        if max(copies) > 1:
-            repeated = np.repeat(np.arange(len(copies)), copies)
-            index = paddle.to_tensor(repeated)
-            cache.select(index)
-            visible = visible[repeated]
-            logits = logits.index_select(index, axis=0)
+            logits = self._model.with_cache(ids, places, visible[:, : past + part.stop], cache, 1, lengths)
+        return logits, visible
+
+    def _add(self, cache: JoinableCache, visible: np.ndarray) -> None:
+        """Append the rows of ``cache`` with the columns ``visible [b, n]``."""
         self._cache.add_rows(cache)
         old, new = (
             np.pad(rows, ((0, 0), (self._cache.length - rows.shape[1], 0)))
             for rows in (self._visible, visible)
         )
         self._visible = np.concatenate([old, new])
-        return logits
 
-    def _remember(self, tokens: Sequence[int], cache: JoinableCache, row: int, visible: np.ndarray) -> None:
-        if self._prefixes.wants(tokens):
+    def _remember(
+        self, tokens: Sequence[int], cache: JoinableCache, row: int, visible: np.ndarray, is_long: bool
+    ) -> None:
+        if self._prefixes.wants(tokens, is_long):
             columns = np.flatnonzero(visible)[: self._prefixes.max_tokens]
-            self._prefixes.put(tokens[: len(columns)], cache.copy_of(row, columns))
+            self._prefixes.put(tokens[: len(columns)], cache.copy_of(row, columns), is_long)

@@ -1,8 +1,9 @@
 """Reuse the keys and values of earlier sequences for prompts with the same prefix.
 
 Chats share their system message, and each turn of a chat begins with all turns before it. The keys and values
-of such a prefix do not depend on what follows, so they can be taken from an earlier sequence, up to float
-rounding. The store holds a limited number of positions and evicts the least recently used sequences.
+of such a prefix do not depend on what follows (with LongRoPE, only on whether the row is long), so they can
+be taken from an earlier sequence, up to float rounding. The store holds a limited number of positions and
+evicts the least recently used sequences.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SHORTEST = 16
 @dataclass
 class _Entry:
     tokens: np.ndarray  # [n] int64
+    is_long: bool
     layers: Layers  # [1, g, n, d]
 
 
@@ -47,38 +49,53 @@ class PrefixStore:
         self.max_tokens, self.num_tokens, self.num_reused = max_tokens, 0, 0
         self._entries: list[_Entry] = []  # the most recently used last
 
-    def groups(self, prompts: Sequence[Sequence[int]]) -> list[SeededPrompts]:
-        """Group the prompts, in order. Consecutive prompts with the same known prefix form one group."""
-        found = [(prompt, *self._longest(prompt)) for prompt in prompts]
-        grouped = groupby(found, key=lambda one: tuple(one[0][: one[1]]))
-        parts = [list(members) for _, members in grouped]
+    def groups(
+        self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
+    ) -> list[SeededPrompts]:
+        """Group the prompts, in order. Consecutive prompts with the same known prefix form one group.
+
+        Args:
+            prompts: token ids.
+            are_long: whether each has the angles of long rows; None: there are no such angles.
+        """
+        kinds = are_long or [False] * len(prompts)
+        found = [(prompt, *self._longest(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+        keyed = zip(kinds, found, strict=True)
+        grouped = groupby(keyed, key=lambda pair: (pair[0], *pair[1][0][: pair[1][1]]))
+        parts = [[one for _, one in members] for _, members in grouped]
         return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
 
-    def wants(self, tokens: Sequence[int]) -> bool:
+    def wants(self, tokens: Sequence[int], is_long: bool = False) -> bool:
         """Whether ``tokens`` are worth storing: long enough and not known yet."""
-        known = self._longest([*tokens, -1])[0]  # plus one, because the last token is ignored
+        known = self._longest([*tokens, -1], is_long)[0]  # plus one, because the last token is ignored
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
-    def put(self, tokens: Sequence[int], layers: Layers) -> None:
-        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``."""
-        array = np.array(tokens, np.int64)
+    def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
+        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``; ``is_long``:
+        they belong to a row with the angles of long rows."""
+        new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces those that are prefixes of it.
-        self._entries = [one for one in self._entries if shared(one.tokens, array) < len(one.tokens)]
-        self._entries.append(_Entry(array, layers))
+        self._entries = [one for one in self._entries if _match(one, new.tokens, is_long) < len(one.tokens)]
+        self._entries.append(new)
         sizes = [len(one.tokens) for one in self._entries]
         while sum(sizes) > self.max_tokens:
             del self._entries[0], sizes[0]
         self.num_tokens = sum(sizes)
 
-    def _longest(self, prompt: Sequence[int]) -> tuple[int, Layers]:
+    def _longest(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
         """The length of the longest known prefix of a prompt, never its last token, and its entry."""
         array = np.array(prompt[:-1], np.int64)
-        lengths = [shared(one.tokens, array) for one in self._entries]
+        lengths = [_match(one, array, is_long) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
         if best is None or lengths[best] < SHORTEST:
             return 0, {}
         self._entries.append(self._entries.pop(best))
         return lengths[best], self._entries[-1].layers
+
+
+def _match(entry: _Entry, tokens: np.ndarray, is_long: bool) -> int:
+    """How many of an entry's first keys are those of a row with these ``tokens``."""
+    return shared(entry.tokens, tokens) if entry.is_long == is_long else 0
 
 
 def shared(one: np.ndarray | Sequence[int], other: np.ndarray | Sequence[int]) -> int:

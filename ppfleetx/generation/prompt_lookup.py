@@ -70,6 +70,7 @@ def decode_with_lookup(
         else:
             guesses = assistant.propose([row.history for row in rows], [row.width for row in rows])
             count = max(row.hold(own) for row, own in zip(rows, guesses, strict=True))
+        count = min(count, batch.most_guesses)
         logits = batch.logits_with_guesses([row.first_guesses(count) for row in rows])
 
 

@@ -74,9 +74,9 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
     """Score each token of a text, given the tokens before it; the first token has no score."""
-    scores = [TokenScore(tokens[0], None)]
+    scores, row_lengths = [TokenScore(tokens[0], None)], np.array([len(tokens) - 1])
     for start, part, *inputs in _parts(tokens[:-1]):
-        logits = model.with_cache(*inputs, part)
+        logits = model.with_cache(*inputs, part, row_lengths)
         scores += score_tokens(logits, list(tokens[start + 1 : start + 1 + part]), num_top)
     return scores
 
@@ -84,7 +84,7 @@ def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> 
 def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
     """The embedding ``[h]`` float32 of a text: the last hidden state before the head, scaled to length 1."""
     for _start, _size, *inputs in _parts(tokens):
-        hidden = model.hidden_states(*inputs)
+        hidden = model.hidden_states(*inputs, np.array([len(tokens)]))
     vector = hidden[-1, 0].astype("float32").numpy()
     return vector / max(float(np.linalg.norm(vector)), 1e-12)
 

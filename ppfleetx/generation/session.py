@@ -34,6 +34,8 @@ class NextTokenModel:
             together, and all get the same logits.
 
     Attributes:
+        switch_length: rows longer than this have other angles (LongRoPE), which makes their cached keys
+            useless; None: there is no such length.
         head_matrix: the copy ``[h, V]``; None if the head is not tied.
         small_head: the copy with its scales if the matrix is quantised; ``head_matrix`` then holds its
             integers.
@@ -41,6 +43,7 @@ class NextTokenModel:
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
         self.model, self.vocab_size, self._vocab_group = model, vocab_size, vocab_group
+        self.switch_length: int | None = getattr(model.stages[0], "switch_length", None)
         self.head_matrix: paddle.Tensor | None = None
         self.small_head: QuantizedMatrix | None = None
         if isinstance(model.stages[-1], TiedHead):
@@ -68,6 +71,7 @@ class NextTokenModel:
         visible: np.ndarray,
         cache: GrowingCache,
         num_last: int = 1,
+        row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
         """Compute the logits after new ``tokens [b, s]`` int64, which extend the n columns of ``cache``.
 
@@ -75,26 +79,32 @@ class NextTokenModel:
             visible: ``[b, n + s]`` bool, the columns that each row may attend to. In the first pass the other
                 columns must be padding on the left.
             num_last: number of last positions L to compute logits for.
+            row_lengths: see :meth:`GrowingCache.extend`.
 
         Returns:
             ``[b, V]`` float32 after the last token; with ``num_last`` L, ``[L * b, V]`` for the last L
                 positions, ordered by position.
         """
         *_, head = self.model.stages
-        hidden = self.hidden_states(tokens, position_ids, visible, cache)
+        hidden = self.hidden_states(tokens, position_ids, visible, cache, row_lengths)
         last = hidden[-num_last:].flatten(0, 1) if len(hidden) > num_last else hidden.flatten(0, 1)
         if self.head_matrix is not None:
             return self._all_columns(head.capped(self._head.linear(last)))
         return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
 
     def hidden_states(
-        self, tokens: paddle.Tensor, position_ids: paddle.Tensor, visible: np.ndarray, cache: GrowingCache
+        self,
+        tokens: paddle.Tensor,
+        position_ids: paddle.Tensor,
+        visible: np.ndarray,
+        cache: GrowingCache,
+        row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
         """Compute the hidden states ``[s, b, h]`` before the head; arguments as for :meth:`with_cache`."""
         state = (tokens, position_ids)
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
-        cache.extend(tokens.shape[1], visible)
+        cache.extend(tokens.shape[1], visible, row_lengths)
         return self._run_trunk(state, cache)
 
     @contextmanager
@@ -111,6 +121,8 @@ class NextTokenModel:
         position_ids = state[1]
         embedding, *rest, _ = self.model.stages
         state = embedding(state, cache)
+        if self.switch_length is not None:
+            position_ids = state[1]
         fused = None if paddle.is_grad_enabled() or self._layer_by_layer else self._fused
         if fused is not None and (cache.follows or fused.takes_prompts):
             done = fused.run(state[0], position_ids, cache)
@@ -182,8 +194,10 @@ class DecodingSession:
 
     def next_logits(self) -> paddle.Tensor:
         """Logits ``[b, V]`` float32 for the next token of each row."""
-        past = 0 if self._cache is None else self._cache.length
         length = self.history.shape[1]
+        if self._cache is not None and self._outgrows(length):
+            self._cache = GrowingCache()
+        past = 0 if self._cache is None else self._cache.length
         columns = np.arange(past, length, dtype=np.int64)
         positions = np.maximum(columns[None, :] - self._padding[:, None], 0)
         tokens, position_ids = paddle.to_tensor(self.history[:, past:]), paddle.to_tensor(positions)
@@ -192,6 +206,11 @@ class DecodingSession:
             return self._model.without_cache(tokens, position_ids, start)
         visible = np.arange(length) >= self._padding[:, None]
         return self._model.with_cache(tokens, position_ids, visible, self._cache)
+
+    def _outgrows(self, length: int) -> bool:
+        """Whether the next pass is the first in which a row has the angles of long rows."""
+        switch = self._model.switch_length
+        return switch is not None and bool((length - self._padding == switch + 1).any())
 
     def append(self, tokens: np.ndarray) -> None:
         """Add one token ``[b]`` to each row."""

@@ -43,6 +43,10 @@ class KeyValueCache(Protocol):
             mask is None, keys end where queries end, and the usual masks apply.
         """
 
+    def row_lengths(self) -> paddle.Tensor:
+        """``[b or 1, 1]`` int64: the length of the sequence in each row after the new positions; of a prompt
+        that is run in parts, its whole length."""
+
 
 class HeadAttention(nn.Layer):
     """Base class of attention layers: the computation from queries, keys and values of the heads on.

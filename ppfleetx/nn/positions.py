@@ -28,6 +28,8 @@ class Positions:
         rotary: rotates queries and keys in every block.
         local_rotary: rotates them in layers with a window; None: ``rotary`` does.
         biases: whether blocks add linear biases to the scores.
+        switch_length: the longest sequence that ``rotary`` rotates by its first set of angles (LongRoPE);
+            None: it has one set.
     """
 
     table_rows: int | None = None
@@ -36,6 +38,7 @@ class Positions:
     rotary: Rotary | None = None
     local_rotary: Rotary | None = None
     biases: bool = False
+    switch_length: int | None = None
 
     @property
     def reach_blocks(self) -> bool:

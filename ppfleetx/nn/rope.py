@@ -3,6 +3,9 @@
 Feature ``i`` of the first half of a head is paired with feature ``i`` of the second half, as in Llama, or
 feature ``2 i`` with the next one (``Model.rotary_interleaved``). Pair ``i`` is rotated by
 ``position * base ** (-2 i / head_dim)``, or with the frequency that ``Model.rope_scaling`` stretches.
+
+LongRoPE has other frequencies for sequences longer than L positions. Then the tables have the angles of short
+sequences in their first L rows, and those of long ones after them; :func:`places` gives the rows.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class RotaryEmbedding:
 
     Attributes:
         fused: the fused operators in use.
+        switch_length: see :meth:`~ppfleetx.config.sections.rope.RopeScalingConfig.switch_length`. If it is
+            not None, "positions" below are those of :func:`places`.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -48,6 +53,7 @@ class RotaryEmbedding:
         assert head_dim % 2 == 0
         self.head_dim, self.max_positions, self.base, self.scaling = head_dim, max_positions, base, scaling
         self.interleaved = interleaved
+        self.switch_length = None if scaling is None else scaling.switch_length(max_positions)
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
         """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, d]`` by its
@@ -128,6 +134,7 @@ class RotaryEmbedding:
             )
             return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
         # An exported program computes them: a table would be a constant in its text.
+        assert self.switch_length is None, "refused in exports"
         frequency = paddle.to_tensor(inverse_frequencies(self.head_dim, self.base, self.scaling))
         angles = position_ids.astype("float64").unsqueeze(-1) * frequency
         factor = attention_factor(self.scaling)
@@ -135,6 +142,11 @@ class RotaryEmbedding:
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
         return cos.astype("float32"), sin.astype("float32")
+
+
+def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
+    """The rows of the tables for ``position_ids [b, s]`` of sequences with ``lengths [b or 1, 1]``."""
+    return position_ids + switch_length * (lengths > switch_length).astype(position_ids.dtype)
 
 
 @lru_cache(maxsize=4)
@@ -148,7 +160,7 @@ def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
 def _whole_tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, ...]:
-    """The cos and sin tables ``[1, max_positions, 1, head_dim]`` for both halves of a head."""
+    """The cos and sin tables ``[1, rows, 1, head_dim]`` for both halves of a head."""
     tables = _tables(max_positions, head_dim, base, scaling, device)
     return tuple(paddle.concat([table, table], axis=-1).unsqueeze([0, 2]) for table in tables)
 
@@ -157,9 +169,14 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """The cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers."""
+    """The cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers; with a switch length L,
+    ``[L + max_positions, head_dim / 2]``."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
+    switch_length = None if scaling is None else scaling.switch_length(max_positions)
+    if switch_length is not None:
+        long = inverse_frequencies(head_dim, base, scaling, is_long=True)
+        angles = np.concatenate([angles[:switch_length], np.arange(max_positions)[:, None] * long])
     factor = attention_factor(scaling)
     return (
         paddle.to_tensor((factor * np.cos(angles)).astype(np.float32)),

@@ -13,26 +13,34 @@ import numpy as np
 from ppfleetx.config.sections.rope import RopeScalingConfig
 
 
-def inverse_frequencies(head_dim: int, base: float, scaling: RopeScalingConfig | None) -> np.ndarray:
+def inverse_frequencies(
+    head_dim: int, base: float, scaling: RopeScalingConfig | None, *, is_long: bool = False
+) -> np.ndarray:
     """The angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
 
     Args:
         head_dim: even size of a head.
         base: the formula's base, 10000 in the paper.
         scaling: how the frequencies are stretched; None: not at all.
+        is_long: whether those of a sequence longer than ``original_max_position_embeddings`` are wanted,
+            which longrope has.
     """
     plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return plain
+    if scaling.type == "longrope":
+        return plain / np.array(scaling.long_factor if is_long else scaling.short_factor)
     return plain * (1 - (1 - 1 / scaling.factor) * _stretched_share(plain, base, scaling))
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:
-    """The factor YaRN applies to cos and sin (Peng et al., 2023); 1 without YaRN."""
-    if scaling is None or scaling.type != "yarn":
+    """The factor of cos and sin in YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024); else 1."""
+    if scaling is None or scaling.type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.type == "longrope":
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
     # transformers takes the two numbers where neither is 0.
     if scaling.mscale and scaling.mscale_all_dim:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ppfleetx.commands.generate import load_generator
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
@@ -21,7 +21,7 @@ from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.conversion.logits import our_logits
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.export import export
+from ppfleetx.deploy.export import check_positions, export
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generation, Generator
@@ -79,11 +79,14 @@ def generator_of(root: Path, name: str) -> tuple[RunConfig, Generator]:
     vocab = {character: number for number, character in enumerate([*list(BYTE_CHARACTERS)[:96], "<|end|>"])}
     Tokenizer(make_definition(vocab, [], ["<|end|>"]), eod_token="<|end|>").save(source)
     convert(Conversion("hf", "ppfleetx", source, root / "ours"))
-    overrides = [f"Engine.save_load.ckpt_dir={root / 'ours'}", "Global.device=cpu"]
-    cfg = load_config(
-        root / "ours" / "config.yaml", [*overrides, f"Engine.save_load.output_dir={root / 'out'}"]
-    )
+    cfg = config_of(root)
     return cfg, load_generator(cfg, CTX)
+
+
+def config_of(root: Path, *overrides: str) -> RunConfig:
+    """Of the model that was converted into ``root``, which is exported there, too."""
+    places = [f"Engine.save_load.ckpt_dir={root / 'ours'}", f"Engine.save_load.output_dir={root / 'out'}"]
+    return load_config(root / "ours" / "config.yaml", [*places, "Global.device=cpu", *overrides])
 
 
 def tokens_of(rows: list[list[Generation]]) -> list[list[int]]:
@@ -112,6 +115,21 @@ def test_an_exported_program_gives_them_too(tmp_path, name):
         options = GenerationConfig(**GREEDY, prompt_lookup_num_tokens=guesses)
         assert tokens_of(engine.generate(PROMPTS, options)) == TOLD[name]["ids"]
         assert tokens_of([engine.generate([one], options)[0] for one in PROMPTS]) == TOLD[name]["ids"]
+
+
+def test_longrope_is_exported_for_short_rows_alone(tmp_path):
+    """Where no row becomes long, nothing has to be computed anew."""
+    name, longest = "phi3_longrope_up_to_its_length", 24
+    cfg, _ = generator_of(tmp_path, name)
+    with pytest.raises(ConfigError, match=r"than 24 tokens.*-o Model.max_position_embeddings=24"):
+        check_positions(cfg)
+    cfg = config_of(tmp_path, f"Model.max_position_embeddings={longest}")
+    check_positions(cfg)
+    program = export(cfg, CTX, load_generator(cfg, CTX))
+    engine = InferenceEngine(InferenceConfig(model_dir=str(program), cpu_threads=1))
+    new = longest - max(map(len, PROMPTS))
+    options = GenerationConfig(**{**GREEDY, "max_dec_len": new, "min_dec_len": new})
+    assert tokens_of(engine.generate(PROMPTS, options)) == [ids[:new] for ids in TOLD[name]["ids"]]
 
 
 # ---- families whose code is not in transformers: each is another family's network under other names
@@ -227,7 +245,11 @@ QWEN = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8,
         ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types .* is not supported"),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation 'relu' of this gemma"),
         ("smollm3", {"no_rope_layers": [1]}, "is not one number for each layer"),
-        ("phi3", {"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "longrope"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su"}, "rope_parameters": None},
+            r"rope scaling 'longrope' \(rope_scaling\).*short_factor",
+        ),
         ("qwen3", {"layer_types": ["linear_attention"] * 2}, "layer_types .* is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window is not true"),
         ("mistral", {"sliding_window": 1}, "sliding_window 1 is not supported"),

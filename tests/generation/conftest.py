@@ -47,6 +47,17 @@ DEEPSEEK_STYLE = {
         "shared_experts": {"ffn_size": 24},
     },
 }
+# Rows of more than 12 tokens have other angles.
+LONGROPE_STYLE = {
+    **LLAMA_STYLE,
+    "rope_scaling": {
+        "type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 12,
+        "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [3.0, 2.0, 6.0, 1.0],
+    },
+}
 STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE, "deepseek_style": DEEPSEEK_STYLE}
 MakeModel = Callable[..., tuple[StagedModel, ModelConfig]]
 

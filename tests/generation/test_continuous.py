@@ -16,6 +16,7 @@ from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, choose_tokens
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.staged import StagedModel
+from tests.generation.conftest import LONGROPE_STYLE
 
 PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [60, 0]]
 
@@ -80,7 +81,7 @@ def step(
         guesses = [[] for _ in batch.history]
         logits = batch.next_logits().unsqueeze(0).numpy()
     else:
-        guesses = [some_tokens(chance, 0, 4) for _ in guesses]
+        guesses = [some_tokens(chance, 0, 4)[: batch.most_guesses] for _ in guesses]
         logits = batch.logits_with_guesses(guesses).numpy()
     for row, (history, own) in enumerate(zip(batch.history, guesses, strict=True)):
         ids = paddle.to_tensor([history + own])
@@ -113,6 +114,26 @@ def test_a_window_counts_the_tokens_of_the_row(make_model, monkeypatch: pytest.M
     blocks = {"attention_window": 4, "qk_layernorm": True, "parallel_residual": True}
     style = {"position_embedding_type": "rope", **blocks}
     test_any_course_of_events_gives_the_logits_of_the_full_forward(make_model, style, 0, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_rows_that_become_long_are_run_anew(make_model, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_any_course_of_events_gives_the_logits_of_the_full_forward(
+        make_model, LONGROPE_STYLE, seed, monkeypatch
+    )
+
+
+def test_an_assistant_takes_back_what_made_a_row_long(make_model) -> None:
+    """Its proposals go past the length at which angles change, and all of them are wrong."""
+    staged, _ = make_model(**LONGROPE_STYLE)
+    staged.eval()
+    model = NextTokenModel(staged, 61)
+    batch, row = ContinuousBatch(model), PROMPTS[2]
+    with paddle.no_grad():
+        for new in ([1, 2, 3], [], [4], [5, 6]):
+            logits = batch.logits_after([row + new, [7]]).numpy()
+            for place, one in enumerate((row + new, [7])):
+                np.testing.assert_allclose(logits[place], alone(model, one, 1)[1][0], rtol=2e-4, atol=5e-5)
 
 
 def test_columns_of_rows_that_left_are_given_back(make_model) -> None:

@@ -12,6 +12,7 @@ from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, choose_tokens, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
+from tests.generation.conftest import LONGROPE_STYLE
 from tests.generation.test_continuous import some_tokens, step
 
 
@@ -39,6 +40,11 @@ def test_known_beginnings_change_no_logits(
             batch.select(going_on)
             assert store.num_tokens <= 60
     assert store.num_reused > 60
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_short_rows_do_not_begin_long_ones(make_model, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_known_beginnings_change_no_logits(make_model, LONGROPE_STYLE, seed, monkeypatch)
 
 
 def test_what_was_used_least_recently_goes_first() -> None:

@@ -31,6 +31,13 @@ SIZES = {
 }  # fmt: skip
 GROUPED = {**SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    **GROUPED, "sliding_window": None, "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.25, 1.5], "long_factor": [1.5, 3.0, 4.75],
+    },
+}  # fmt: skip
 GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 FALCON = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -109,6 +116,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "num_key_value_heads": 2, "use_parallel_residual": True, "qk_layernorm": True},
     ),
     "phi3": ("phi3", {**GROUPED, "sliding_window": 5, "pad_token_id": 0}),
+    # The 20 tokens of the logits are a long row, and in the next case a short one; continuations of prompts
+    # become long in both.
+    "phi3_longrope": ("phi3", {**LONGROPE, "original_max_position_embeddings": 12}),
+    "phi3_longrope_up_to_its_length": (
+        "phi3",
+        {
+            **LONGROPE, "original_max_position_embeddings": 24,
+            "rope_parameters": {**LONGROPE["rope_parameters"], "attention_factor": 1.3},
+        },
+    ),
     "smollm3": ("smollm3", {**GROUPED, "no_rope_layers": [1, 0], "pad_token_id": 0}),
     "olmo2": ("olmo2", {**GROUPED, "attention_bias": True}),
     "olmo3": (

@@ -30,6 +30,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.25, 4.0],
+    "long_factor": [1.25, 3.0, 7.5, 9.0],
+    "original_max_position_embeddings": 16,
+}
 LARGE = {"head_dim": 128, "max_position_embeddings": 131072}
 OLD = {"rope_parameters": ABSENT, "rope_theta": 500000.0}
 CASES = {
@@ -86,6 +92,16 @@ CASES = {
     "keys of another type": {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 8.0, "low_freq_factor": 3.0},
     },
+    "longrope": {**OLD, "max_position_embeddings": 96, "rope_scaling": LONGROPE},
+    "longrope given factor": {**OLD, "rope_scaling": {**LONGROPE, "factor": 32.0}},
+    "longrope given attention factor": {**OLD, "rope_scaling": {**LONGROPE, "attention_factor": 1.19}},
+    "longrope shortened": {**OLD, "max_position_embeddings": 8, "rope_scaling": LONGROPE},
+    "longrope original at the top": {
+        **OLD,
+        "max_position_embeddings": 96,
+        "original_max_position_embeddings": 12,
+        "rope_scaling": LONGROPE,
+    },
     "finetuned": {**LARGE, **OLD, "rope_scaling": {**YARN, "finetuned": True}},
     # Those below run with the weights of hf_llama.npz: heads of 8 features, 60 tokens.
     "short linear": {
@@ -109,13 +125,21 @@ CASES = {
             "rope_theta": 100.0,
         },
     },
+    "short longrope": {
+        "max_position_embeddings": 64,
+        "rope_parameters": {**LONGROPE, "rope_theta": 100.0},
+    },
+    "short longrope within its length": {
+        "max_position_embeddings": 512,
+        "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 60, "rope_theta": 100.0},
+    },
     "short both": {
         "max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 12},
     },
 }
-LOGITS = ["short linear", "short llama3", "short yarn", "short both"]
+LOGITS = [name for name in CASES if name.startswith("short ")]
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_what_is_written_for_transformers_means_the_same(name):
         assert not describes(config, model.model_copy(update={"rope_scaling": None}))
 
 
-@pytest.mark.parametrize("name", ["short linear", "short llama3", "short yarn", "short both"])
+@pytest.mark.parametrize("name", [name for name in cases() if name.startswith("short ")])
 def test_logits_beyond_the_original_length_equal_transformers(name):
     config, (_, arrays) = golden()[0][name], load_golden("hf_llama")
     weights = {key.removeprefix("weight/"): value for key, value in arrays.items() if "weight/" in key}
@@ -80,7 +80,7 @@ def test_logits_beyond_the_original_length_equal_transformers(name):
         assign(model, key, value)
     model.eval()
     tokens, expected = golden()[1]["tokens"], golden()[1][f"logits/{name}"]
-    assert tokens.shape[1] > rope_keys(config)["rope_scaling"].get("original_max_position_embeddings", 0)
+    assert tokens.shape[1] >= rope_keys(config)["rope_scaling"].get("original_max_position_embeddings", 0)
     logits = model(paddle.to_tensor(tokens)).transpose([1, 0, 2]).numpy()[:, ::5, :97]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
     # The golden is no plain Llama's: without the scaling the logits are others.
@@ -90,6 +90,21 @@ def test_logits_beyond_the_original_length_equal_transformers(name):
     plain.eval()
     other = plain(paddle.to_tensor(tokens)).transpose([1, 0, 2]).numpy()[:, ::5, :97]
     assert np.abs(other - expected).max() > 0.1
+
+
+def test_each_row_has_the_angles_of_its_own_length():
+    """In transformers the longest row decides for the whole batch, which a row must not notice here."""
+    config, rng = golden()[0]["short longrope"], np.random.default_rng(0)
+    model = build(ModelConfig(**model_keys(config)))
+    model.eval()
+    tokens = rng.integers(0, 97, (2, 40))
+    positions = np.stack([np.arange(40), np.arange(40) % 16])  # the second row: packed documents
+    together = model(*map(paddle.to_tensor, (tokens, positions))).numpy()
+    for row in (0, 1):
+        alone = model(*(paddle.to_tensor(one[row : row + 1]) for one in (tokens, positions))).numpy()
+        np.testing.assert_allclose(together[:, row], alone[:, 0], rtol=0, atol=1e-5)
+    short = model(*(paddle.to_tensor(one[:1, :16]) for one in (tokens, positions))).numpy()
+    assert np.abs(together[:16, 0] - short[:, 0]).max() > 1e-3, "the same tokens, in a long row"
 
 
 def test_a_program_computes_the_angles_of_the_tables():
@@ -113,7 +128,7 @@ def test_a_program_computes_the_angles_of_the_tables():
     "settings, words",
     [
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "length of the sequence.*take it out"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "two sets"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2, "long_factor": [2] * 4}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "those that are: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor = 0.5.*at least 1"),
@@ -163,7 +178,8 @@ def test_what_is_passed_over_is_said():
     "values, words",
     [
         ({"type": "dynamic", "factor": 2}, "length of the sequence"),
-        ({"type": "longrope", "factor": 2}, "two sets"),
+        ({"type": "longrope", "factor": 2}, "type longrope needs it"),
+        ({"type": "linear", "factor": 2, "short_factor": [1.0]}, "belongs to longrope"),
         ({"type": "yarn", "factor": 2}, "type yarn needs it"),
         ({"type": "linear", "factor": 2, "beta_fast": 4}, "belongs to yarn"),
         (
@@ -185,5 +201,17 @@ def test_sections_of_one_function_are_equal():
     assert short == long
     assert hash(short) == hash(long)
     assert repr(short).startswith('{type: "yarn", factor: 2.0,')
+    long = RopeScalingConfig(
+        type="longrope",
+        factor=2,
+        original_max_position_embeddings=8,
+        short_factor=[1.0, 1.0],
+        long_factor=[1.0, 2.0, 3.0, 4.0],
+    )
+    with pytest.raises(ValueError, match="one number for each of the 4 frequencies, and has 2"):
+        ModelConfig(
+            vocab_size=8, hidden_size=8, num_layers=1, num_attention_heads=1, rope_scaling=long,
+            position_embedding_type="rope",
+        )  # fmt: skip
     with pytest.raises(ValueError, match="rope_scaling"):
         ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_attention_heads=1, rope_scaling=short)

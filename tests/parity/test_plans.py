@@ -79,6 +79,14 @@ YARN = {
     "Model.rope_scaling.original_max_position_embeddings": 4,
     "Model.rope_scaling.beta_fast": 2.0,
 }
+# All rows are long; a rank along sep has only the first 8 of their 16 positions.
+LONGROPE = {
+    "Model.rope_scaling.type": "longrope",
+    "Model.rope_scaling.factor": 2.0,
+    "Model.rope_scaling.original_max_position_embeddings": 12,
+    "Model.rope_scaling.short_factor": "[1.0, 1.5]",
+    "Model.rope_scaling.long_factor": "[2.5, 0.75]",
+}
 WINDOW = {"Model.attention_window": 5, "Model.rotary_percent": 0.5, "Model.embedding_initializer_range": 0.4}
 LORA = {"Model.lora.rank": 4, "Model.lora.alpha": 16.0}
 # Of the 16 positions, or the 8 of a sequence-parallel or sep rank, which 3 does not divide.
@@ -135,6 +143,10 @@ WAYS = {
         for plan in (SEP, Plan(pp=2, mp=2, sequence_parallel=True))
     ],
     "yarn": [(plan, "llama", {"extra": {**SMALL, **YARN, **recompute()}}) for plan in (SP, SEP, PP)],
+    "longrope": [
+        (plan, model, {"steps": 2, "extra": {**SMALL, **LONGROPE, **recompute()}})
+        for plan, model in ((SP, "llama"), (SEP, "llama"), (PP, "llama"), (SEP, "latent"))
+    ],
     "window": [
         (plan, "llama", {"extra": {**SMALL, **WINDOW, **recompute("core_attn")}}) for plan in (SP, SEP, PP)
     ],

@@ -543,6 +543,24 @@ class ModelConfig(Section):
         return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
     @model_validator(mode="after")
+    def _check_longrope(self) -> ModelConfig:
+        if self.rope_scaling is None or self.rope_scaling.type != "longrope":
+            return self
+        for key in ("short_factor", "long_factor"):
+            found, pairs = len(getattr(self.rope_scaling, key)), self.rotary_size // 2
+            if found != pairs:
+                raise RuleError(
+                    (f"rope_scaling.{key}",),
+                    f"must have one number for each of the {pairs} frequencies, and has {found}",
+                )
+        if self.local_rotary_base is not None:
+            raise RuleError(
+                ("local_rotary_base", "rope_scaling.type"),
+                "with longrope all layers rotate by the same angles",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_widths(self) -> ModelConfig:
         projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
         inner = self.ffn_size * (2 if self.is_gated else 1)

@@ -22,16 +22,16 @@ _NEEDED = {
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("original_max_position_embeddings",),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
 }
 _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor",),
 }
 _DEFAULTS = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}}
 REFUSED_TYPES = {
     "dynamic": "its frequencies change with the length of the sequence, so keys that were cached while the "
     "sequence was shorter are turned by other angles than those that come after them",
-    "longrope": "it has two sets of frequencies and changes from one to the other in the middle of a "
-    "sequence, where cached keys keep the first",
 }
 """Types that other programs support and we do not, with the reason."""
 
@@ -44,14 +44,20 @@ class RopeScalingConfig(Section):
     frequencies.
     """
 
-    type: Literal["linear", "yarn", "llama3"]
+    type: Literal["linear", "yarn", "llama3", "longrope"]
     """`linear` divides all frequencies by `factor` (position interpolation, Chen et al., 2023); `llama3`
     divides only the low ones (Llama 3.1); `yarn` does so too, and scales the attention scores (Peng et al.,
-    2023)."""
+    2023); `longrope` divides each by a number of its own, and has other numbers for long sequences (Ding et
+    al., 2024)."""
     factor: FloatFromOne
-    """Factor by which sequences become longer; low frequencies are divided by it."""
+    """Factor by which sequences become longer; low frequencies are divided by it. In longrope, only the
+    default of `attention_factor` follows from it."""
     original_max_position_embeddings: Size | None = None
-    """Longest sequence before stretching (required for yarn and llama3)."""
+    """Longest sequence before stretching (required for yarn, llama3 and longrope)."""
+    short_factor: tuple[PositiveFloat, ...] | None = None
+    """longrope: what each frequency is divided by in sequences up to `original_max_position_embeddings`."""
+    long_factor: tuple[PositiveFloat, ...] | None = None
+    """longrope: what each frequency is divided by in longer sequences."""
     low_freq_factor: PositiveFloat | None = None
     """llama3: a frequency that makes fewer turns than this in the original length is divided by `factor`."""
     high_freq_factor: PositiveFloat | None = None
@@ -62,8 +68,9 @@ class RopeScalingConfig(Section):
     beta_slow: PositiveFloat | None = None
     """yarn: a frequency that makes fewer turns than this is divided by `factor`; null: 1."""
     attention_factor: PositiveFloat | None = None
-    """yarn: factor of cos and sin, so that scores are multiplied by its square; null: `0.1 ln(factor) + 1`,
-    or the value from the next two keys."""
+    """yarn, longrope: factor of cos and sin, so that scores are multiplied by its square; null: in yarn `0.1
+    ln(factor) + 1`, or the value from the next two keys; in longrope `sqrt(1 + ln(factor) / ln(original
+    length))`."""
     mscale: NonNegativeFloat | None = None
     """yarn, with the next key: the attention factor is `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
     ln(factor) + 1)`."""
@@ -71,6 +78,12 @@ class RopeScalingConfig(Section):
     """See `mscale`."""
     truncate: Bool | None = None
     """yarn: round the bounds between unchanged and divided frequencies to whole indices; null: true."""
+
+    def switch_length(self, max_positions: int) -> int | None:
+        """The longest sequence with the short factors of longrope. None if all sequences of up to
+        ``max_positions`` have the same frequencies."""
+        original = self.original_max_position_embeddings
+        return original if self.type == "longrope" and max_positions > original else None
 
     def __repr__(self) -> str:
         """The section in the notation of YAML, which is also valid after `-o Model.rope_scaling=`."""
@@ -111,6 +124,8 @@ class RopeScalingConfig(Section):
             )
         if self.type == "yarn" and self.beta_fast < self.beta_slow:
             raise RuleError(("beta_fast", "beta_slow"), "beta_fast must not be less than beta_slow")
+        if self.type == "longrope" and self.original_max_position_embeddings == 1:
+            raise RuleError(("original_max_position_embeddings",), "longrope divides by its logarithm")
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise RuleError(("mscale", "mscale_all_dim"), "mscale and mscale_all_dim are given together")
         if self.mscale is not None and self.attention_factor is not None:

@@ -18,12 +18,13 @@ from ppfleetx.config.validate import section_of
 
 PLACES = ("rope_scaling", "rope_parameters")
 DEFAULT_BASE = 10000.0
-_TYPES = ("default", "linear", "llama3", "yarn")
+_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _TURNED_PART = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
 }  # fmt: skip
 """The default share of each head with rotary positions, if config.json does not give it."""
+_PHI3_LENGTH = 4096  # of Phi-3 where config.json does not say it, whatever stands in its rope_scaling
 # Keys that transformers knows; those of another type of scaling have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
@@ -98,7 +99,10 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
     if model.rope_scaling is None:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
-    return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": given.pop("type"), **given}}
+    keys = {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": given.pop("type"), **given}}
+    if model.rope_scaling.type == "longrope":  # the outer one takes precedence, and has a default in Phi-3
+        keys[_ORIGINAL] = model.rope_scaling.original_max_position_embeddings
+    return keys
 
 
 def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
@@ -150,6 +154,9 @@ def _base(config: Mapping[str, Any]) -> float:
 
 def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = given.get("rope_type", given.get("type", "default"))
+    is_phi3 = config.get("model_type") == "phi3"
+    if is_phi3 and kind in ("su", "yarn"):
+        kind = "longrope"  # under the names it had before
     if kind == "default":
         return None
     if kind not in _TYPES:
@@ -157,15 +164,22 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
         advice = _WITHOUT_DYNAMIC if kind == "dynamic" else ""
         raise CheckpointError(f"config.json: rope scaling {shown(kind)} is not supported: {why}{advice}")
     values = {"type": kind, "factor": given.get("factor")}
-    if kind in ("llama3", "yarn"):
-        longest = config.get("max_position_embeddings")
-        values[_ORIGINAL] = _first(config.get(_ORIGINAL), given.get(_ORIGINAL), longest)
+    longest = config.get("max_position_embeddings")
+    if kind != "linear":
+        inside = [_PHI3_LENGTH] if is_phi3 else [given.get(_ORIGINAL), longest]
+        values[_ORIGINAL] = _first(config.get(_ORIGINAL), *inside)
     if kind == "llama3":
         values |= {key: given.get(key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
         values |= _yarn(given)
         if values["factor"] is None:
-            values["factor"] = _ratio(config.get("max_position_embeddings"), values[_ORIGINAL])
+            values["factor"] = _ratio(longest, values[_ORIGINAL])
+    if kind == "longrope":
+        values |= {key: given.get(key) for key in ("short_factor", "long_factor", "attention_factor")}
+        if values["factor"] is None:
+            values["factor"] = _ratio(longest, values[_ORIGINAL])
+        if isinstance(values["factor"], int | float):
+            values["factor"] = max(values["factor"], 1.0)  # less means the same to transformers
     try:
         section = section_of(RopeScalingConfig, values)
     except ConfigError as error:

@@ -208,7 +208,7 @@ class Scheduler:
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(lane.rows) > MOST_ROWS:
             return lane.batch.next_logits().unsqueeze(0)
-        count = worthwhile([row.guess(most) for row in lane.rows])
+        count = min(worthwhile([row.guess(most) for row in lane.rows]), lane.batch.most_guesses)
         for row in lane.rows:
             row.guesses = row.guesses[:count]
         return lane.batch.logits_with_guesses([row.guesses for row in lane.rows])

@@ -21,6 +21,7 @@ from ppfleetx.nn.layer_spec import NormSpec
 from ppfleetx.nn.positions import Positions, Rotary
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.recompute import may_recompute, recompute
+from ppfleetx.nn.rope import places
 from ppfleetx.nn.stage import LayerFactory
 
 State = tuple[paddle.Tensor, ...]
@@ -31,7 +32,8 @@ class HiddenState(NamedTuple):
 
     Attributes:
         hidden: ``[s, b, h]``, or this rank's part of it.
-        position_ids: ``[b, s]`` if blocks use them (rotary positions), else None.
+        position_ids: ``[b, s]`` if blocks use them (rotary positions), else None; with LongRoPE, the
+            :func:`~ppfleetx.nn.rope.places` of their angles.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
 
@@ -71,7 +73,7 @@ class Embedding(nn.Layer):
     ) -> None:
         super().__init__()
         self.factory, self.added_positions = factory, positions.added
-        self.carries_positions = positions.reach_blocks
+        self.carries_positions, self.switch_length = positions.reach_blocks, positions.switch_length
         self.offset, self.multiplier = positions.offset, spec.multiplier
         self.word_embeddings = word_embeddings or factory.embedding(spec.words)
         self.position_embeddings = factory.embedding(spec.positions) if spec.positions else None
@@ -85,6 +87,10 @@ class Embedding(nn.Layer):
         """
         tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
         hidden = self.embed(tokens, position_ids)
+        if self.switch_length is not None:
+            # Here, where ranks that share sequences still have all positions, and not in each block.
+            lengths = position_ids.max(axis=1, keepdim=True) + 1 if cache is None else cache.row_lengths()
+            position_ids = places(position_ids, lengths, self.switch_length)
         return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
     def embed(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:

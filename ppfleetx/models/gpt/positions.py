@@ -27,7 +27,8 @@ def rope(cfg: ModelConfig) -> Positions:
         )
 
     local = None if cfg.local_rotary_base is None else turning(cfg.local_rotary_base, None)
-    return Positions(rotary=turning(cfg.rotary_base, cfg.rope_scaling), local_rotary=local)
+    rotary = turning(cfg.rotary_base, cfg.rope_scaling)
+    return Positions(rotary=rotary, local_rotary=local, switch_length=rotary.switch_length)
 
 
 def alibi(cfg: ModelConfig) -> Positions:

@@ -27,7 +27,8 @@ class Fragile:
     """A model that raises when it is fed a certain token."""
 
     def __init__(self, model: NextTokenModel, poison: int) -> None:
-        self._model, self._poison, self.vocab_size = model, poison, model.vocab_size
+        self._model, self._poison = model, poison
+        self.vocab_size, self.switch_length = model.vocab_size, model.switch_length
         self.error: BaseException = RuntimeError("the matrix is broken")
 
     def with_cache(self, tokens, *rest):
