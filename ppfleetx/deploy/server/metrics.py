@@ -11,7 +11,10 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own, so that one process can run several servers."""
+    """The metrics of one server, in a registry of its own, so that one process can run several servers.
+
+    Tokens and steps are counted for each model that requests can name: the base, and the adapters over it.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -28,19 +31,21 @@ class Metrics:
             "by why it did.",
             labelnames=["status"],
         )
-        self.prompt_tokens = made(Counter, "prompt_tokens", "Prompt tokens that were run.")
+        by_model = {"labelnames": ["model"]}
+        self.prompt_tokens = made(Counter, "prompt_tokens", "Prompt tokens that were run.", **by_model)
         self.reused_tokens = made(
             Counter,
             "reused_prompt_tokens",
             "Prompt tokens that were not run, because an earlier sequence had begun with them.",
+            **by_model,
         )
         self.prefix_tokens = made(
             Gauge,
             "prefix_cache_tokens",
             "Positions whose keys and values are held for prompts to come (Serve.prefix_cache_tokens).",
         )
-        self.generated_tokens = made(Counter, "generated_tokens", "Tokens that were generated.")
-        self.steps = made(Counter, "steps", "Steps of the batch.")
+        self.generated_tokens = made(Counter, "generated_tokens", "Tokens that were generated.", **by_model)
+        self.steps = made(Counter, "steps", "Steps of the model's batch.", **by_model)
         self.running = made(Gauge, "sequences_running", "Sequences in the batch after the last step.")
         self.waiting = made(Gauge, "sequences_waiting", "Sequences that wait for a place in the batch.")
         arrival = "From a completion request's arrival to its"

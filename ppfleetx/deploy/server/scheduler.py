@@ -28,11 +28,11 @@ _RETRY_SECONDS = 1
 
 
 class Lane:
-    """The sequences that grow with one model: the base, or the base with an adapter. At most
-    ``max_prefix_tokens`` earlier keys and values are kept."""
+    """The sequences that grow with one model, the base or the base with an adapter, by its ``name`` in requests
+    and metrics. At most ``max_prefix_tokens`` earlier keys and values are kept."""
 
-    def __init__(self, model: NextTokenModel, max_prefix_tokens: int) -> None:
-        self._model = model
+    def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
+        self._model, self.name = model, name
         self.prefixes = PrefixStore(max_prefix_tokens)
         self.clear()
 
@@ -75,7 +75,8 @@ class Scheduler:
         self._died = False
         self._adapters = adapters or Adapters(model)
         names = (None, *self._adapters.names)
-        self._lanes = {name: Lane(model, cfg.prefix_cache_tokens // len(names)) for name in names}
+        room = cfg.prefix_cache_tokens // len(names)
+        self._lanes = {name: Lane(model, name or cfg.model_name, room) for name in names}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -194,10 +195,10 @@ class Scheduler:
             self._fail_step(lane)
             return
         reused = lane.prefixes.num_reused - reused
-        self._metrics.prompt_tokens.inc(sum(len(one.job.ids) for one in joining) - reused)
-        self._metrics.reused_tokens.inc(reused)
-        self._metrics.generated_tokens.inc(sum(map(len, tokens)))
-        self._metrics.steps.inc()
+        self._metrics.prompt_tokens.labels(lane.name).inc(sum(len(one.job.ids) for one in joining) - reused)
+        self._metrics.reused_tokens.labels(lane.name).inc(reused)
+        self._metrics.generated_tokens.labels(lane.name).inc(sum(map(len, tokens)))
+        self._metrics.steps.labels(lane.name).inc()
         lane.batch.append(tokens)
         self._keep(lane, [not row.is_finished for row in lane.rows])
         self._metrics.prefix_tokens.set(sum(one.prefixes.num_tokens for one in self._lanes.values()))
@@ -258,14 +259,15 @@ class Scheduler:
         """Deliver scores and embeddings of prompts, and return the prompts to continue."""
         going_on, events = [], []
         for one in admitted:
+            read = self._metrics.prompt_tokens.labels(self._lanes[one.job.adapter].name)
             try:
                 if one.job.scores_prompt:
                     scores = score_prompt(self._model, one.job.ids, one.job.num_top or 0)
-                    self._metrics.prompt_tokens.inc(len(one.job.ids))
+                    read.inc(len(one.job.ids))
                     events.append((one.work, Scored(one.job.number, scores)))
                 if one.job.is_embedded:
                     vector = embedding_of(self._model, one.job.ids)
-                    self._metrics.prompt_tokens.inc(len(one.job.ids))
+                    read.inc(len(one.job.ids))
                     events.append((one.work, Embedded(one.job.number, vector)))
             except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
                 get_logger().exception("the scores or the embedding of a prompt could not be computed")

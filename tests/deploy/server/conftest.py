@@ -68,8 +68,10 @@ class Server:
         return self.http.post("/v1/completions", json={"prompt": "the cat", **body})
 
     def metric(self, name: str) -> float:
-        found = re.search(rf"^{re.escape(name)} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
-        return float(found.group(1)) if found else 0.0
+        """The value of a metric; for one by model, the sum over the models if ``name`` has no label."""
+        text = self.http.get("/metrics").text
+        found = re.findall(rf"^{re.escape(name)}(?:\{{model=[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
 
     def wait_for_metric(self, name: str, value: float, *, or_more: bool = False) -> None:
         """Wait until the metric has this value.

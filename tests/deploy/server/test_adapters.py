@@ -104,7 +104,7 @@ def generator_of(served_checkpoint: Path, run: Path) -> Generator:
 
 
 def test_each_adapter_answers_as_its_merged_weights_do(
-    adapters, client, served_checkpoint, offline, tmp_path
+    adapters, client, server, served_checkpoint, offline, tmp_path
 ):
     options = GenerationConfig(decode_strategy="greedy_search", max_dec_len=20)
     expected = {"gpt": [row[0].text for row in offline.generate(PROMPTS, options)]}
@@ -126,6 +126,14 @@ def test_each_adapter_answers_as_its_merged_weights_do(
             answers = dict(zip(asked, pool.map(answer, asked), strict=True))
         for name, texts in expected.items():
             assert [answers[name, prompt] for prompt in PROMPTS] == texts, name
+    counted = {name: f'ppfleetx_generated_tokens_total{{model="{name}"}}' for name in expected}
+    before = {name: server.metric(one) for name, one in counted.items()}
+    assert min(before.values()) > 0
+    client.completions.create(
+        model="owl", prompt="a", max_tokens=3, temperature=0, extra_body={"ignore_eos": True}
+    )
+    after = {name: server.metric(one) - before[name] for name, one in counted.items()}
+    assert after == {"gpt": 0, "fox": 0, "owl": 3}
 
 
 def test_embeddings_and_the_list_of_models_know_them(client):
