@@ -23,6 +23,9 @@ class Hub:
         models: directory of each model, by name.
         gated: names whose files are given to nobody.
         cut: file names that are sent by half.
+        cut_once: file names that are sent by half the first time.
+        status_of: file names that are answered with this status.
+        renamed: new names of models, by their old names, which are redirected.
         changed: file names of which a byte is another than the hub's hash says.
         status: every question is answered with it; 0: as it should be.
         asked: method and path of each question.
@@ -31,6 +34,9 @@ class Hub:
     models: dict[str, Path]
     gated: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
+    cut_once: set[str] = field(default_factory=set)
+    status_of: dict[str, int] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     status: int = 0
     asked: list[str] = field(default_factory=list)
@@ -80,8 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.asked.append(f"{self.command} {path}")
+        old = next((name for name in self.hub.renamed if name in path), None)
         if self.hub.status:
             self._reply(self.hub.status)
+        elif old is not None:
+            self._reply(307, {"Location": self.path.replace(old, self.hub.renamed[old], 1)})
         elif path.startswith("/api/models/"):
             model, _, revision = path.removeprefix("/api/models/").partition("/revision/")
             self._info(model, revision or "main")
@@ -145,6 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"{above}/{name}"
         content = (self.hub.models[model] / name).read_bytes()
         tag = f'"{_git_hash(content)}"'
+        if name in self.hub.status_of:
+            self._reply(self.hub.status_of[name])
+            return
         if name in self.hub.changed:
             content = content[:-1] + bytes([content[-1] ^ 1])
         first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
@@ -152,7 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": tag, **(more or {})}
         if first:
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        is_cut = name in self.hub.cut and self.command == "GET"
+        is_cut = name in self.hub.cut | self.hub.cut_once and self.command == "GET"
+        if is_cut:
+            self.hub.cut_once.discard(name)
         self._reply(206 if first else 200, headers, part, len(part) // 2 if is_cut else None)
 
     def _reply(
