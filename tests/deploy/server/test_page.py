@@ -146,6 +146,9 @@ def test_the_defaults_fit_the_model_and_a_narrow_page_begins_new_chats(
     try:
         assert browser.run(width)
         assert browser.run("return document.getElementById('new').getBoundingClientRect().width") > 0
+        browser.resize(390, 844)  # a telephone
+        assert browser.run("return document.documentElement.scrollWidth") == 390
+        assert browser.run("return document.querySelector('header').offsetHeight") < 60, "one line"
     finally:
         browser.resize(1200, 900)
 
