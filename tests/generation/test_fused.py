@@ -41,6 +41,16 @@ BLOCKS = {
     "sandwich": {"sandwich_norm": True, "hidden_act": "relu2"},
     "normed heads": {"qk_layernorm": True, "attention_window": 5, "hidden_act": "quick_gelu"},
     "turned in part": {**ROPE, "rotary_percent": 0.5, "hidden_act": "relu"},
+    "other angles in long rows": {
+        **ROPE,
+        "rope_scaling": {
+            "type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 15,
+            "short_factor": [1.0, 1.0, 1.5, 2.0, 2.5, 3.0],
+            "long_factor": [2.0, 1.0, 3.0, 5.0, 7.0, 9.0],
+        },
+    },
 }
 PROMPTS = [[5, 7, 9, 11, 3], [4, 3], [8] * 7]
 WEIGHTS = {
