@@ -2,13 +2,15 @@
 
     python tests/goldens/make_real_model.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-writes real_model.json beside this file: the ids of chats, their greedy answers, and logits after the first
-one. Made with transformers 5.24.0, torch 2.14.1 (CPU), gguf 0.19.
+writes real_model.json beside this file: the ids of chats, their greedy answers, logits after the first one,
+and the perplexity of all these chats with their answers. Made with transformers 5.24.0, torch 2.14.1 (CPU;
+the perplexity with 2.13.0), gguf 0.19.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -40,6 +42,18 @@ QUESTIONS = [
 NEW = 16
 
 
+def perplexity(model: torch.nn.Module, rows: list[list[int]]) -> float:
+    """Of all tokens but the first of each row, together."""
+    total, count = 0.0, 0
+    for row in rows:
+        tokens = torch.tensor([row])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits.double(), tokens[0, 1:], reduction="sum"))
+        count += len(row) - 1
+    return math.exp(total / count)
+
+
 def main(path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
@@ -58,7 +72,11 @@ def main(path: Path) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([chats[0]["prompt"]])).logits[0, -1]
     values, ids = logits.topk(20)
-    made = {"chats": chats, "logits": {"ids": ids.tolist(), "values": [round(v, 5) for v in values.tolist()]}}
+    made = {
+        "chats": chats,
+        "logits": {"ids": ids.tolist(), "values": [round(v, 5) for v in values.tolist()]},
+        "perplexity": perplexity(model, [chat["prompt"] + chat["answer"] for chat in chats]),
+    }
     (Path(__file__).parent / "real_model.json").write_text(json.dumps(made, ensure_ascii=False) + "\n")
 
 

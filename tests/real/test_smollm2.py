@@ -78,6 +78,14 @@ def test_chats_are_those_of_transformers(model):
     assert not differ
 
 
+def test_perplexity_is_that_of_transformers(model):
+    rows = [chat["prompt"] + chat["answer"] for chat in EXPECTED["chats"]]
+    with paddle.no_grad():
+        losses = [float(model.loss(np.array([row]))) for row in rows]
+    found = math.exp(np.average(losses, weights=[len(row) - 1 for row in rows]))
+    assert found == pytest.approx(EXPECTED["perplexity"], rel=1e-4)
+
+
 def test_a_request_is_answered_alike(model):
     async def use(client, service) -> None:
         body = {
