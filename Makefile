@@ -65,7 +65,7 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/lint-imports
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-real-test: $(VENV)/.test $(REAL)  ## Compare a real model of 135 million parameters with transformers, shrink, finetune and convert it
+real-test: $(VENV)/.test $(REAL)  ## Compare a real model of 135 million parameters with transformers, shrink, finetune, export and convert it
 	PPFLEETX_REAL_MODEL=$(abspath $(REAL)) $(PY) -m pytest tests/real
 
 DEVICE ?= reference# gpu, npu, xpu, ...: then with PYTHON's Paddle, as docs/gpu.md says

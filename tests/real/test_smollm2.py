@@ -17,8 +17,9 @@ import paddle
 import pytest
 
 import ppfleetx
-from ppfleetx.config.sections.root import ServeConfig
+from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, ServeConfig
 from ppfleetx.data.chat.templates import find_template
+from ppfleetx.deploy.inference_engine import InferenceEngine
 from tests.deploy.server.in_process import serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,10 +39,10 @@ def model() -> ppfleetx.GPT:
     return ppfleetx.load(FILE)
 
 
-def run(*arguments: object) -> str:
+def run(*arguments: object, timeout: int = 500) -> str:
     """What ``ppfleetx`` prints."""
     command = [sys.executable, "-m", "ppfleetx", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -84,6 +85,18 @@ def test_perplexity_is_that_of_transformers(model):
         losses = [float(model.loss(np.array([row]))) for row in rows]
     found = math.exp(np.average(losses, weights=[len(row) - 1 for row in rows]))
     assert found == pytest.approx(EXPECTED["perplexity"], rel=1e-4)
+
+
+@pytest.mark.timeout(1800)
+def test_a_program_gives_the_same_tokens(tmp_path):
+    """Exported, which takes two minutes of a processor, the model answers as transformers does, too."""
+    run("export", FILE, "--output", tmp_path, timeout=1500)
+    engine = InferenceEngine(InferenceConfig(model_dir=str(tmp_path)))
+    options = GenerationConfig(decode_strategy="greedy_search", max_dec_len=16)
+    chats = EXPECTED["chats"][:5]
+    found = engine.generate([chat["prompt"] for chat in chats], options)
+    differ = [c["question"] for c, one in zip(chats, found, strict=True) if list(one[0].ids) != c["answer"]]
+    assert not differ
 
 
 def test_a_request_is_answered_alike(model):
