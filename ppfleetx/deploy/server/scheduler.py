@@ -28,8 +28,8 @@ _RETRY_SECONDS = 1
 
 
 class Lane:
-    """The sequences that grow with one model, the base or the base with an adapter, by its ``name`` in requests
-    and metrics. At most ``max_prefix_tokens`` earlier keys and values are kept."""
+    """The sequences that grow with one model, the base or the base with an adapter; ``name`` is its name in
+    requests and metrics. At most ``max_prefix_tokens`` earlier keys and values are kept."""
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
         self._model, self.name = model, name
