@@ -3,7 +3,8 @@
 
 A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, with 4 bits, uint8 ``[k / 2, n]`` (input features 2i
 and 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one for
-each output feature and group of k / g input features. The word embedding ``[V, h]`` has ``weight`` int8 and
+each output feature and group of k / g input features. In an asymmetric form, ``scale [2 g, n]`` is float16 and
+holds the scale and the offset of each group in turn: a weight is ``q * scale + offset``. The word embedding ``[V, h]`` has ``weight`` int8 and
 ``scale [V, 1]``.
 
 On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with the stored integers. On a GPU,
@@ -34,7 +35,7 @@ from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare
-from ppfleetx.nn.transforms import codes, row_scales, scales
+from ppfleetx.nn.transforms import codes, num_scales, row_scales, scales
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
@@ -82,11 +83,16 @@ class QuantizedMatrix:
 
     def dequantized(self) -> paddle.Tensor:
         """The matrix ``[k, n]`` float32."""
-        groups = self.scale.shape[0]
-        if groups == 1:
-            return paddle.multiply(self.integers(), self.scale)
+        scale = paddle.cast(self.scale, "float32")
+        if self.form.asymmetric:
+            scale, offset = scale[0::2], scale[1::2]
+        groups = scale.shape[0]
+        if groups == 1 and not self.form.asymmetric:
+            return paddle.multiply(self.integers(), scale)
         grouped = self.integers().reshape([groups, -1, self.out_features])
-        scaled = paddle.multiply(grouped, paddle.unsqueeze(self.scale, 1))
+        scaled = paddle.multiply(grouped, paddle.unsqueeze(scale, 1))
+        if self.form.asymmetric:
+            scaled = paddle.add(scaled, paddle.unsqueeze(offset, 1))
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -249,12 +255,12 @@ class QuantizedLinear(nn.Layer):
         self.spec: ParamSpec = linear.weight.spec
         rows, columns = linear.weight.shape
         _check_groups(rows, self.spec.shape[0], form.group_size)
-        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
-        whole = codes(self.spec, per_row)
+        per_row = 2 if form.bits == 4 else 1
+        whole, of_scale = codes(self.spec, per_row), scales(self.spec, form)
         self.weight = _parameter(self, [rows // per_row, columns], whole.dtype)
-        self.scale = _parameter(self, [num_groups, columns], "float32")
+        self.scale = _parameter(self, [num_scales(rows, form), columns], of_scale.dtype)
         declare(self.weight, whole)
-        declare(self.scale, scales(self.spec, form.group_size))
+        declare(self.scale, of_scale)
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -282,12 +288,12 @@ class QuantizedGroupedLinear(nn.Layer):
         self.spec: ParamSpec = linear.weight.spec
         experts, rows, columns = linear.weight.shape
         _check_groups(rows, self.spec.shape[1], form.group_size)
-        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
-        whole = codes(self.spec, per_row)
+        per_row = 2 if form.bits == 4 else 1
+        whole, of_scale = codes(self.spec, per_row), scales(self.spec, form)
         self.weight = _parameter(self, [experts, rows // per_row, columns], whole.dtype)
-        self.scale = _parameter(self, [experts, num_groups, columns], "float32")
+        self.scale = _parameter(self, [experts, num_scales(rows, form), columns], of_scale.dtype)
         declare(self.weight, whole)
-        declare(self.scale, scales(self.spec, form.group_size))
+        declare(self.scale, of_scale)
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:

@@ -140,11 +140,13 @@ class Form:
         bits: bits per element, 8 or 4.
         group_size: number of input features that share a scale; None: all.
         activation_bits: 8 if activations are rounded to 8 bits before the product; None if not.
+        asymmetric: whether a group has an offset besides its scale.
     """
 
     bits: int
     group_size: int | None = None
     activation_bits: int | None = None
+    asymmetric: bool = False
 
 
 class WeightsConfig(Section):
@@ -160,6 +162,9 @@ class WeightsConfig(Section):
     """Number of input features that share a scale; null: all."""
     activation_bits: Literal[8] | None = None
     """8: round the inputs of the blocks' linears to 8 bits, too; null: do not."""
+    asymmetric: Bool = False
+    """Weights of 4 bits are `scale * q + offset`, with 16-bit scales and offsets of each group; False: `scale *
+    q`, with 32-bit scales."""
     skip: tuple[Text, ...] = ()
     """Patterns (`*`, `?`, `[...]`) for the names of layers that are not quantised, e.g. `head` or
     `*.mlp.fc2`."""
@@ -170,10 +175,12 @@ class WeightsConfig(Section):
             return None
         if not name.startswith("decoder."):
             return Form(8)
-        return Form(self.bits, self.group_size, self.activation_bits)
+        return Form(self.bits, self.group_size, self.activation_bits, self.asymmetric)
 
     @model_validator(mode="after")
     def _check(self) -> WeightsConfig:
+        if self.asymmetric and self.bits != 4:
+            raise RuleError(("asymmetric", "bits"), "offsets go with weights of 4 bits only")
         if self.bits == 4 and self.activation_bits is not None:
             raise RuleError(
                 ("activation_bits", "bits"),
