@@ -3,9 +3,9 @@
 
 A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, with 4 bits, uint8 ``[k / 2, n]`` (input features 2i
 and 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one for
-each output feature and group of k / g input features. In an asymmetric form, ``scale [2 g, n]`` is float16 and
-holds the scale and the offset of each group in turn: a weight is ``q * scale + offset``. The word embedding ``[V, h]`` has ``weight`` int8 and
-``scale [V, 1]``.
+each output feature and group of k / g input features. In an asymmetric form, ``scale [2 g, n]`` is float16
+and holds the scale and the offset of each group in turn: a weight is ``q * scale + offset``. The word
+embedding ``[V, h]`` has ``weight`` int8 and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
 
 On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with the stored integers. On a GPU,
 with 8-bit weights and 16-bit activations, Paddle's ``weight_only_linear`` does. Otherwise weights are widened
@@ -143,7 +143,7 @@ class QuantizedMatrix:
             return self.multiply_panels(x, self.panels(), bias)
         arch = self._gpu_arch(x)
         if arch is not None:
-            if self._of_gpu is None:  # the same integers, in the order that the kernel reads
+            if self._of_gpu is None:  # in the order that the kernel reads, with one scale per channel
                 wide = self.dequantized().astype(x.dtype)
                 self._of_gpu = weight_quantize(wide, "weight_only_int8", arch)
             return weight_only_linear(x, self._of_gpu[0], bias, self._of_gpu[1], "int8", arch)
@@ -179,7 +179,7 @@ class QuantizedMatrix:
         """The compute capability for Paddle's kernel for 8-bit weights; None if the kernel does not support
         the card."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
-        if self.form != Form(8) or not fits or not on_gpu():
+        if self.form.bits != 8 or self.rounds_activations or not fits or not on_gpu():
             return None
         if x.dtype not in (paddle.float16, paddle.bfloat16):
             return None
@@ -321,6 +321,7 @@ class QuantizedEmbedding(nn.Layer):
 
     Args:
         embedding: the embedding to replace.
+        form: form of the matrix ``[h, V]``, the transposed table.
         declare: see :class:`QuantizedLinear`.
         join: sums the ranks' parts; None: this rank holds all rows.
     """
@@ -328,18 +329,20 @@ class QuantizedEmbedding(nn.Layer):
     def __init__(
         self,
         embedding: nn.Layer,
+        form: Form,
         *,
         declare: Declare = declare,
         join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
     ) -> None:
         super().__init__()
         spec, info = embedding.weight.spec, embedding.weight.info
-        self.join, self.num_rows = join, info.local_shape[0]
+        self.join, self.form, self.num_rows = join, form, info.local_shape[0]
         self.rank = info.offset[0] // self.num_rows
+        of_scale = row_scales(spec, form)
         self.weight = _parameter(self, info.local_shape, "int8")
-        self.scale = _parameter(self, [self.num_rows, 1], "float32")
+        self.scale = _parameter(self, [self.num_rows, of_scale.shape[1]], of_scale.dtype)
         declare(self.weight, codes(spec))
-        declare(self.scale, row_scales(spec))
+        declare(self.scale, of_scale)
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
         """Token ids ``[...]`` to ``[..., h]``."""
@@ -357,14 +360,20 @@ class QuantizedEmbedding(nn.Layer):
         return self._scaled(self.weight, self.scale)
 
     def _scaled(self, integers: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
-        rows = integers.astype(scale.dtype) * scale
+        if self.form.asymmetric:
+            shape = integers.shape
+            pairs = paddle.cast(scale, "float32").reshape([*shape[:-1], -1, 2])
+            grouped = paddle.cast(integers, "float32").reshape([*shape[:-1], pairs.shape[-2], -1])
+            rows = (grouped * pairs[..., :1] + pairs[..., 1:]).reshape(shape)
+        else:
+            rows = integers.astype(scale.dtype) * scale
         dtype = getattr(self.weight, "compute_dtype", None)
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
         """The transposed table ``[h, V]``, or its first ``vocab_size`` columns."""
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
-        return QuantizedMatrix(weight, scale, Form(8))
+        return QuantizedMatrix(weight, scale, self.form)
 
 
 def with_small_weights(
@@ -397,7 +406,7 @@ def _replace_matrices(layer: nn.Layer, name_of: NameOf, cfg: WeightsConfig, fact
         if form is None:
             continue
         made = (
-            factory.quantized_embedding(child)
+            factory.quantized_embedding(child, form)
             if kind == "word_embedding"
             else factory.quantized_linear(child, form)
         )

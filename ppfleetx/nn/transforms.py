@@ -78,7 +78,7 @@ def stored_small(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
         if form is None:
             result[name] = spec
         elif spec.kind == "word_embedding":
-            result |= _named(layer, {"weight": codes(spec), "scale": row_scales(spec)})
+            result |= _named(layer, {"weight": codes(spec), "scale": row_scales(spec, form)})
         else:
             per_row = 2 if form.bits == 4 else 1
             result |= _named(layer, {"weight": codes(spec, per_row), "scale": scales(spec, form)})
@@ -162,9 +162,7 @@ def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
     groups, one for each output feature. In an asymmetric ``form``, scales and offsets in turn."""
     *experts, width_in, width_out = matrix.shape
     shape = (*experts, num_scales(width_in, form), width_out)
-    spec = replace(
-        matrix, shape=shape, dtype="float16" if form.asymmetric else "float32", trains=False
-    )
+    spec = replace(matrix, shape=shape, dtype="float16" if form.asymmetric else "float32", trains=False)
     if form.group_size is not None:
         return spec
     axis, columns = matrix.view.tensor, Shard(len(experts) + 1)
@@ -178,6 +176,8 @@ def num_scales(in_features: int, form: Form) -> int:
     return num_groups * (2 if form.asymmetric else 1)
 
 
-def row_scales(table: ParamSpec) -> ParamSpec:
-    """The scales of a quantised word embedding, one per row."""
-    return replace(table, shape=(table.shape[0], 1), dtype="float32", trains=False)
+def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
+    """The scales of a quantised word embedding ``[V, h]``: those of the matrix ``[h, V]``, transposed."""
+    rows, width = table.shape
+    dtype = "float16" if form.asymmetric else "float32"
+    return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

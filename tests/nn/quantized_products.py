@@ -45,8 +45,7 @@ def check_case(rng: np.random.Generator) -> None:
         size = groups * group
     x, levels, scales, bias = _values(rng, size, columns, rows, groups, bits)
     _check_float(x, levels, scales, bias, bits)
-    if bits == 4:
-        _check_float(x, levels, _with_offsets(rng, scales), bias, bits)
+    _check_float(x, levels, _with_offsets(rng, scales), bias, bits)
     if bits == 8 and groups == 1:
         _check_integers(x, levels, scales, bias)
 

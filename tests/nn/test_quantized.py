@@ -27,7 +27,15 @@ needs_operators = pytest.mark.skipif(
     not cpu_ops.are_available(), reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)"
 )
 WITH_OFFSETS = Form(4, 16, asymmetric=True)
-FORMS = [Form(8), Form(8, 16), Form(4, 16), Form(4), Form(8, None, 8), WITH_OFFSETS]
+FORMS = [
+    Form(8),
+    Form(8, 16),
+    Form(4, 16),
+    Form(4),
+    Form(8, None, 8),
+    WITH_OFFSETS,
+    Form(8, 16, asymmetric=True),
+]
 
 
 def _matrix(form: Form, size: int = 64, columns: int = 50) -> QuantizedMatrix:

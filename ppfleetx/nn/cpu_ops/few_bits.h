@@ -93,9 +93,10 @@ struct FourBits {
 };
 
 // The same; each group's offset is added to all its weights.
-struct FourBitsAndOffsets : FourBits {
+template <class Format>
+struct WithOffsets : Format {
   static constexpr bool kHasOffsets = true;
-  using FourBits::FourBits;
+  using Format::Format;
 };
 
 // kLanes numbers of 16 bits.
@@ -451,10 +452,11 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   }
 }
 
-// The product with a matrix of 4 bits.
-inline void FourBitProduct(const float* x, int64_t rows, const Matrix& matrix, float* y) {
-  if (matrix.has_offsets) Product<FourBitsAndOffsets>(x, rows, matrix, y);
-  else Product<FourBits>(x, rows, matrix, y);
+// The same, with offsets if the matrix has them.
+template <class Format>
+void ProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
+  if (matrix.has_offsets) Product<WithOffsets<Format>>(x, rows, matrix, y);
+  else Product<Format>(x, rows, matrix, y);
 }
 
 // The same with each row of x on its own grid of 8 bits, and the panels of 8 bits in quads.

@@ -63,7 +63,7 @@ struct Linear {
     matrix.bias = reader.Floats(matrix.columns);
     PD_CHECK(values != nullptr && (scales != nullptr) == (format >= kInt8), "a matrix lacks something");
     const bool are_halves = scales != nullptr && scales->dtype() == paddle::DataType::FLOAT16;
-    PD_CHECK(!are_halves || format == kInt4, "only 4 bits have offsets");
+    PD_CHECK(!are_halves || format == kInt8 || format == kInt4, "a matrix of this format has no offsets");
     if (scales == nullptr) matrix.SetScales(nullptr, 1, false);
     else if (are_halves) matrix.SetScales(scales->data<paddle::float16>(), scales->shape()[1], true);
     else matrix.SetScales(scales->data<float>(), scales->shape()[1], false);
@@ -88,8 +88,8 @@ struct Linear {
     const auto* values = reinterpret_cast<const float*>(matrix.values);
     if (format == kWhole) few_rows::WholeProduct(x, rows, matrix.size, values, matrix.bias, matrix.columns, y);
     else if (format == kPanels) few_rows::Product(x, rows, matrix.size, values, matrix.bias, matrix.columns, y);
-    else if (format == kInt8) few_bits::Product<few_bits::EightBits>(x, rows, matrix, y);
-    else if (format == kInt4) few_bits::FourBitProduct(x, rows, matrix, y);
+    else if (format == kInt8) few_bits::ProductOf<few_bits::EightBits>(x, rows, matrix, y);
+    else if (format == kInt4) few_bits::ProductOf<few_bits::FourBits>(x, rows, matrix, y);
     else few_bits::IntegerProduct(x, rows, matrix, y);
   }
 };

@@ -45,9 +45,8 @@ int64_t RowsOf(const paddle::Tensor& x) { return x.numel() ? x.numel() / x.shape
 std::vector<paddle::Tensor> Int8(const paddle::Tensor& x, const paddle::Tensor& panels, const paddle::Tensor& scales,
                                  const Optional& bias, int64_t columns) {
   const Matrix matrix = MatrixOf(x, panels, panels.data<int8_t>(), scales, bias, columns, kBlock, kBlock);
-  PD_CHECK(!matrix.has_offsets, "8 bits have no offsets");
   auto out = Result(x, columns);
-  Product<EightBits>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  ProductOf<EightBits>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};
 }
 
@@ -56,7 +55,7 @@ std::vector<paddle::Tensor> Int4(const paddle::Tensor& x, const paddle::Tensor& 
   const auto* values = reinterpret_cast<const int8_t*>(panels.data<uint8_t>());
   const Matrix matrix = MatrixOf(x, panels, values, scales, bias, columns, kBlock, 4);
   auto out = Result(x, columns);
-  FourBitProduct(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  ProductOf<FourBits>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};
 }
 

@@ -4,7 +4,7 @@ Decoding reads every weight once per token, so it is faster with a quarter or an
 numbers are widened to float32 in registers; with activations of 8 bits, integers are summed (by ``vpdpbusd``
 if the CPU has it). ``quantized.cc`` explains how, and ``python -m ppfleetx.nn.cpu_ops`` compiles it.
 
-With 4 bits, scales may be float16 ``[2 g, n]``: the scale and the offset of each group in turn. The product
+Scales may be float16 ``[2 g, n]``: the scale and the offset of each group in turn. The product
 then also adds ``offset * sum(x)`` of each group; the sums are computed once for all columns.
 
 Shape letters: k input features, n output features, g groups of input features, p panels of w columns.
@@ -58,7 +58,7 @@ def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
 def int8_product(
     x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
 ) -> paddle.Tensor:
-    """``x [..., k] @ (levels * scales) + bias``, without gradients.
+    """``x [..., k] @ (levels * scales [+ offsets]) + bias``, without gradients.
 
     Args:
         x: float32 on CPU.
@@ -73,7 +73,7 @@ def int8_product(
 def int4_product(
     x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
 ) -> paddle.Tensor:
-    """:func:`int8_product` with the panels of :func:`int4_panels`; float16 ``scales`` hold offsets, too."""
+    """:func:`int8_product` with the panels of :func:`int4_panels`."""
     return _C_ops._run_custom_op("ppfleetx_int4", x, panels, scales, bias, columns)[0]
 
 
@@ -82,8 +82,8 @@ def int8_int8_product(
 ) -> paddle.Tensor:
     """:func:`int8_product` with the panels of :func:`int8_quads` and each row of ``x`` rounded to 8 bits.
 
-    A row's grid ends at its largest magnitude; a row with NaN or infinity gives NaN. Groups are not
-    supported.
+    A row's grid ends at its largest magnitude; a row with NaN or infinity gives NaN. Groups and
+    offsets are not supported.
     """
     return _C_ops._run_custom_op("ppfleetx_int8_int8", x, panels, scales, bias, columns)[0]
 
