@@ -7,8 +7,9 @@ The model, the prompts and the way of measuring are those of benchmarks/decode.p
 64 greedy tokens after 64, no guesses, tokens per CPU second of a process, in rounds. Weights are random, and
 rounded to the nearest.
 
-float32, int8, int4, w8a8: this project; int4 has groups of 128, and 8 bits in the embedding and the head;
-w8a8 rounds activations too. pruned: float32 without a quarter of its heads and feed-forward units.
+float32, int8, int4, w8a8: this project; int8 and int4 have groups of 32 with offsets, and int4 has 8 bits in
+the embedding and the head; w8a8 rounds activations too. pruned: float32 without a quarter of its heads and
+feed-forward units.
 exported_*: the same as a program that Paddle Inference runs.
 hf: transformers in float32. hf_int8: the same with PyTorch's dynamic quantisation of all linears (weights and
 activations of 8 bits). hf_torchao, hf_torchao_weights: the same with torchao's 8 bits for weights and
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from ppfleetx.generation.session import NextTokenModel
 
 FORMS: dict[str, dict[str, int]] = {
-    "int8": {"bits": 8},
-    "int4": {"bits": 4, "group_size": 128},
+    "int8": {"bits": 8, "group_size": 32, "asymmetric": True},
+    "int4": {"bits": 4, "group_size": 32, "asymmetric": True},
     "w8a8": {"bits": 8, "activation_bits": 8},
 }
 
@@ -84,8 +85,8 @@ def report_memory() -> None:
     head = decode.HIDDEN * decode.VOCAB
     for name, num_bytes in (
         ("float32", 4 * (blocks + head)),
-        ("int8", blocks + head),
-        ("int4", blocks // 2 + blocks // 128 * 4 + head),
+        ("int8", (blocks + head) * 9 // 8),
+        ("int4", blocks * 5 // 8 + head * 9 // 8),
     ):
         least = num_bytes / max(speeds) / 1e6
         print(f"memory: a token of {name} reads {num_bytes / 1e6:.0f} MB: {least:.1f} ms at least")

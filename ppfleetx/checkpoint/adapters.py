@@ -196,8 +196,8 @@ def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return ``tensors`` without scales, and with quantised weights as float32, read on demand.
 
     A quantised ``X.weight``, int8 ``[k, n]`` or pairs in uint8 ``[k / 2, n]``, has a scale ``X.scale``: ``[g,
-    n]`` for g groups of input features, or ``[k, 1]`` for the rows of a table. Tensors of experts have one
-    more dimension in front.
+    n]`` for g groups of input features, float16 ``[2 g, n]`` with an offset after each scale or, for the rows
+    of a table, ``[k, 1]`` or float16 ``[k, 2 g]``. Tensors of experts have one more dimension in front.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"
@@ -221,9 +221,15 @@ def _wide(stored: LazyTensor, scale: LazyTensor) -> LazyTensor:
             halves = np.stack([levels & 15, levels >> 4], axis=-2).reshape(shape).astype(np.int8)
             levels = np.where(halves > 7, halves - 16, halves)
         values, steps = levels.astype(np.float32), scale.read().astype(np.float32)
+        if steps.shape[-1] != columns and scale.dtype == "F16":
+            grouped = values.reshape(rows, -1, 2 * columns // steps.shape[-1])
+            return (grouped * steps[:, 0::2, np.newaxis] + steps[:, 1::2, np.newaxis]).reshape(shape)
         if steps.shape[-1] != columns:
             return values * steps
+        offsets = np.float32(0)
+        if scale.dtype == "F16":
+            steps, offsets = steps[..., 0::2, :], steps[..., 1::2, np.newaxis, :]
         grouped = values.reshape(*steps.shape[:-1], -1, columns)
-        return (grouped * steps[..., np.newaxis, :]).reshape(shape)
+        return (grouped * steps[..., np.newaxis, :] + offsets).reshape(shape)
 
     return LazyTensor("F32", shape, load)

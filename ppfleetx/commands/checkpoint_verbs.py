@@ -136,12 +136,12 @@ examples:
   ppfleetx generate output-int8 "Once upon a time"
 """
     to: Literal["int8", "int4"] = option(
-        "bits of the weights; 8 with a scale for each output channel or group, 4 with one for each group",
+        "bits of the weights; groups of input features have a scale and an offset for each output channel",
         default=MISSING,
     )
     group: int | None = option(
-        "input features of a group, a multiple of 8 (default: with int4 the largest of 128, 64, 32, 16 and "
-        "8 that divides those of all layers; with int8 no groups)"
+        "input features of a group, a multiple of 8 (default: the largest of 32, 16 and, with int4, 8 that "
+        "divides those of all layers)"
     )
     method: Literal["rtn", "gptq"] = option(
         "round to the nearest (default), or let later weights make up for the error (GPTQ)", default="rtn"

@@ -66,7 +66,13 @@ def _weights(options: Quantize) -> WeightsConfig:
             "must be a multiple of 8: kernels read 8 input features together", key="--group", value=group
         )
     bits = 8 if options.to == "int8" else 4
-    return WeightsConfig(bits=bits, group_size=group, activation_bits=rounded, skip=options.skip)
+    return WeightsConfig(
+        bits=bits,
+        group_size=group,
+        activation_bits=rounded,
+        asymmetric=rounded is None,
+        skip=options.skip,
+    )
 
 
 def _quantize(
@@ -79,11 +85,14 @@ def _quantize(
 ) -> Path:
     from ppfleetx.compress.quantize import Options, Quantizer, check_options, with_group
 
-    if options.to == "int4" and options.group is None:
+    trained = cfg.Compress.quantization
+    if trained is not None and trained.weight_bits <= weights.bits:  # on a symmetric grid, which is kept
+        weights = weights.model_copy(update={"asymmetric": False})
+    if options.group is None and (weights.asymmetric or weights.bits == 4):
         weights = with_group(cfg.Model, weights)
         if weights.group_size is not None:
             get_logger().info(f"groups of {weights.group_size} input features (--group)")
-    rounding = Options(weights, options.method, options.smooth, cfg.Compress.quantization)
+    rounding = Options(weights, options.method, options.smooth, trained)
     check_options(cfg.Model, rounding)
     checkpoint = open_resolved(resolve_checkpoint(checkpoint_dir, verify=True))
     widest = max(cfg.Model.ffn_size, cfg.Model.hidden_size)

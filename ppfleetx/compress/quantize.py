@@ -10,6 +10,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +20,11 @@ from paddle import nn
 
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
-from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.checkpoint.tensors import dtype_of, load_model
 from ppfleetx.checkpoint.weights import vocab_dims, with_vocabulary
 from ppfleetx.compress.report import LayerReport, Report
 from ppfleetx.compress.rounding import (
+    SMALLEST_SCALE,
     Stored,
     check_form,
     compensated,
@@ -47,7 +49,7 @@ from ppfleetx.models.gpt.spec import parameter_shapes, parameter_specs
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.quantized import QuantizedLinear, with_small_weights
 from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
@@ -55,9 +57,13 @@ from ppfleetx.utils.progress import track
 Method = Literal["rtn", "gptq"]
 _SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
 _MATRICES = ("matrix", "head", "word_embedding")
-GROUPS = (128, 64, 32, 16, 8)
-"""Group sizes to try; the first that fits is used unless the user names one."""
+GROUPS = (32, 16, 8)
+"""Group sizes to try; the first that fits is used unless the user names one. With 8 bits, the last one would
+cost too much."""
 _ROWS = 4  # windows per pass
+_MOST_ERROR = {8: 0.1, 4: 0.3}  # bits -> relative change of a layer's output that is not worth a warning
+_MOST_WARNINGS = 5
+_OUTLIER = 20  # a feature stands out if it reaches so many times the median
 
 
 @dataclass(frozen=True)
@@ -110,20 +116,26 @@ def check_options(model: ModelConfig, options: Options) -> None:
     for pattern in options.weights.skip:
         if not fnmatch.filter(layers, pattern):
             raise ConfigError("no layer of the model has such a name", key="--skip", value=pattern)
-    for layer, in_features in _matrices(model).items():
+    for layer, in_features in (*_matrices(model).items(), ("embedding.word_embeddings", model.hidden_size)):
         form = options.weights.form_of(layer)
         if form is not None:
             check_form(layer, in_features, form)
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Complete 4-bit ``weights`` with the largest group size that divides the input features of all matrices.
-    Matrices that no group size divides are not quantised, with a warning.
+    """Complete ``weights`` with the first of :data:`GROUPS` that divides the input features of all matrices.
+
+    If there is none, weights of 8 bits go without groups and offsets. With 4 bits, matrices that no group
+    size divides are not quantised, with a warning.
 
     Raises:
         ConfigError: no group size divides the input features of any matrix.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
+    if weights.bits == 8:
+        common = math.gcd(model.hidden_size, *wanted.values())
+        group = next((size for size in GROUPS[:-1] if common % size == 0), None)
+        return weights.model_copy(update={"group_size": group, "asymmetric": group is not None})
     odd = {layer: n for layer, n in wanted.items() if n % GROUP_MULTIPLE}
     sizes = ", ".join(str(n) for n in sorted(set(odd.values())))
     if odd and len(odd) == len(wanted):
@@ -140,9 +152,13 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
             f"{GROUP_MULTIPLE} at a time: they stay as they are (--to int8 takes them)"
         )
         weights = weights.model_copy(update={"skip": (*weights.skip, *patterns)})
+    if model.hidden_size % GROUP_MULTIPLE or not wanted:  # no groups divide the embedding
+        weights = weights.model_copy(update={"asymmetric": False})
     if not wanted:  # --skip names all of them
         return weights
     common = math.gcd(*(n for layer, n in wanted.items() if layer not in odd))
+    if weights.asymmetric:
+        common = math.gcd(common, model.hidden_size)
     group = next(size for size in GROUPS if common % size == 0)
     return weights.model_copy(update={"group_size": group})
 
@@ -180,6 +196,7 @@ class Quantizer:
         self._names = list(parameter_shapes(model))
         self._walk = None if samples is None else _Walk(samples, model.vocab_size)
         self._ready: dict[str, TensorSlice] = {}
+        self._outliers: dict[str, str] = {}
         self.report = Report()
 
     @paddle.no_grad()
@@ -190,9 +207,12 @@ class Quantizer:
             DataError: a weight is NaN or infinite.
             CheckpointError: the checkpoint does not belong to the model.
         """
-        factory = LocalFactory()
+        factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
-        small_stages = with_small_weights(stages, self._options.weights, factory)
+        # Products with widened weights are faster for whole windows.
+        small_stages = (
+            stages if weights.activation_bits is None else with_small_weights(stages, weights, factory)
+        )
         shared: dict[str, nn.Layer] = {}
         small_shared: dict[str, nn.Layer] = {}
         both = zip(stages, small_stages, strict=True)
@@ -212,9 +232,13 @@ class Quantizer:
             if self._walk is not None:
                 small = build_stage(small_stage, None, small_shared)
                 small.eval()
-                self._fill(small)
-                self._walk.advance(layer, small)
+                self._fill(small, stored)
+                products = _Products(layer, small)
+                with products:
+                    self._walk.advance(layer, small, is_last=stage is stages[-1])
+                self.report.set_output_errors(products.errors())
             get_logger().info(f"quantised {stage.name}: {len(stored)} of {len(new)} parameters")
+        self._warn()
         if self._walk is not None:
             walk = self._walk
             self.report.num_measured = walk.num_measured
@@ -239,6 +263,10 @@ class Quantizer:
                 self._walk.pass_calibration(layer)
             if self._options.smooth:
                 seen.divide(smooth_block(parameters, seen.largest))
+            for linear in one_matrix:
+                if linear in seen.largest:
+                    rows = np.abs(parameters[f"{linear}.weight"].numpy()).max(axis=1)
+                    self._outliers[linear] = _outlier(seen.largest[linear], rows)
         return {
             f"{linear}.weight": self._round(
                 linear, parameters[f"{linear}.weight"], form, seen.sums.get(linear)
@@ -274,7 +302,7 @@ class Quantizer:
                 output_error=None if hessian is None else output_error(weight, stored.values(), hessian),
             )
         )
-        return Stored(stored.levels.T, stored.scale.T, form) if is_table else stored
+        return Stored(stored.levels.T, stored.scale.T, form, is_table=True) if is_table else stored
 
     def _rounded(self, linear: str, weight: np.ndarray, form: Form) -> Stored:
         return self._on_trained_grid(linear, weight, form) or nearest(weight, form)
@@ -296,6 +324,29 @@ class Quantizer:
                 self._put(name, parameter.numpy())
                 self.report.kept += parameter.size * parameter.element_size()
 
+    def _warn(self) -> None:
+        """Name the layers whose products have changed much, and the features that may be the reason."""
+        weights, most = self._options.weights, _MOST_ERROR[self._options.weights.bits]
+        remedies = ["a smaller --group"]
+        if weights.activation_bits is not None:
+            remedies = ["--to int8 without --activations and --smooth"]
+            if not self._options.smooth:
+                remedies.insert(0, "--smooth")
+            if self._walk is None and self._options.trained is None:
+                get_logger().warning(
+                    "activations are rounded to 8 bits, and nothing has measured what that changes; a few "
+                    "channels with large values can spoil a model. --calibration DATA measures it"
+                )
+        found = [layer for layer in self.report.layers if (layer.output_error or 0) > most]
+        for layer in sorted(found, key=lambda layer: -layer.output_error)[:_MOST_WARNINGS]:
+            get_logger().warning(
+                f"{layer.name}: rounding changes its output by {layer.output_error:.0%} (usual are less than "
+                f"{most:.0%}){self._outliers.get(layer.name, '')}. What may help: {', '.join(remedies)}, or "
+                f"--skip '{layer.name}'"
+            )
+        if len(found) > _MOST_WARNINGS:
+            get_logger().warning(f"so it is with {len(found) - _MOST_WARNINGS} more layers (see the table)")
+
     def _put(self, name: str, values: np.ndarray) -> None:
         path = self._room / f"{len(self._ready)}.npy"
         np.save(path, np.ascontiguousarray(values))
@@ -310,9 +361,66 @@ class Quantizer:
             vocab_dim=_SCALE_VOCAB_DIM.get(name, vocab_dims().get(name)),
         )
 
-    def _fill(self, layer: nn.Layer) -> None:
+    def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
+        """Give ``layer``, whose linears hold integers or floating point, what is stored for its stage."""
         for name, parameter in canonical_parameters(layer).items():
-            parameter.set_value(np.array(self._ready[name].array()))
+            if name in stored and parameter.dtype == paddle.float32:
+                parameter.set_value(stored[name].values())
+            elif dtype_of(parameter) == self._ready[name].dtype:  # not the table of the first stage again
+                parameter.set_value(np.array(self._ready[name].array()))
+
+
+def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
+    """Words about the input feature that stands out most, by its largest input or its largest weight."""
+    said = {}
+    for what, largest in (("its input", inputs), ("the weights of its input", rows)):
+        feature, median = int(largest.argmax()), float(np.median(largest))
+        ratio = float(largest[feature]) / max(median, SMALLEST_SCALE)
+        said[ratio] = f"; {what} {feature} reaches {ratio:,.0f} times the median of all"
+    ratio = max(said)
+    return said[ratio] if ratio > _OUTLIER else ""
+
+
+class _Products:
+    """Context that compares the products of quantised linears with those of the original ones, for the same
+    inputs. Only linears that round activations are compared: for others, the weights say enough.
+    """
+
+    def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
+        self._weights = canonical_parameters(layer)
+        self._linears = [
+            one
+            for one in small.sublayers(include_self=True)
+            if isinstance(one, QuantizedLinear) and one.matrix.rounds_activations
+        ]
+        self._squares: dict[str, np.ndarray] = {}
+        self._hooks: list = []
+
+    def __enter__(self) -> _Products:
+        for linear in self._linears:
+            name = linear.weight.info.name
+            hook = partial(self._add, name=name, exact=self._weights[name])
+            self._hooks.append(linear.register_forward_post_hook(hook))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add(
+        self, linear: QuantizedLinear, x: tuple, y: paddle.Tensor, *, name: str, exact: paddle.Tensor
+    ) -> None:
+        product = paddle.matmul(x[0], exact)
+        got = y if linear.bias is None else y - linear.bias
+        squares = [float((one.astype("float64") ** 2).sum()) for one in (got - product, product)]
+        self._squares[name] = self._squares.get(name, np.zeros(2)) + squares
+
+    def errors(self) -> dict[str, float]:
+        """Linear -> the root mean square of the change, relative to that of the product."""
+        return {
+            name.removesuffix(".weight"): math.sqrt(change / size) if size else 0.0
+            for name, (change, size) in self._squares.items()
+        }
 
 
 @dataclass
@@ -379,15 +487,17 @@ class _Walk:
         for state in self._calibration:
             layer(state)
 
-    def advance(self, layer: nn.Layer, small: nn.Layer) -> None:
+    def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
         """Advance all activations by one layer: the original model's through the original layer, the
-        quantised model's through the quantised layer.
+        quantised model's through the quantised layer. After the last one, nothing is left to calibrate.
         """
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
+            if is_last and states is self._calibration:
+                continue
             for number, state in enumerate(states):
                 states[number] = through(state)
                 if not isinstance(states[number], tuple):  # logits, which are large
-                    states[number] = self._loss(states, number) if states is not self._calibration else None
+                    states[number] = self._loss(states, number)
 
     def _loss(self, states: list, number: int) -> float:
         labels = paddle.to_tensor(self._labels[number])

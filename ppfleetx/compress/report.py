@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from ppfleetx.config.counts import counted
 
@@ -17,7 +18,8 @@ class LayerReport:
         bits: bits per element.
         before, after: bytes before and after, including scales.
         weight_error: the rounding error relative to the matrix (root mean squares).
-        output_error: the relative error of its products with calibration data; None if there was none.
+        output_error: the relative error of its products with calibration data, rounded like its inputs; None
+            if there was none.
     """
 
     name: str
@@ -47,6 +49,12 @@ class Report:
     perplexity_after: float | None = None
     num_measured: int = 0
     on_trained_grid: int = 0
+
+    def set_output_errors(self, errors: Mapping[str, float]) -> None:
+        """Replace the output errors of the layers that ``errors`` names."""
+        self.layers = [
+            replace(layer, output_error=errors.get(layer.name, layer.output_error)) for layer in self.layers
+        ]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -4,6 +4,11 @@ A number x is stored as q = round(x / scale), an integer from -(2^(b-1) - 1) to 
 q * scale. A matrix has one scale, or one per output channel, or one per output channel and group of input
 features; the shape of the scales says which. Rounding is to nearest, ties to even.
 
+An asymmetric grid has an offset, too: q is from -2^(b-1) to 2^(b-1) - 1, and the number read back is q *
+scale + offset. Scales and offsets are float16 ``[2 g, n]``, those of a group one after the other. llama.cpp's
+Q4_1, AWQ and most files of GPTQ have such grids of 4 bits. All points of these are points of our grid of 8
+bits, too, which has 17 times as many steps.
+
 Shape letters: k input features, n output features, g groups of k / g consecutive input features.
 Scales are ``[1, 1]`` (whole matrix), ``[1, n]`` (channels) or ``[g, n]`` (groups).
 """
@@ -12,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -27,6 +33,9 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 """The scale of zeros; smaller scales would be denormal."""
 _SHRINK = np.linspace(1.0, 0.5, 26, dtype=np.float32)[1:]
 """The fractions of the largest magnitude that ``mse`` tries as the end of the grid."""
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""The fractions of the range of a group that an asymmetric grid tries to cover."""
+_LARGEST_HALF, _SMALLEST_HALF = np.float32(65504), np.float32(2**-24)
 
 
 def largest_level(bits: int) -> int:
@@ -91,6 +100,77 @@ def scales_of(
     return best.reshape(best.shape[0], best.shape[2])
 
 
+def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
+    """Compute the scales and offsets of an asymmetric grid with a small squared error.
+
+    The grid covers a group's range or, with few bits, a little less, or is symmetric. For each of these, the
+    line that fits the levels best is tried as well.
+
+    Args:
+        weight: ``[k, n]``.
+        bits: bits of the grid.
+        group_size: input features per group; None: all.
+
+    Returns:
+        Scale and offset of each group in turn, ``[2 g, n]`` float16.
+
+    Raises:
+        DataError: a value is not a number that float16 can hold.
+    """
+    if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
+        raise DataError(
+            f"the matrix holds NaN or infinite values or values beyond {_LARGEST_HALF:,.0f}, which have no "
+            "place on a grid with offsets"
+        )
+    grouped = _grouped(np.asarray(weight, np.float32), num_groups(weight.shape[0], group_size))
+    best, least = None, None
+    for grid in _grids(grouped, bits):
+        for _ in range(2):
+            levels = _rounded_with_offsets(grouped, *grid, bits)
+            error = np.square(levels * grid[0] + grid[1] - grouped).sum(axis=1, keepdims=True)
+            if best is None:
+                best, least = grid, error
+            else:
+                is_less = error < least
+                best = tuple(np.where(is_less, *pair) for pair in zip(grid, best, strict=True))
+                least = np.where(is_less, error, least)
+            middle = levels.mean(axis=1, keepdims=True)
+            levels -= middle
+            spread = np.maximum(np.square(levels).sum(axis=1, keepdims=True), 1)
+            grid = _halves(
+                (levels * grouped).sum(axis=1, keepdims=True) / spread,
+                grouped.mean(axis=1, keepdims=True),
+                at=middle,
+            )
+    return np.concatenate(best, axis=1).reshape(-1, weight.shape[1]).astype(np.float16)
+
+
+def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Scales and offsets to try, ``[g, 1, n]`` each: first those of llama.cpp's files."""
+    low, high = (of(grouped, axis=1, keepdims=True) for of in (np.min, np.max))
+    largest = np.maximum(high, -low)
+    if bits == 8:  # Q8_0
+        yield _halves(largest / 127, np.float32(0), at=0)
+    else:  # Q4_0: the largest magnitude is at the end of the longer side
+        end = 2 ** (bits - 1)
+        yield _halves(
+            largest / end, np.where(high > -low, high, low), at=np.where(high > -low, end - 1, -end)
+        )
+    for share in _SHARES if bits < 8 else (1.0,):
+        yield _halves((high - low) * np.float32(share / (2**bits - 1)), (high + low) / 2, at=-0.5)
+
+
+def _halves(step: np.ndarray, value: np.ndarray, at: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+    """The grid with ``value`` at level ``at``: scale and offset rounded to float16."""
+    step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
+    offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
+    return step, offset.astype(np.float16).astype(np.float32)
+
+
+def _rounded_with_offsets(values: np.ndarray, scale: np.ndarray, offset: np.ndarray, bits: int) -> np.ndarray:
+    return np.clip(np.rint((values - offset) / scale), -(2 ** (bits - 1)), largest_level(bits))
+
+
 def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     """Round ``weight [k, n]`` to the grid: int8 up to 8 bits, int16 above.
 
@@ -102,12 +182,21 @@ def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     return rounded.astype(np.int8 if bits <= 8 else np.int16).reshape(weight.shape)
 
 
-def dequantize(levels: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantize(levels: np.ndarray, scales: np.ndarray, *, asymmetric: bool = False) -> np.ndarray:
     """Convert integers ``[k, n]`` back to float32 values.
+
+    Args:
+        levels: the integers.
+        scales: the scales; in turn with offsets if ``asymmetric``.
+        asymmetric: whether there are offsets.
 
     Raises:
         ValueError: the scales do not fit the matrix.
     """
+    if asymmetric:
+        scale, offset = scales[0::2].astype(np.float32), scales[1::2].astype(np.float32)
+        grouped = _grouped(levels.astype(np.float32), _groups_in(levels.shape, scale.shape))
+        return (grouped * scale[:, np.newaxis] + offset[:, np.newaxis]).reshape(levels.shape)
     grouped = _grouped(levels.astype(np.float32), _groups_in(levels.shape, scales.shape))
     return (grouped * scales[:, np.newaxis].astype(np.float32)).reshape(levels.shape)
 
@@ -160,14 +249,16 @@ _DAMPING = 0.01  # this fraction of the Hessian's mean diagonal is added to the 
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix ``[k, n]`` on its grid: ``levels [k, n]`` int8 and ``scale [g, n]`` float32.
+    """A matrix ``[k, n]`` on its grid: ``levels [k, n]`` int8 and ``scale [g, n]`` float32, or ``[2 g, n]``
+    float16 with offsets.
 
-    Matrices of experts have one dimension more in front.
+    Matrices of experts have one dimension more in front. With ``is_table``, both are transposed.
     """
 
     levels: np.ndarray
     scale: np.ndarray
     form: Form
+    is_table: bool = False
 
     def packed(self) -> np.ndarray:
         """Pack the elements as a checkpoint stores them: int8, or two 4-bit elements per uint8, ``[k / 2,
@@ -179,9 +270,12 @@ class Stored:
 
     def values(self) -> np.ndarray:
         """The stored values, in the shape of ``levels``, float32."""
+        read = partial(dequantize, asymmetric=self.form.asymmetric)
+        if self.is_table:
+            return read(self.levels.T, self.scale.T).T
         if self.levels.ndim == 3:
-            return np.stack([dequantize(*one) for one in zip(self.levels, self.scale, strict=True)])
-        return dequantize(self.levels, self.scale)
+            return np.stack([read(*one) for one in zip(self.levels, self.scale, strict=True)])
+        return read(self.levels, self.scale)
 
     @property
     def num_bytes(self) -> int:
@@ -220,8 +314,19 @@ def check_form(name: str, in_features: int, form: Form) -> None:
 
 def nearest(weight: np.ndarray, form: Form) -> Stored:
     """Round each element of ``[k, n]`` to the nearest point of its grid."""
-    scale = scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
-    return Stored(quantize(weight, scale, form.bits), scale, form)
+    scale = _scale_of(weight, form)
+    if not form.asymmetric:
+        return Stored(quantize(weight, scale, form.bits), scale, form)
+    grouped = _grouped(np.asarray(weight, np.float32), len(scale) // 2)
+    grid = (part[:, np.newaxis].astype(np.float32) for part in (scale[0::2], scale[1::2]))
+    levels = _rounded_with_offsets(grouped, *grid, form.bits).astype(np.int8)
+    return Stored(levels.reshape(weight.shape), scale, form)
+
+
+def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
+    if form.asymmetric:
+        return asymmetric_scales_of(weight, form.bits, form.group_size)
+    return scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
 
 
 def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
@@ -235,21 +340,25 @@ def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
         hessian: ``X^T X [k, k]`` of the matrix's inputs, float64.
         form: the storage format of the matrix.
     """
-    scale = scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
+    scale = _scale_of(weight, form)
     size = weight.shape[0]
     order = np.argsort(-np.diag(hessian), kind="stable")
     rows = weight[order].astype(np.float32)
-    steps = np.repeat(scale, size // scale.shape[0], axis=0)[order]
+    steps, offsets = (scale[0::2], scale[1::2]) if form.asymmetric else (scale, np.zeros_like(scale))
+    steps, offsets = (
+        np.repeat(part.astype(np.float32), size // len(part), axis=0)[order] for part in (steps, offsets)
+    )
     upper = _inverse_factor(hessian[np.ix_(order, order)]).astype(np.float32)
     levels = np.empty(weight.shape, np.int8)
     largest = largest_level(form.bits)
+    least = -largest - 1 if form.asymmetric else -largest
     for start in range(0, size, _BLOCK):
         end = min(start + _BLOCK, size)
         errors = np.empty((end - start, weight.shape[1]), np.float32)
         for i in range(start, end):
-            level = np.clip(np.rint(rows[i] / steps[i]), -largest, largest)
+            level = np.clip(np.rint((rows[i] - offsets[i]) / steps[i]), least, largest)
             levels[order[i]] = level
-            errors[i - start] = (rows[i] - level * steps[i]) / upper[i, i]
+            errors[i - start] = (rows[i] - level * steps[i] - offsets[i]) / upper[i, i]
             rows[i + 1 : end] -= np.outer(upper[i, i + 1 : end], errors[i - start])
         rows[end:] -= upper[start:end, end:].T @ errors
     return Stored(levels, scale, form)
@@ -261,7 +370,10 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     diagonal = np.diag(damped)
     added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # unused features may have any value
     damped[np.diag_indices_from(damped)] += added
-    return np.linalg.cholesky(np.linalg.inv(damped)).T
+    # With rows and columns reversed, H = L L^T gives U = inverse(L), reversed: half the work of inverting H.
+    lower = paddle.to_tensor(np.linalg.cholesky(damped[::-1, ::-1]))
+    inverse = paddle.linalg.triangular_solve(lower, paddle.eye(len(damped), dtype="float64"), upper=False)
+    return inverse.numpy()[::-1, ::-1]
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
@@ -274,9 +386,10 @@ def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
 
 def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
     """The same relative error for the products with the inputs behind ``hessian [k, k]``."""
-    change = (weight - held).astype(np.float64)
-    size = float(np.einsum("kn,kn->", hessian @ weight, weight, dtype=np.float64))
-    error = float(np.einsum("kn,kn->", hessian @ change, change, dtype=np.float64))
+    squares = hessian.astype(np.float32)
+    error, size = (
+        float(np.einsum("kn,kn->", squares @ one, one, dtype=np.float64)) for one in (weight - held, weight)
+    )
     return float(np.sqrt(max(error, 0.0) / size)) if size > 0 else 0.0
 
 

@@ -158,8 +158,8 @@ class LocalFactory:
         made = QuantizedGroupedLinear if isinstance(linear, GroupedLinear) else QuantizedLinear
         return made(linear, form, declare=self.declare)
 
-    def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
-        return QuantizedEmbedding(embedding, declare=self.declare)
+    def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
+        return QuantizedEmbedding(embedding, form, declare=self.declare)
 
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
@@ -359,8 +359,8 @@ class TensorParallelFactory(LocalFactory):
             return made(leave=self._sum_parts)
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)
 
-    def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
-        return QuantizedEmbedding(embedding, declare=self.declare, join=self._sum)
+    def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
+        return QuantizedEmbedding(embedding, form, declare=self.declare, join=self._sum)
 
     def _sum(self, low: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce

@@ -3,8 +3,9 @@
 
 A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, with 4 bits, uint8 ``[k / 2, n]`` (input features 2i
 and 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one for
-each output feature and group of k / g input features. The word embedding ``[V, h]`` has ``weight`` int8 and
-``scale [V, 1]``.
+each output feature and group of k / g input features. In an asymmetric form, ``scale [2 g, n]`` is float16
+and holds the scale and the offset of each group in turn: a weight is ``q * scale + offset``. The word
+embedding ``[V, h]`` has ``weight`` int8 and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
 
 On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with the stored integers. On a GPU,
 with 8-bit weights and 16-bit activations, Paddle's ``weight_only_linear`` does. Otherwise weights are widened
@@ -34,7 +35,7 @@ from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare
-from ppfleetx.nn.transforms import codes, row_scales, scales
+from ppfleetx.nn.transforms import codes, num_scales, row_scales, scales
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
@@ -82,11 +83,16 @@ class QuantizedMatrix:
 
     def dequantized(self) -> paddle.Tensor:
         """The matrix ``[k, n]`` float32."""
-        groups = self.scale.shape[0]
-        if groups == 1:
-            return paddle.multiply(self.integers(), self.scale)
+        scale = paddle.cast(self.scale, "float32")
+        if self.form.asymmetric:
+            scale, offset = scale[0::2], scale[1::2]
+        groups = scale.shape[0]
+        if groups == 1 and not self.form.asymmetric:
+            return paddle.multiply(self.integers(), scale)
         grouped = self.integers().reshape([groups, -1, self.out_features])
-        scaled = paddle.multiply(grouped, paddle.unsqueeze(self.scale, 1))
+        scaled = paddle.multiply(grouped, paddle.unsqueeze(scale, 1))
+        if self.form.asymmetric:
+            scaled = paddle.add(scaled, paddle.unsqueeze(offset, 1))
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -137,7 +143,7 @@ class QuantizedMatrix:
             return self.multiply_panels(x, self.panels(), bias)
         arch = self._gpu_arch(x)
         if arch is not None:
-            if self._of_gpu is None:  # the same integers, in the order that the kernel reads
+            if self._of_gpu is None:  # in the order that the kernel reads, with one scale per channel
                 wide = self.dequantized().astype(x.dtype)
                 self._of_gpu = weight_quantize(wide, "weight_only_int8", arch)
             return weight_only_linear(x, self._of_gpu[0], bias, self._of_gpu[1], "int8", arch)
@@ -173,7 +179,7 @@ class QuantizedMatrix:
         """The compute capability for Paddle's kernel for 8-bit weights; None if the kernel does not support
         the card."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
-        if self.form != Form(8) or not fits or not on_gpu():
+        if self.form.bits != 8 or self.rounds_activations or not fits or not on_gpu():
             return None
         if x.dtype not in (paddle.float16, paddle.bfloat16):
             return None
@@ -249,12 +255,12 @@ class QuantizedLinear(nn.Layer):
         self.spec: ParamSpec = linear.weight.spec
         rows, columns = linear.weight.shape
         _check_groups(rows, self.spec.shape[0], form.group_size)
-        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
-        whole = codes(self.spec, per_row)
+        per_row = 2 if form.bits == 4 else 1
+        whole, of_scale = codes(self.spec, per_row), scales(self.spec, form)
         self.weight = _parameter(self, [rows // per_row, columns], whole.dtype)
-        self.scale = _parameter(self, [num_groups, columns], "float32")
+        self.scale = _parameter(self, [num_scales(rows, form), columns], of_scale.dtype)
         declare(self.weight, whole)
-        declare(self.scale, scales(self.spec, form.group_size))
+        declare(self.scale, of_scale)
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -282,12 +288,12 @@ class QuantizedGroupedLinear(nn.Layer):
         self.spec: ParamSpec = linear.weight.spec
         experts, rows, columns = linear.weight.shape
         _check_groups(rows, self.spec.shape[1], form.group_size)
-        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
-        whole = codes(self.spec, per_row)
+        per_row = 2 if form.bits == 4 else 1
+        whole, of_scale = codes(self.spec, per_row), scales(self.spec, form)
         self.weight = _parameter(self, [experts, rows // per_row, columns], whole.dtype)
-        self.scale = _parameter(self, [experts, num_groups, columns], "float32")
+        self.scale = _parameter(self, [experts, num_scales(rows, form), columns], of_scale.dtype)
         declare(self.weight, whole)
-        declare(self.scale, scales(self.spec, form.group_size))
+        declare(self.scale, of_scale)
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
@@ -315,6 +321,7 @@ class QuantizedEmbedding(nn.Layer):
 
     Args:
         embedding: the embedding to replace.
+        form: form of the matrix ``[h, V]``, the transposed table.
         declare: see :class:`QuantizedLinear`.
         join: sums the ranks' parts; None: this rank holds all rows.
     """
@@ -322,18 +329,20 @@ class QuantizedEmbedding(nn.Layer):
     def __init__(
         self,
         embedding: nn.Layer,
+        form: Form,
         *,
         declare: Declare = declare,
         join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
     ) -> None:
         super().__init__()
         spec, info = embedding.weight.spec, embedding.weight.info
-        self.join, self.num_rows = join, info.local_shape[0]
+        self.join, self.form, self.num_rows = join, form, info.local_shape[0]
         self.rank = info.offset[0] // self.num_rows
+        of_scale = row_scales(spec, form)
         self.weight = _parameter(self, info.local_shape, "int8")
-        self.scale = _parameter(self, [self.num_rows, 1], "float32")
+        self.scale = _parameter(self, [self.num_rows, of_scale.shape[1]], of_scale.dtype)
         declare(self.weight, codes(spec))
-        declare(self.scale, row_scales(spec))
+        declare(self.scale, of_scale)
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
         """Token ids ``[...]`` to ``[..., h]``."""
@@ -351,14 +360,20 @@ class QuantizedEmbedding(nn.Layer):
         return self._scaled(self.weight, self.scale)
 
     def _scaled(self, integers: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
-        rows = integers.astype(scale.dtype) * scale
+        if self.form.asymmetric:
+            shape = integers.shape
+            pairs = paddle.cast(scale, "float32").reshape([*shape[:-1], -1, 2])
+            grouped = paddle.cast(integers, "float32").reshape([*shape[:-1], pairs.shape[-2], -1])
+            rows = (grouped * pairs[..., :1] + pairs[..., 1:]).reshape(shape)
+        else:
+            rows = integers.astype(scale.dtype) * scale
         dtype = getattr(self.weight, "compute_dtype", None)
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
         """The transposed table ``[h, V]``, or its first ``vocab_size`` columns."""
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
-        return QuantizedMatrix(weight, scale, Form(8))
+        return QuantizedMatrix(weight, scale, self.form)
 
 
 def with_small_weights(
@@ -391,7 +406,7 @@ def _replace_matrices(layer: nn.Layer, name_of: NameOf, cfg: WeightsConfig, fact
         if form is None:
             continue
         made = (
-            factory.quantized_embedding(child)
+            factory.quantized_embedding(child, form)
             if kind == "word_embedding"
             else factory.quantized_linear(child, form)
         )

@@ -130,7 +130,7 @@ class LayerFactory(Protocol):
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Make the quantised replacement of a linear, with weights stored in ``form``."""
 
-    def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
+    def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
         """Make the quantised replacement of a word embedding, with rows stored in 8 bits."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:

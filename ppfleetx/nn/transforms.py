@@ -11,7 +11,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ppfleetx.config.sections.compress import QUANTIZER, CompressConfig, QuantizationConfig, WeightsConfig
+from ppfleetx.config.sections.compress import (
+    QUANTIZER,
+    CompressConfig,
+    Form,
+    QuantizationConfig,
+    WeightsConfig,
+)
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.layer_spec import Specs, within
@@ -72,11 +78,10 @@ def stored_small(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
         if form is None:
             result[name] = spec
         elif spec.kind == "word_embedding":
-            result |= _named(layer, {"weight": codes(spec), "scale": row_scales(spec)})
+            result |= _named(layer, {"weight": codes(spec), "scale": row_scales(spec, form)})
         else:
             per_row = 2 if form.bits == 4 else 1
-            scale = scales(spec, form.group_size)
-            result |= _named(layer, {"weight": codes(spec, per_row), "scale": scale})
+            result |= _named(layer, {"weight": codes(spec, per_row), "scale": scales(spec, form)})
     return result
 
 
@@ -152,18 +157,27 @@ def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)
 
 
-def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
-    """The scales of a frozen ``matrix``: one for each output feature and group of input features or, if
-    ``group_size`` is None, one for each output feature."""
-    if group_size is not None:
-        return replace(codes(matrix, group_size), dtype="float32")
-    *experts, _, width_out = matrix.shape
+def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
+    """The scales of a frozen ``matrix``: one for each output feature and group of input features or, without
+    groups, one for each output feature. In an asymmetric ``form``, scales and offsets in turn."""
+    *experts, width_in, width_out = matrix.shape
+    shape = (*experts, num_scales(width_in, form), width_out)
+    spec = replace(matrix, shape=shape, dtype="float16" if form.asymmetric else "float32", trains=False)
+    if form.group_size is not None:
+        return spec
     axis, columns = matrix.view.tensor, Shard(len(experts) + 1)
     value = {**matrix.value, axis: columns if matrix.lies(axis) == columns else REPLICATE}
-    shape = (*experts, 1, width_out)
-    return replace(matrix, shape=shape, value=value, parts=(), dtype="float32", trains=False)
+    return replace(spec, value=value, parts=())
 
 
-def row_scales(table: ParamSpec) -> ParamSpec:
-    """The scales of a quantised word embedding, one per row."""
-    return replace(table, shape=(table.shape[0], 1), dtype="float32", trains=False)
+def num_scales(in_features: int, form: Form) -> int:
+    """The number of scales, and offsets, of an output feature."""
+    num_groups = in_features // form.group_size if form.group_size else 1
+    return num_groups * (2 if form.asymmetric else 1)
+
+
+def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
+    """The scales of a quantised word embedding ``[V, h]``: those of the matrix ``[h, V]``, transposed."""
+    rows, width = table.shape
+    dtype = "float16" if form.asymmetric else "float32"
+    return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -15,7 +15,7 @@ from ppfleetx.nn.param_spec import REPLICATE, Shard, deal_out
 from ppfleetx.planner.job import Job, ModelKey
 
 _LAYER = "decoder.layers."
-_BYTES = {"int8": 1, "uint8": 1, "float32": 4}
+_BYTES = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)

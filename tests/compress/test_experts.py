@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +58,10 @@ def rounded(name: str, small: dict[str, np.ndarray]) -> np.ndarray:
         halves = np.stack([levels & 15, levels >> 4], axis=-2).astype(np.int8)
         pairs = halves.reshape([*levels.shape[:-2], -1, levels.shape[-1]])
         levels = np.where(pairs > 7, pairs - 16, pairs)
+    read = partial(dequantize, asymmetric=scale.dtype == np.float16)
     if levels.ndim == 3:
-        return np.stack([dequantize(*one) for one in zip(levels, scale, strict=True)])
-    return levels * scale if name.startswith("embedding.") else dequantize(levels, scale)
+        return np.stack([read(*one) for one in zip(levels, scale, strict=True)])
+    return read(levels.T, scale.T).T if name.startswith("embedding.") else read(levels, scale)
 
 
 @pytest.mark.parametrize("way", WAYS)

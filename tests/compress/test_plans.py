@@ -21,7 +21,7 @@ PLANS = {
     "sep2": ["Distributed.sep_degree=2"],
 }
 SHARDING_3 = ["Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=3"]
-FORMS = {"int8": {"to": "int8"}, "int4": {"to": "int4", "group": 8}}
+FORMS = {"int8": {"to": "int8", "group": 8}, "int4": {"to": "int4", "group": 8}}
 
 
 @pytest.fixture(scope="module")

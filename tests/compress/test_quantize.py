@@ -97,9 +97,9 @@ def test_a_quantised_checkpoint_speaks_for_itself(run_dir, corpus, tmp_path, way
 @pytest.mark.parametrize(
     ("hidden", "ffn", "group", "skipped"),
     [
-        (512, 2048, 128, ()),
-        (576, 1536, 64, ()),
-        (1600, 6400, 64, ()),
+        (512, 2048, 32, ()),
+        (576, 1536, 32, ()),
+        (1600, 6400, 32, ()),
         (48, 96, 16, ()),
         (60, 240, 16, ("*.attention.qkv", "*.attention.out_proj", "*.mlp.fc1")),
     ],
@@ -107,10 +107,12 @@ def test_a_quantised_checkpoint_speaks_for_itself(run_dir, corpus, tmp_path, way
 def test_a_group_that_divides_is_chosen(hidden, ffn, group, skipped, caplog) -> None:
     sizes = {"hidden_size": hidden, "ffn_hidden_size": ffn, "num_layers": 2, "num_attention_heads": 4}
     model = section_of(ModelConfig, {"vocab_size": 300, **sizes})
-    weights = with_group(model, WeightsConfig(bits=4))
-    assert (weights.group_size, weights.skip) == (group, skipped)
+    weights = with_group(model, WeightsConfig(bits=4, asymmetric=True))
+    assert (weights.group_size, weights.skip, weights.asymmetric) == (group, skipped, not skipped)
     check_options(model, Options(weights))
     assert all(pattern in caplog.text for pattern in skipped)
+    of_8_bits = with_group(model, WeightsConfig(bits=8, asymmetric=True))
+    assert (of_8_bits.group_size, of_8_bits.asymmetric) == ((None, False) if skipped else (group, True))
 
 
 def test_a_width_that_no_group_divides(tmp_path, caplog) -> None:
@@ -256,3 +258,46 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
     assert manifest.state["source"]["quantized"]["to"] == "int8"
     assert manifest.step == find_weights(cfg, ParallelContext.single()).state.step > 0
     assert replace(manifest, state={}).config["Compress"]["Weights"]["bits"] == 8
+
+
+@pytest.fixture(scope="module", params=["inputs", "weights"])
+def outlier_run(request, tmp_path_factory) -> tuple[str, Path]:
+    """A model whose linear has one input that is 1000 times as large as the others, or 1000 times as large
+    weights for one; what it computes is as without."""
+    from ppfleetx.nn import stage
+
+    factor = 1000.0 if request.param == "inputs" else 1e-3
+    factors = {"decoder.layers.1.mlp_norm.weight": factor, "decoder.layers.1.mlp.fc1.weight": 1 / factor}
+
+    def planted(*args):
+        values = draw(*args)
+        values[5] *= factors.get(args[2], 1)
+        return values
+
+    draw, stage.draw = stage.draw, planted
+    try:
+        run = write_run(tmp_path_factory.mktemp("outlier") / "run", MODELS["llama_style"])
+    finally:
+        stage.draw = draw
+    return request.param, run
+
+
+def test_outlier_channels_are_named(outlier_run, corpus, tmp_path, capfd) -> None:
+    where, run = outlier_run
+    warned = "decoder.layers.1.mlp.fc1: rounding changes its output by "
+    _quantize(run, tmp_path / "w8a8", activations="int8", calibration=corpus)
+    said = "".join(capfd.readouterr())
+    assert warned in said and said.count("rounding changes") == 1
+    assert f"{'its input' if where == 'inputs' else 'the weights of its input'} 5 reaches" in said
+    assert "What may help: --smooth" in said
+    report = _quantize(run, tmp_path / "int8", calibration=corpus, group=8)
+    assert (warned in "".join(capfd.readouterr())) == any(
+        (one["output_error"] or 0) > 0.1 for one in report["layers"]
+    )
+
+
+def test_without_outliers_there_is_no_warning(run_dir, corpus, tmp_path, capfd) -> None:
+    _quantize(run_dir, tmp_path / "plain", activations="int8", calibration=corpus)
+    assert "rounding changes its output" not in "".join(capfd.readouterr())
+    _quantize(run_dir, tmp_path / "blind", activations="int8")
+    assert "nothing has measured what that changes" in "".join(capfd.readouterr())

@@ -98,3 +98,77 @@ def test_what_is_stored_is_what_training_computed_with(kind, bits, share):
 def test_what_training_did_not_round_has_no_such_grid():
     cfg = QuantizationConfig(enable=True, skip_layers=("*.mlp.fc2",))
     assert on_trained_grid(np.ones((4, 4), np.float32), LINEAR, Form(8), cfg, None) is None
+
+
+# -- grids of 4 bits with offsets --------------------------------------------------------------------
+
+
+def _off_center(rows=64, columns=40, seed=2):
+    """Each group of 16 has a mean that is not 0."""
+    rng = np.random.default_rng(seed)
+    means = np.repeat(rng.normal(0, 0.5, (rows // 16, columns)), 16, axis=0)
+    return (rng.standard_normal((rows, columns)) + means).astype(np.float32)
+
+
+@pytest.mark.parametrize("make", [_weight, _off_center])
+def test_offsets_lessen_the_error_in_as_many_bytes(make):
+    weight = make(64, 40)
+    symmetric, asymmetric = (rounding.nearest(weight, Form(4, 16, asymmetric=has)) for has in (False, True))
+    assert symmetric.num_bytes == asymmetric.num_bytes
+    errors = [rounding.weight_error(weight, one.values()) for one in (symmetric, asymmetric)]
+    assert errors[1] < 0.9 * errors[0], errors
+    half = rounding.nearest(weight, Form(4, 32, asymmetric=True))
+    assert half.num_bytes < symmetric.num_bytes
+    assert rounding.weight_error(weight, half.values()) < errors[0]
+
+
+def test_weights_of_a_q4_1_file_stay_as_they_are():
+    """Groups of 32 with 16 levels from a minimum on, both in 16 bits."""
+    rng = np.random.default_rng(4)
+    levels = rng.integers(0, 16, (4, 32, 20)).astype(np.float32)
+    levels[:, 0], levels[:, 1] = 0, 15  # as every group of such a file has them
+    scale = rng.uniform(2e-3, 2e-2, (4, 1, 20)).astype(np.float16).astype(np.float32)
+    lowest = (-scale * rng.uniform(5, 10, (4, 1, 20))).astype(np.float16).astype(np.float32)
+    weight = (levels * scale + lowest).reshape(128, 20)
+    stored, of_8_bits = (rounding.nearest(weight, Form(bits, 32, asymmetric=True)) for bits in (4, 8))
+    np.testing.assert_array_equal(stored.levels.reshape(4, 32, 20), levels - 8)
+    is_that_grid = of_8_bits.levels.reshape(4, 32, 20) == levels * 17 - 128
+    assert is_that_grid.mean() > 0.9  # others fit a few groups better
+    assert all(rounding.weight_error(weight, one.values()) < 3e-4 for one in (stored, of_8_bits))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_of_a_q4_0_or_q8_0_file_stay_as_they_are(bits, sign):
+    """Groups of 32 with one scale in 16 bits: the largest magnitude is at level -8, or at +-127."""
+    rng = np.random.default_rng(4)
+    levels = rng.integers(-4, 5, (4, 32, 20)).astype(np.float32)
+    levels[:, 3] = -8 if bits == 4 else 127
+    scale = sign * rng.uniform(1e-4, 1e-2, (4, 1, 20)).astype(np.float16).astype(np.float32)
+    weight = (levels * scale).reshape(128, 20)
+    stored = rounding.nearest(weight, Form(bits, 32, asymmetric=True))
+    np.testing.assert_array_equal(stored.values(), weight)
+
+
+def test_zeros_equal_values_and_the_largest_numbers_on_a_grid_with_offsets():
+    weight = np.zeros((16, 4), np.float32)
+    weight[:, 1], weight[3, 2], weight[0, 3], weight[1, 3] = 0.5, 1e-9, 65504, -65504
+    held = rounding.nearest(weight, Form(4, 16, asymmetric=True)).values()
+    finer = rounding.nearest(weight, Form(8, 16, asymmetric=True)).values()
+    for column, most in enumerate((0, 1e-6, 1e-6, 600)):
+        np.testing.assert_allclose(finer[:, column], weight[:, column], rtol=0, atol=most)
+    np.testing.assert_allclose(held[:, :3], weight[:, :3], atol=1e-6)
+    np.testing.assert_allclose(held[:2, 3], weight[:2, 3], rtol=0.1)
+    weight[2, 2] = 70000
+    with pytest.raises(DataError, match="beyond 65,504"):
+        rounding.nearest(weight, Form(4, 16, asymmetric=True))
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_gptq_lessens_the_error_of_products(asymmetric):
+    weight, form = _off_center(), Form(4, 16, asymmetric=asymmetric)
+    inputs = np.random.default_rng(5).standard_normal((200, 64)) @ np.random.default_rng(6).random((64, 64))
+    hessian = inputs.T @ inputs
+    stored = [rounding.nearest(weight, form), rounding.compensated(weight, hessian, form)]
+    errors = [rounding.output_error(weight, one.values(), hessian) for one in stored]
+    assert errors[1] < 0.8 * errors[0], errors

@@ -58,6 +58,8 @@ WEIGHTS = {
     "int8": WeightsConfig(bits=8),
     "int4": WeightsConfig(bits=4, group_size=24),
     "w8a8": WeightsConfig(bits=8, activation_bits=8),
+    "int8 offsets": WeightsConfig(bits=8, group_size=24, asymmetric=True),
+    "int4 offsets": WeightsConfig(bits=4, group_size=24, asymmetric=True),
 }
 
 
@@ -71,7 +73,7 @@ def _model(weights: WeightsConfig | None = None, factory: type[LocalFactory] = I
         if "int8" in str(parameter.dtype):  # or uint8
             parameter.set_value(rng.integers(-100, 100, shape).astype(np.int8).view(parameter.numpy().dtype))
         elif name.endswith(".scale"):
-            parameter.set_value(rng.uniform(1e-3, 2e-3, shape).astype(np.float32))
+            parameter.set_value(rng.uniform(1e-3, 2e-3, shape).astype(parameter.numpy().dtype))
         else:
             centre = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.set_value((centre + 0.1 * rng.standard_normal(shape)).astype(np.float32))
@@ -101,7 +103,7 @@ def test_logits_are_those_of_the_layers(kind: str, prompts: list[list[int]]) -> 
 
 
 @needs_operator
-@pytest.mark.parametrize("bits", ["int8", "int4", "w8a8"])
+@pytest.mark.parametrize("bits", [form for form in WEIGHTS if form != "float32"])
 @pytest.mark.parametrize("kind", ["llama", "normed heads"])
 def test_small_weights(bits: str, kind: str) -> None:
     """Prompts, too, go through the operator: of unequal length, and behind a window."""

@@ -45,6 +45,7 @@ def check_case(rng: np.random.Generator) -> None:
         size = groups * group
     x, levels, scales, bias = _values(rng, size, columns, rows, groups, bits)
     _check_float(x, levels, scales, bias, bits)
+    _check_float(x, levels, _with_offsets(rng, scales), bias, bits)
     if bits == 8 and groups == 1:
         _check_integers(x, levels, scales, bias)
 
@@ -72,6 +73,13 @@ def _values(rng: np.random.Generator, size: int, columns: int, rows: int, groups
     return x, levels, scales, bias
 
 
+def _with_offsets(rng: np.random.Generator, scales: np.ndarray) -> np.ndarray:
+    """Scales, and offsets of a similar size and either sign, in turn, in 16 bits: normal, denormal and 0."""
+    scales = np.clip(scales, 1e-7, 6e4)
+    offsets = scales * rng.uniform(-9, 9, scales.shape)
+    return np.stack([scales, offsets.clip(-6e4, 6e4)], axis=1).reshape(-1, scales.shape[1]).astype(np.float16)
+
+
 def _check_float(x, levels, scales, bias, bits: int) -> None:
     import paddle
 
@@ -82,14 +90,18 @@ def _check_float(x, levels, scales, bias, bits: int) -> None:
     else:
         product, panels = quantized.int4_product, quantized.int4_panels(paddle.to_tensor(pack(levels)))
     got = _run(product, x, panels, scales, bias, levels.shape[1])
-    weight = levels.astype(np.float64) * np.repeat(
-        scales.astype(np.float64), len(levels) // len(scales), axis=0
+    steps, offsets = (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
+    steps, offsets = (
+        np.repeat(one.astype(np.float64), len(levels) // len(one), axis=0) for one in (steps, offsets)
     )
+    weight = levels * steps + offsets
+    # The product with the integers and that of the offsets are rounded each for itself.
+    parts = np.abs(levels * steps) + np.abs(offsets)
     wide = x.astype(np.float64)
     start = 0.0 if bias is None else bias.astype(np.float64)
     # Where a CPU takes denormals for zero, that many of the smallest number may be missing.
-    room = TOLERANCE * (np.abs(wide) @ np.abs(weight) + np.abs(start))
-    room += _SMALLEST * (np.abs(weight).sum(axis=0) + len(levels))
+    room = TOLERANCE * (np.abs(wide) @ parts + np.abs(start))
+    room += _SMALLEST * (parts.sum(axis=0) + len(levels))
     assert (np.abs(got - (wide @ weight + start)) <= room).all(), (x.shape, levels.shape, scales.shape, bits)
 
 

@@ -161,7 +161,9 @@ def grouped(width_in, width_out):
 
 
 @pytest.mark.parametrize(
-    "form", [Form(8), Form(4, group_size=8), Form(8, activation_bits=8)], ids=["int8", "int4", "int8 x int8"]
+    "form",
+    [Form(8), Form(4, group_size=8), Form(8, activation_bits=8), Form(4, group_size=8, asymmetric=True)],
+    ids=["int8", "int4", "int8 x int8", "int4 offsets"],
 )
 def test_experts_of_few_bits(form):
     import paddle

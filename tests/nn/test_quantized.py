@@ -26,7 +26,16 @@ from tests.nn.quantized_products import check_case, pack
 needs_operators = pytest.mark.skipif(
     not cpu_ops.are_available(), reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)"
 )
-FORMS = [Form(8), Form(8, 16), Form(4, 16), Form(4), Form(8, None, 8)]
+WITH_OFFSETS = Form(4, 16, asymmetric=True)
+FORMS = [
+    Form(8),
+    Form(8, 16),
+    Form(4, 16),
+    Form(4),
+    Form(8, None, 8),
+    WITH_OFFSETS,
+    Form(8, 16, asymmetric=True),
+]
 
 
 def _matrix(form: Form, size: int = 64, columns: int = 50) -> QuantizedMatrix:
@@ -34,6 +43,9 @@ def _matrix(form: Form, size: int = 64, columns: int = 50) -> QuantizedMatrix:
     largest = (1 << (form.bits - 1)) - 1
     levels = rng.integers(-largest, largest + 1, (size, columns)).astype(np.int8)
     scale = rng.uniform(0.01, 0.1, (size // (form.group_size or size), columns)).astype(np.float32)
+    if form.asymmetric:
+        offset = rng.uniform(-0.3, 0.3, scale.shape)
+        scale = np.stack([scale, offset], axis=1).reshape(-1, columns).astype(np.float16)
     stored = levels if form.bits == 8 else pack(levels)
     return QuantizedMatrix(paddle.to_tensor(stored), paddle.to_tensor(scale), form)
 
@@ -68,7 +80,7 @@ def test_without_operators_results_are_the_same(
     np.testing.assert_allclose(without, with_operators, rtol=1e-5, atol=2e-4)
 
 
-@pytest.mark.parametrize("form", [Form(8), Form(4, 16)])
+@pytest.mark.parametrize("form", [Form(8), Form(4, 16), WITH_OFFSETS])
 def test_what_is_no_number_stays_none(form: Form) -> None:
     x = paddle.randn([3, 64])
     x[1, 5] = float("nan")
@@ -122,6 +134,7 @@ def test_on_a_gpu_paddles_kernel_takes_8_bit_weights_in_16_bits(monkeypatch: pyt
     for other in (
         _matrix(Form(8), 64, 50),
         _matrix(Form(4, 16), 64, 128),
+        _matrix(WITH_OFFSETS, 64, 128),
         _matrix(Form(8, None, 8), 64, 128),
     ):
         assert other._gpu_arch(x) is None
@@ -154,6 +167,8 @@ def test_slices_of_ranks() -> None:
     rows = _sliced(0, Form(4, 32))
     assert (rows.weight.info.global_shape, rows.weight.info.offset) == ((128, 50), (32, 0))
     assert (rows.scale.info.global_shape, rows.scale.info.offset) == ((8, 50), (2, 0))
+    offsets = _sliced(0, Form(4, 32, asymmetric=True))
+    assert (offsets.scale.info.global_shape, offsets.scale.info.offset) == ((16, 50), (4, 0))
     columns = _sliced(1, Form(8))
     assert (columns.weight.info.global_shape, columns.weight.info.offset) == ((64, 200), (0, 50))
     assert (columns.scale.info.global_shape, columns.scale.info.offset) == ((1, 200), (0, 50))

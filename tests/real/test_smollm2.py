@@ -30,8 +30,8 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 WINDOW = 256
-# How much the perplexity may grow, in percent: 0.7 and 20 were measured (docs/numerics.md).
-MOST = {"--to int8": 1.5, "--to int4 --group 32": 30.0}
+# How much the perplexity may change, in percent. The weights of the file lie on our grids (docs/numerics.md).
+MOST = {"--to int8": 0.1, "--to int4": 0.1}
 
 
 @pytest.fixture(scope="module")

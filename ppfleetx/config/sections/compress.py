@@ -140,19 +140,21 @@ class Form:
         bits: bits per element, 8 or 4.
         group_size: number of input features that share a scale; None: all.
         activation_bits: 8 if activations are rounded to 8 bits before the product; None if not.
+        asymmetric: whether a group also has an offset.
     """
 
     bits: int
     group_size: int | None = None
     activation_bits: int | None = None
+    asymmetric: bool = False
 
 
 class WeightsConfig(Section):
     """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; do
     not write it by hand.
 
-    Linears of the blocks have `bits` bits; the word embedding and the head have 8 bits, with a scale for each
-    row or column."""
+    Linears of the blocks have `bits` bits; the word embedding and the head have 8 bits. Without `asymmetric`,
+    each of their rows or columns has one scale."""
 
     bits: Literal[8, 4] = 8
     """Bits of a weight in the blocks."""
@@ -160,6 +162,9 @@ class WeightsConfig(Section):
     """Number of input features that share a scale; null: all."""
     activation_bits: Literal[8] | None = None
     """8: round the inputs of the blocks' linears to 8 bits, too; null: do not."""
+    asymmetric: Bool = False
+    """Weights are `scale * q + offset`, with 16-bit scales and offsets of each group, in the word embedding
+    and the head as well; False: `scale * q`, with 32-bit scales."""
     skip: tuple[Text, ...] = ()
     """Patterns (`*`, `?`, `[...]`) for the names of layers that are not quantised, e.g. `head` or
     `*.mlp.fc2`."""
@@ -169,11 +174,13 @@ class WeightsConfig(Section):
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return None
         if not name.startswith("decoder."):
-            return Form(8)
-        return Form(self.bits, self.group_size, self.activation_bits)
+            return Form(8, self.group_size, asymmetric=True) if self.asymmetric else Form(8)
+        return Form(self.bits, self.group_size, self.activation_bits, self.asymmetric)
 
     @model_validator(mode="after")
     def _check(self) -> WeightsConfig:
+        if self.activation_bits is not None and self.asymmetric:
+            raise RuleError(("asymmetric", "activation_bits"), "activations of 8 bits go without offsets")
         if self.bits == 4 and self.activation_bits is not None:
             raise RuleError(
                 ("activation_bits", "bits"),

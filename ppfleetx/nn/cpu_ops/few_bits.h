@@ -48,6 +48,7 @@ using IntegerTile = Integers[kRows][kVectors];
 
 // Matrix of 8 bits: a block is [kBlock][kWidth] bytes.
 struct EightBits {
+  static constexpr bool kHasOffsets = false;
   static constexpr int64_t kBlockBytes = kBlock * kWidth;
   explicit EightBits(const int8_t* block) : block_(block) {}
   Vector Weights(int i, int v) const {
@@ -66,6 +67,7 @@ struct EightBits {
 // Matrix of 4 bits: a block is [kWidth] words of 32 bits, each with kBlock numbers of one column, in the order
 // of k from the lowest bits up, in two's complement.
 struct FourBits {
+  static constexpr bool kHasOffsets = false;
   static constexpr int64_t kBlockBytes = kWidth * 4;
   explicit FourBits(const int8_t* block) {
     for (int v = 0; v < kVectors; ++v) words_[v] = *reinterpret_cast<const Integers*>(block + v * kLanes * 4);
@@ -90,6 +92,34 @@ struct FourBits {
   Integers words_[kVectors];
 };
 
+// The same; each group's offset is added to all its weights.
+template <class Format>
+struct WithOffsets : Format {
+  static constexpr bool kHasOffsets = true;
+  using Format::Format;
+};
+
+// kLanes numbers of 16 bits.
+inline Vector Widen(const uint16_t* halves) {
+#if defined(WITH_AVX512)
+  return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves));
+#elif defined(WITH_AVX2) && defined(__F16C__)
+  return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves));
+#else
+  Vector wide;
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t bits = ((halves[i] & 0x7fffu) << 13) + (112u << 23);
+    const bool is_small = (halves[i] & 0x7c00u) == 0;  // without a leading one: it is added, and taken away again
+    if (is_small) bits += 1u << 23;
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    if (is_small) number -= 6.103515625e-5f;  // 2^-14
+    wide[i] = halves[i] >> 15 ? -number : number;
+  }
+  return wide;
+#endif
+}
+
 // Without this, GCC widens the weights once more for each row.
 inline Vector InRegister(Vector value) {
 #if defined(WITH_AVX512) || defined(WITH_AVX2)
@@ -101,7 +131,7 @@ inline Vector InRegister(Vector value) {
 // tile[R][kWidth] += x[R][blocks * kBlock] * panel, fetching `lines` from `ahead` on with every block.
 template <class Format, int R>
 void Accumulate(const float* x, int64_t stride, const int8_t* panel, int64_t blocks, const int8_t* ahead,
-                int64_t lines, Tile& tile) {
+                int64_t lines, Vector (*tile)[kVectors]) {
   Vector sum[R][kVectors];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < kVectors; ++v) sum[r][v] = tile[r][v];
@@ -135,11 +165,30 @@ void AccumulateRows(int64_t rows, const float* x, int64_t stride, const int8_t* 
 // What a product needs to know of one panel.
 struct Panel {
   const int8_t* values;
-  const float* scales;  // [groups][kWidth]
+  const float* scales;  // [groups][kWidth]; with offsets, [groups][2][kWidth] of 16 bits
   int64_t groups;
   const float* bias;    // of the panel's columns, or null
   int64_t columns;      // of them are wanted
+  const float* x_sums;  // [rows][groups] of the numbers of x in each group, if there are offsets
 };
+
+// What a panel's group adds to its columns, for R rows: sums += parts * scale + x_sums * offset.
+template <class Format, int R>
+void AddGroup(const Panel& panel, int64_t group, int64_t row, const Vector (&parts)[R][kVectors],
+              Vector (&sums)[R][kVectors], int64_t rows = R) {
+  if constexpr (Format::kHasOffsets) {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel.scales) + group * 2 * kWidth;
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector scale = Widen(halves + v * kLanes), offset = Widen(halves + kWidth + v * kLanes);
+      for (int64_t r = 0; r < rows; ++r)
+        sums[r][v] += parts[r][v] * scale + panel.x_sums[(row + r) * panel.groups + group] * offset;
+    }
+  } else {
+    const Vector* scales = reinterpret_cast<const Vector*>(panel.scales + group * kWidth);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += parts[r][v] * scales[v];
+  }
+}
 
 // The panel's columns of y for R rows of x, whose sums stay in registers.
 template <class Format, int R>
@@ -152,12 +201,10 @@ void MultiplyPanelByFew(const float* x, int64_t size, const Panel& panel, float*
   const int8_t* values = panel.values;
   const int64_t blocks = size / panel.groups / kBlock;
   for (int64_t group = 0; group < panel.groups; ++group, x += blocks * kBlock) {
-    Tile parts = {};
+    Vector parts[R][kVectors] = {};
     Accumulate<Format, R>(x, size, values, blocks, values + kAhead, kLines, parts);
     values += blocks * Format::kBlockBytes;
-    const Vector* scales = reinterpret_cast<const Vector*>(panel.scales + group * kWidth);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += parts[r][v] * scales[v];
+    AddGroup<Format, R>(panel, group, 0, parts, sums);
   }
   for (int r = 0; r < R; ++r) std::memcpy(y + r * stride, sums[r], panel.columns * sizeof(float));
 }
@@ -195,10 +242,9 @@ void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& pane
       }
       values += bytes;
     }
-    const Vector* scales = reinterpret_cast<const Vector*>(panel.scales + group * kWidth);
-    for (int64_t row = 0; row < tiles * kRows; ++row)
-      for (int v = 0; v < kVectors; ++v)
-        sums[row / kRows][row % kRows][v] += parts[row / kRows][row % kRows][v] * scales[v];
+    for (int64_t row = 0; row < rows; row += kRows)
+      AddGroup<Format, kRows>(panel, group, row, parts[row / kRows], sums[row / kRows],
+                              std::min<int64_t>(kRows, rows - row));
   }
   for (int64_t row = 0; row < rows; ++row)
     std::memcpy(y + row * stride, sums[row / kRows][row % kRows], panel.columns * sizeof(float));
@@ -353,16 +399,35 @@ inline void MultiplyIntegerPanel(const int32_t* x, const float* x_scales, int64_
 // A matrix [size][columns] in panels, which are as long as its format makes them.
 struct Matrix {
   const int8_t* values;
-  const float* scales;  // [panels][groups][kWidth]
+  const float* scales;  // [panels][groups][kWidth]; with offsets, [panels][groups][2][kWidth] of 16 bits
   const float* bias;    // or null
   int64_t size, columns, groups;
+  bool has_offsets = false;
+  // From data [panels][count][kWidth].
+  void SetScales(const void* data, int64_t count, bool are_halves) {
+    scales = static_cast<const float*>(data);
+    groups = are_halves ? count / 2 : count;
+    has_offsets = are_halves;
+  }
   int64_t Panels() const { return (columns + kWidth - 1) / kWidth; }
   Panel At(int64_t p, int64_t bytes) const {
     const int64_t first = p * kWidth;
     return {values + p * bytes, scales + p * groups * kWidth, groups, bias ? bias + first : nullptr,
-            std::min<int64_t>(kWidth, columns - first)};
+            std::min<int64_t>(kWidth, columns - first), nullptr};
   }
 };
+
+// The sums of x[rows][groups][depth], with `depth` a multiple of kBlock.
+inline std::vector<float> SumsOfGroups(const float* x, int64_t rows, int64_t groups, int64_t depth) {
+  std::vector<float> sums(rows * groups);
+  for (float& sum : sums) {
+    float parts[kBlock] = {};
+    for (const float* end = x + depth; x < end; x += kBlock)
+      for (int i = 0; i < kBlock; ++i) parts[i] += x[i];
+    for (const float part : parts) sum += part;
+  }
+  return sums;
+}
 
 // y[rows][columns] = x[rows][size] matrix + bias.
 template <class Format>
@@ -374,13 +439,24 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
     for (int64_t row = 0; row < rows; ++row) std::copy_n(x + row * size, size, copy.data() + row * padded);
     x = copy.data();
   }
+  std::vector<float> x_sums;
+  if (Format::kHasOffsets) x_sums = SumsOfGroups(x, rows, matrix.groups, padded / matrix.groups);
 #pragma omp parallel for schedule(static)
   for (int64_t p = 0; p < matrix.Panels(); ++p) {
-    const Panel panel = matrix.At(p, padded / kBlock * Format::kBlockBytes);
-    for (int64_t row = 0; row < rows; row += kMostRows)
+    Panel panel = matrix.At(p, padded / kBlock * Format::kBlockBytes);
+    for (int64_t row = 0; row < rows; row += kMostRows) {
+      panel.x_sums = x_sums.data() + row * matrix.groups;
       MultiplyPanel<Format>(x + row * padded, std::min(kMostRows, rows - row), padded, panel,
                             y + row * matrix.columns + p * kWidth, matrix.columns);
+    }
   }
+}
+
+// The same, with offsets if the matrix has them.
+template <class Format>
+void ProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
+  if (matrix.has_offsets) Product<WithOffsets<Format>>(x, rows, matrix, y);
+  else Product<Format>(x, rows, matrix, y);
 }
 
 // The same with each row of x on its own grid of 8 bits, and the panels of 8 bits in quads.

@@ -62,8 +62,11 @@ struct Linear {
     matrix.columns = reader.Number();
     matrix.bias = reader.Floats(matrix.columns);
     PD_CHECK(values != nullptr && (scales != nullptr) == (format >= kInt8), "a matrix lacks something");
-    matrix.scales = scales ? scales->data<float>() : nullptr;
-    matrix.groups = scales ? scales->shape()[1] : 1;
+    const bool are_halves = scales != nullptr && scales->dtype() == paddle::DataType::FLOAT16;
+    PD_CHECK(!are_halves || format == kInt8 || format == kInt4, "a matrix of this format has no offsets");
+    if (scales == nullptr) matrix.SetScales(nullptr, 1, false);
+    else if (are_halves) matrix.SetScales(scales->data<paddle::float16>(), scales->shape()[1], true);
+    else matrix.SetScales(scales->data<float>(), scales->shape()[1], false);
     const int64_t panels = matrix.Panels(), width = few_bits::kWidth;
     const auto up = [&](int64_t multiple) { return (size + multiple - 1) / multiple * multiple; };
     int64_t expected = size * matrix.columns;
@@ -71,7 +74,7 @@ struct Linear {
     if (format == kInt8) expected = panels * up(few_bits::kBlock) * width;
     if (format == kInt4) expected = panels * up(few_bits::kBlock) * width / 2;
     if (format == kInt8Int8) expected = panels * up(few_bits::kQuad) * width;
-    PD_CHECK(values->numel() == expected && (!scales || scales->numel() == panels * matrix.groups * width) &&
+    PD_CHECK(values->numel() == expected && (!scales || scales->numel() == panels * scales->shape()[1] * width) && matrix.groups > 0 &&
                  (matrix.groups == 1 || (size % matrix.groups == 0 && size / matrix.groups % few_bits::kBlock == 0)),
              "panels do not fit");
     PD_CHECK(format != kInt8Int8 || (size <= few_bits::kMostInputs && matrix.groups == 1),
@@ -85,8 +88,8 @@ struct Linear {
     const auto* values = reinterpret_cast<const float*>(matrix.values);
     if (format == kWhole) few_rows::WholeProduct(x, rows, matrix.size, values, matrix.bias, matrix.columns, y);
     else if (format == kPanels) few_rows::Product(x, rows, matrix.size, values, matrix.bias, matrix.columns, y);
-    else if (format == kInt8) few_bits::Product<few_bits::EightBits>(x, rows, matrix, y);
-    else if (format == kInt4) few_bits::Product<few_bits::FourBits>(x, rows, matrix, y);
+    else if (format == kInt8) few_bits::ProductOf<few_bits::EightBits>(x, rows, matrix, y);
+    else if (format == kInt4) few_bits::ProductOf<few_bits::FourBits>(x, rows, matrix, y);
     else few_bits::IntegerProduct(x, rows, matrix, y);
   }
 };

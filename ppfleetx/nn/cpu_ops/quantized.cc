@@ -20,8 +20,10 @@ Matrix MatrixOf(const paddle::Tensor& x, const paddle::Tensor& panels, const int
                 int64_t of_word) {
   PD_CHECK(x.is_cpu() && panels.is_cpu() && scales.is_cpu(), "this operator runs on a CPU");
   PD_CHECK(x.dtype() == paddle::DataType::FLOAT32, "activations must be float32");
-  const Matrix matrix{values, scales.data<float>(), bias ? bias->data<float>() : nullptr, x.shape().back(), columns,
-                      scales.shape()[1]};
+  Matrix matrix{values, nullptr, bias ? bias->data<float>() : nullptr, x.shape().back(), columns};
+  const bool are_halves = scales.dtype() == paddle::DataType::FLOAT16;
+  matrix.SetScales(are_halves ? static_cast<const void*>(scales.data<paddle::float16>()) : scales.data<float>(),
+                   scales.shape()[1], are_halves);
   const int64_t words = (matrix.size + depth - 1) / depth;
   PD_CHECK(panels.shape()[0] == matrix.Panels() && panels.numel() == matrix.Panels() * words * kWidth * of_word &&
                scales.shape()[0] == matrix.Panels() && scales.shape()[2] == kWidth &&
@@ -44,7 +46,7 @@ std::vector<paddle::Tensor> Int8(const paddle::Tensor& x, const paddle::Tensor& 
                                  const Optional& bias, int64_t columns) {
   const Matrix matrix = MatrixOf(x, panels, panels.data<int8_t>(), scales, bias, columns, kBlock, kBlock);
   auto out = Result(x, columns);
-  Product<EightBits>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  ProductOf<EightBits>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};
 }
 
@@ -53,14 +55,15 @@ std::vector<paddle::Tensor> Int4(const paddle::Tensor& x, const paddle::Tensor& 
   const auto* values = reinterpret_cast<const int8_t*>(panels.data<uint8_t>());
   const Matrix matrix = MatrixOf(x, panels, values, scales, bias, columns, kBlock, 4);
   auto out = Result(x, columns);
-  Product<FourBits>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  ProductOf<FourBits>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};
 }
 
 std::vector<paddle::Tensor> Int8Int8(const paddle::Tensor& x, const paddle::Tensor& panels,
                                      const paddle::Tensor& scales, const Optional& bias, int64_t columns) {
   const Matrix matrix = MatrixOf(x, panels, panels.data<int8_t>(), scales, bias, columns, kQuad, kQuad);
-  PD_CHECK(matrix.size <= kMostInputs && matrix.groups == 1, "too many input features, or groups");
+  PD_CHECK(matrix.size <= kMostInputs && matrix.groups == 1 && !matrix.has_offsets,
+           "too many input features, or groups");
   auto out = Result(x, columns);
   IntegerProduct(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};

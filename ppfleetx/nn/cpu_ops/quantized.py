@@ -4,6 +4,9 @@ Decoding reads every weight once per token, so it is faster with a quarter or an
 numbers are widened to float32 in registers; with activations of 8 bits, integers are summed (by ``vpdpbusd``
 if the CPU has it). ``quantized.cc`` explains how, and ``python -m ppfleetx.nn.cpu_ops`` compiles it.
 
+Scales may be float16 ``[2 g, n]``: the scale and the offset of each group in turn. The product
+then also adds ``offset * sum(x)`` of each group; the sums are computed once for all columns.
+
 Shape letters: k input features, n output features, g groups of input features, p panels of w columns.
 Results differ from ``x @ dequantised + bias`` in float64 by no more than 2e-6 of ``|x| @ |dequantised|``.
 """
@@ -48,14 +51,14 @@ def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
 
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
-    """Arrange ``scales [g, n]`` float32 as ``[p, g, w]``."""
+    """Arrange ``scales [g, n]``, or ``[2 g, n]``, as ``[p, g, w]``."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
 def int8_product(
     x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
 ) -> paddle.Tensor:
-    """``x [..., k] @ (levels * scales) + bias``, without gradients.
+    """``x [..., k] @ (levels * scales [+ offsets]) + bias``, without gradients.
 
     Args:
         x: float32 on CPU.
@@ -79,8 +82,8 @@ def int8_int8_product(
 ) -> paddle.Tensor:
     """:func:`int8_product` with the panels of :func:`int8_quads` and each row of ``x`` rounded to 8 bits.
 
-    A row's grid ends at its largest magnitude; a row with NaN or infinity gives NaN. Groups are not
-    supported.
+    A row's grid ends at its largest magnitude; a row with NaN or infinity gives NaN. Groups and
+    offsets are not supported.
     """
     return _C_ops._run_custom_op("ppfleetx_int8_int8", x, panels, scales, bias, columns)[0]
 
