@@ -33,13 +33,7 @@ examples:
         from ppfleetx.commands.start_process import start_with, world_size
         from ppfleetx.config.loader import load_config
         from ppfleetx.core.engine.run_directory import run_traces
-        from ppfleetx.deploy.export import (
-            check_adapters,
-            check_experts,
-            check_one_process,
-            check_target,
-            export,
-        )
+        from ppfleetx.deploy.export import check_adapters, check_one_process, check_target, export
         from ppfleetx.deploy.export_dir import check_generation
         from ppfleetx.utils.log import get_logger
 
@@ -56,7 +50,6 @@ examples:
                     value=self.output,
                 )
             check_adapters(cfg)
-            check_experts(cfg)
             cfg, ctx = start_with(cfg)
             for note in notes:
                 get_logger().info(f"NOTE: {note}")
