@@ -163,11 +163,11 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune(ShrinkingOptions):
-    """Remove attention heads, feed-forward units and layers from a checkpoint.
+    """Remove attention heads, feed-forward units, experts and layers from a checkpoint.
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Every
-    layer loses the same number of heads and units, so that the result is an ordinary model: it trains,
-    generates, converts and exports under any plan. A little training recovers most of the loss
+    layer loses the same number of heads, units or experts, so that the result is an ordinary model: it
+    trains, generates, converts and exports under any plan. A little training recovers most of the loss
     (docs/compress.md).
     """
 
@@ -176,26 +176,31 @@ examples:
   ppfleetx prune output --ratio 0.25 --output output-pruned
   ppfleetx prune output --ratio 0.25 --criterion saliency --calibration data/train --output output-pruned
   ppfleetx prune output --drop-layers 9 10 --output output-shallow
+  ppfleetx prune moe --part experts --ratio 0.5 --criterion usage --calibration data/train --output few
   ppfleetx finetune --from output-pruned --output recovered
 """
     ratio: float = option(
-        "share of the heads and units taken out of each layer, rounded down (default: 0)",
+        "share of the heads and units, or of the experts, taken out of each layer, rounded down (default: 0)",
         default=0.0,
         metavar="R",
     )
     criterion: Criterion = option(
-        "what matters least: weights with the smallest sum of magnitudes (default) or squares, or what "
-        "the loss would miss least (saliency)",
+        "what matters least: weights with the smallest sum of magnitudes (default) or squares (of an expert: "
+        "the router's), what the loss would miss least (saliency), or experts with the smallest share of the "
+        "routed weight (usage)",
         default="l1_norm",
     )
-    part: Part = option("what is pruned (default: both)", default="both")
+    part: Part = option(
+        "what is pruned: heads and units (default), one of them, or whole experts", default="both"
+    )
     multiple: int = option(
-        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default: 1)",
+        "what stays is rounded up to a multiple of N, such as a tensor- or expert-parallel degree (default: "
+        "1)",
         default=1,
     )
     drop_layers: tuple[int, ...] = option("layers to leave out, from 0", default=(), metavar="I")
     calibration: str | None = option(
-        "for saliency: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
+        "for saliency and usage: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
     )
 
     program = "prune:prune"

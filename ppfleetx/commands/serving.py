@@ -35,7 +35,6 @@ examples:
         from ppfleetx.core.engine.run_directory import run_traces
         from ppfleetx.deploy.export import (
             check_adapters,
-            check_experts,
             check_one_process,
             check_positions,
             check_target,
@@ -57,7 +56,6 @@ examples:
                     value=self.output,
                 )
             check_adapters(cfg)
-            check_experts(cfg)
             check_positions(cfg)
             cfg, ctx = start_with(cfg)
             for note in notes:

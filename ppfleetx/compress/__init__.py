@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-Criterion = Literal["l1_norm", "l2_norm", "saliency"]
-"""The measure of the importance of heads and units in :mod:`~ppfleetx.compress.prune`."""
-Part = Literal["heads", "mlp", "both"]
-"""The kind of parts to prune."""
+Criterion = Literal["l1_norm", "l2_norm", "saliency", "usage"]
+"""The measure of the importance of heads and units (not usage) in :mod:`~ppfleetx.compress.prune`, and of
+experts (not saliency) in :mod:`~ppfleetx.compress.experts`."""
+Part = Literal["heads", "mlp", "both", "experts"]
+"""The kind of parts to prune; both: heads and mlp."""

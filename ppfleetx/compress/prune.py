@@ -125,10 +125,7 @@ def sizes_after(
         ConfigError: too little would be left, or nothing would change.
     """
     check_network(model)
-    if not 0 <= ratio < 1:
-        raise ConfigError("is the share taken out: from 0 to below 1", key="--ratio", value=ratio)
-    if multiple < 1:
-        raise ConfigError("must be at least 1", key="--multiple", value=multiple)
+    check_share(ratio, multiple)
     absent = [layer for layer in drop_layers if not 0 <= layer < model.num_layers]
     if absent:
         raise ConfigError(
@@ -152,6 +149,14 @@ def sizes_after(
             value=ratio,
         )
     return Sizes(groups, units, layers)
+
+
+def check_share(ratio: float, multiple: int) -> None:
+    """Raise ConfigError if these are not a share to remove, and a number to round up to."""
+    if not 0 <= ratio < 1:
+        raise ConfigError("is the share taken out: from 0 to below 1", key="--ratio", value=ratio)
+    if multiple < 1:
+        raise ConfigError("must be at least 1", key="--multiple", value=multiple)
 
 
 def _left(total: int, ratio: float, multiple: int, what: str) -> int:

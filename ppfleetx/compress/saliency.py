@@ -1,8 +1,11 @@
-"""Estimate, to first order, how much the loss on calibration data depends on each part of a layer.
+"""The importance of the parts of a layer, measured on calibration data.
 
-If a group's output is multiplied by a factor of 1, the derivative of the loss by that factor is the sum of
-the weights that read the output, each times its gradient (Michel et al., "Are Sixteen Heads Really Better
-than One?", 2019). Its magnitude is summed over batches of windows.
+Of heads and units: how much the loss depends on them, to first order. If a group's output is multiplied by a
+factor of 1, the derivative of the loss by that factor is the sum of the weights that read the output, each
+times its gradient (Michel et al., "Are Sixteen Heads Really Better than One?", 2019). Its magnitude is summed
+over batches of windows.
+
+Of experts: the share of the router's weights that they get.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.moe import Router
+from ppfleetx.nn.router import Routing
 from ppfleetx.nn.stage import canonical_parameters
 
 _ROWS = 4  # windows per batch
@@ -35,17 +40,8 @@ def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndar
         model: the network.
         windows: ``[c, s + 1]`` token ids.
     """
-    stages = model_stages(model.model_copy(update={"loss_chunks": 1}), LocalFactory())
-    network = StagedModel(stages, seed=None)
-    network.eval()  # no dropout; gradients still flow
+    network = _loaded(checkpoint, model)
     parameters = canonical_parameters(network)
-    scales = [name for name in checkpoint.names() if is_of_quantizer(name)]
-    load_model(
-        parameters.items(),
-        with_vocabulary(checkpoint, model.vocab_size),
-        vocab_size=model.vocab_size,
-        allow_extra=scales,
-    )
     layers = range(model.num_layers)
     read = {(i, name): parameters[f"decoder.layers.{i}.{name}.weight"] for i in layers for name in _READING}
     for parameter in parameters.values():
@@ -59,6 +55,44 @@ def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndar
             sums[layer, name] = sums[layer, name] + np.abs(product.reshape(parts, -1).sum(axis=1))
             weight.clear_gradient(set_to_zero=False)
     return {i: Scores(sums[i, "attention.out_proj"], sums[i, "mlp.fc2"]) for i in layers}
+
+
+def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
+    """The share of each expert in the sum of the router's weights over all tokens, ``[experts]`` by layer.
+
+    Args:
+        checkpoint, model, windows: as in :func:`saliency_scores`.
+    """
+    network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
+    routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]
+    sums = [np.zeros(num_experts) for _ in routers]
+
+    def count(total: np.ndarray, routing: Routing) -> None:
+        choice, weights = (tensor.numpy().reshape(-1) for tensor in (routing.choice, routing.weights))
+        total += np.bincount(choice, weights.astype(np.float64), num_experts)
+
+    for router, total in zip(routers, sums, strict=True):
+        router.register_forward_post_hook(lambda _, __, output, total=total: count(total, output[0]))
+    with paddle.no_grad():
+        for start in range(0, len(windows), _ROWS):
+            network(paddle.to_tensor(windows[start : start + _ROWS, :-1]))
+    layers = model.moe.mixture_layers(model.num_layers)
+    return {layer: total / total.sum() for layer, total in zip(layers, sums, strict=True)}
+
+
+def _loaded(checkpoint: Checkpoint, model: ModelConfig) -> StagedModel:
+    """The network with the weights of ``checkpoint``, without dropout."""
+    stages = model_stages(model.model_copy(update={"loss_chunks": 1}), LocalFactory())
+    network = StagedModel(stages, seed=None)
+    network.eval()  # gradients still flow
+    scales = [name for name in checkpoint.names() if is_of_quantizer(name)]
+    load_model(
+        canonical_parameters(network).items(),
+        with_vocabulary(checkpoint, model.vocab_size),
+        vocab_size=model.vocab_size,
+        allow_extra=scales,
+    )
+    return network
 
 
 _READING: dict[str, Callable[[ModelConfig], int]] = {

@@ -78,21 +78,6 @@ def check_adapters(cfg: RunConfig) -> None:
         )
 
 
-def check_experts(cfg: RunConfig) -> None:
-    """Check that every matrix is multiplied for every token, as an exported program requires.
-
-    Raises:
-        ConfigError: the model is a mixture of experts.
-    """
-    if cfg.Model.moe is not None:
-        raise ConfigError(
-            "mixtures of experts are not exported: which matrices are multiplied depends on the tokens. Use "
-            "the checkpoint itself: ppfleetx generate, chat, serve or evaluate",
-            key="Model.moe",
-            place=cfg.origins.get("Model.moe.num_experts"),
-        )
-
-
 def check_positions(cfg: RunConfig) -> None:
     """Check that keys which an exported program has cached stay valid however long a row becomes.
 

@@ -220,8 +220,10 @@ class Order:
         if kept is not None:  # dropped choices come last, and are cut off
             experts = paddle.where(kept.reshape([-1]) > 0, experts, paddle.full([], num_experts, "int64"))
         order = experts.argsort(stable=True)
-        place = paddle.empty_like(order)
-        place = paddle.scatter(place, order, paddle.arange(order.shape[0]))
+        if paddle.in_dynamic_mode():
+            place = paddle.scatter(paddle.empty_like(order), order, paddle.arange(order.shape[0]))
+        else:  # a program that is exported, in which the number of rows is not known
+            place = order.argsort()
         self.counts = paddle.bincount(experts, minlength=num_experts)
         if kept is not None:
             self.counts = self.counts[:num_experts]
@@ -231,13 +233,18 @@ class Order:
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
         """Gather ``rows [n, h]`` into one row per choice, sorted by expert."""
+        if not paddle.in_dynamic_mode():  # a program that is exported
+            return self.gather(rows)
         return _Dispatch.apply(rows, self)
 
     def combine(self, outputs: paddle.Tensor, weights: paddle.Tensor) -> paddle.Tensor:
         """Sum ``outputs``, one row per choice, weighted with ``weights [n, k]``: ``[n, h]``."""
         if self._kept is not None:
             weights = weights * self._kept
-        return _Combine.apply(outputs, weights.astype(outputs.dtype), self)
+        weights = weights.astype(outputs.dtype)
+        if not paddle.in_dynamic_mode():
+            return self.add_up(outputs, weights)
+        return _Combine.apply(outputs, weights, self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
         """Return the row of each choice, sorted by expert."""

@@ -57,12 +57,12 @@ def test_exported_and_dynamic_texts_are_equal(each: Exported, keys: dict[str, ob
 
 @pytest.mark.parametrize("keys", [SETTINGS["greedy"], SETTINGS["top_p"], SETTINGS["plain"]])
 def test_the_program_for_any_machine(
-    exported: Exported, keys: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    each: Exported, keys: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where our own operators are not compiled; with them, it is not the program of the other tests."""
     monkeypatch.setattr(inference_engine.cpu_ops, "are_available", lambda: False)
-    engine, cfg = engine_at(exported.directory), config(**keys)
-    assert engine.generate(PROMPTS, cfg) == exported.generator.generate(PROMPTS, cfg)
+    engine, cfg = engine_at(each.directory), config(**keys)
+    assert engine.generate(PROMPTS, cfg) == each.generator.generate(PROMPTS, cfg)
     assert engine.generate(PROMPTS[:2], cfg, batch_rows=1) == engine.generate(PROMPTS[:2], cfg)
 
 

@@ -18,12 +18,12 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig
 from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export import check_adapters, export
-from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file
+from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file, quantized_ops_file
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.cpu_ops import fused_blocks, ops
-from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
+from tests.compress.runs import DEEPSEEK, MODELS, add_adapters, write_corpus, write_run
 from tests.deploy.server.in_process import serve
 
 PROMPTS = ["the cat", "and the other hat and the cat", "the"]
@@ -32,8 +32,9 @@ WAYS = {
     ("llama_style", "int4"): {"to": "int4", "group": 16},
     ("gpt2_style", "w8a8"): {"to": "int8", "smooth": True, "samples": 16},
     ("windowed", "int8"): {"to": "int8"},
+    ("deepseek", "int4"): {"to": "int4", "group": 8},
 }
-STYLES = {**MODELS, "windowed": {**MODELS["llama_style"], "attention_window": 3}}
+STYLES = {**MODELS, "windowed": {**MODELS["llama_style"], "attention_window": 3}, "deepseek": DEEPSEEK}
 RUNS = {
     "greedy": ["Generation.decode_strategy=greedy_search"],
     "sampling": ["Generation.decode_strategy=sampling", "Generation.top_k=7", "Generation.seed=3"],
@@ -54,7 +55,8 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
         assert sizes[0] < 0.45 * sizes[1]
     engines = [InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))]
     if fused_blocks.all_are_available():
-        assert (directory / blocks_file(ops.WIDTH)).is_file()
+        faster = quantized_ops_file if style == "deepseek" else blocks_file  # which knows no experts
+        assert (directory / faster(ops.WIDTH)).is_file()
         monkeypatch.setattr(inference_engine, "_program_file", lambda *_: PROGRAM_FILE)
         engines.append(InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1)))
     generator = load_generator(cfg, ParallelContext.single())

@@ -173,6 +173,12 @@ void CheckFloats() {
   c.Compare(y, x, none, "float32 panels");
   few_rows::WholeProduct(c.x.data, c.rows, c.size, whole.data, c.bias.data, c.columns, y.data);
   c.Compare(y, x, none, "float32");
+  const int64_t counts[] = {0, c.rows};
+  Exact<float> both(2 * c.size * c.columns);
+  std::copy_n(whole.data, c.size * c.columns, both.data + c.size * c.columns);
+  few_rows::GroupedProduct(c.x.data, counts, 2, c.size, both.data, c.columns, y.data);
+  for (int64_t i = 0; i < c.rows * c.columns; ++i) y[i] += c.bias.data[i % c.columns];
+  c.Compare(y, x, none, "float32 in groups");
 }
 
 void CheckFunctions() {

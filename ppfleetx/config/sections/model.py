@@ -390,7 +390,7 @@ class ModelConfig(Section):
     def not_pruned(self) -> tuple[str, str] | None:
         """A key that prevents pruning of the network, and the reason; None if it can be pruned."""
         reasons = {
-            "moe": "models with mixtures of experts are not pruned",
+            "moe": "of mixtures of experts only whole experts are pruned (ppfleetx prune --part experts)",
             "latent_attention": "such layers cannot be pruned",
             "attention_window_layers": "layers are pruned alike, and these differ",
             "rotary_layers": "layers are pruned alike, and these differ",

@@ -26,6 +26,7 @@ from paddle.static import InputSpec
 
 from ppfleetx.deploy.export_dir import blocks_file, cpu_ops_file, quantized_ops_file
 from ppfleetx.deploy.static.cache import LoopCache, RoomCache, with_room
+from ppfleetx.deploy.static.experts import grouped_matrices_of
 from ppfleetx.deploy.static.linear import (
     Matrix,
     ProgramBlocks,
@@ -170,6 +171,7 @@ class GenerationProgram(nn.Layer):
             if isinstance(layer, LatentAttention):
                 layer.keep_projections()  # in buffers, which are constants of the program
         self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
+        self.grouped = grouped_matrices_of(self.model)
         self.blocks: ProgramBlocks | None = None
         self.head: Matrix | None = None
         if next_token.head_matrix is not None:
@@ -196,7 +198,7 @@ class GenerationProgram(nn.Layer):
         blocks.
         """
         self.by_cpu_ops = True
-        for matrix in self.matrices:
+        for matrix in (*self.matrices, *self.grouped):
             matrix.by_cpu_ops = True
         self.blocks = program_blocks(self.model.stages[1:-1])
 
@@ -215,7 +217,7 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
         """Generate tokens ``[b, up to t]`` int64. The arguments are :data:`INPUTS`."""
-        begin(self.matrices)
+        begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
         make_weights(self.blocks)
         step = paddle.zeros([1], "int64")

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -38,6 +39,7 @@ constexpr int kLine = 16;        // floats of a cache line
 constexpr int64_t kSteps = 4;    // unrolled
 constexpr int64_t kDepth = 128;  // of a piece of a panel, which stays in the first cache for all rows
 constexpr int64_t kMostRows = 32;  // at a time
+constexpr int64_t kFewest = 6;     // rows for which no panels are copied out of W
 
 using Vector = float __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float)), may_alias));
 using Tile = Vector[kRows][kVectors];
@@ -154,6 +156,45 @@ inline void WholeProduct(const float* x, int64_t rows, int64_t size, const float
         for (; i < end; ++i) to[i] += factor * from[i];
       }
     }
+  }
+}
+
+// The same for more rows: each panel is copied out of W, and used for all rows.
+inline void CopiedProduct(const float* x, int64_t rows, int64_t size, const float* w, int64_t columns, float* y) {
+  const int64_t num_panels = (columns + kWidth - 1) / kWidth;
+#pragma omp parallel
+  {
+    thread_local std::vector<float> panel;  // kept: fresh memory would take as long as the copy
+    if (static_cast<int64_t>(panel.size()) < size * kWidth) panel.resize(size * kWidth);
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < num_panels; ++p) {
+      const int64_t first = p * kWidth, width = std::min<int64_t>(kWidth, columns - first);
+      for (int64_t k = 0; k < size; ++k) {
+        const float* from = w + k * columns + first;
+        float* to = panel.data() + k * kWidth;
+        if (width == kWidth)
+          std::copy_n(from, kWidth, to);  // of a known size, and so without a call
+        else
+          std::copy_n(from, width, to);
+      }
+      for (int64_t row = 0; row < rows; row += kMostRows)
+        MultiplyPanel(x + row * size, std::min(kMostRows, rows - row), size, panel.data(), nullptr, width,
+                      y + row * columns + first, columns);
+    }
+  }
+}
+
+// x has counts[g] rows of each group, which has its own W, [groups][size][columns].
+inline void GroupedProduct(const float* x, const int64_t* counts, int64_t groups, int64_t size, const float* w,
+                           int64_t columns, float* y) {
+  for (int64_t g = 0; g < groups; ++g, w += size * columns) {
+    const int64_t rows = counts[g];
+    if (rows > kFewest)
+      CopiedProduct(x, rows, size, w, columns, y);
+    else if (rows > 0)
+      WholeProduct(x, rows, size, w, nullptr, columns, y);
+    x += rows * size;
+    y += rows * columns;
   }
 }
 

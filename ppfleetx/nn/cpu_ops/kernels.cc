@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "few_rows.h"
@@ -42,6 +43,26 @@ std::vector<paddle::DataType> FewRowsType(paddle::DataType x, paddle::DataType,
                                          const paddle::optional<paddle::DataType>&) {
   return {x};
 }
+
+// ---- grouped_product: rows sorted into groups, each with its own W ---------------------------------------------
+
+std::vector<paddle::Tensor> Grouped(const paddle::Tensor& x, const paddle::Tensor& weight, const paddle::Tensor& counts) {
+  const int64_t rows = x.shape()[0], size = x.shape()[1], groups = weight.shape()[0], columns = weight.shape()[2];
+  PD_CHECK(x.is_cpu() && weight.is_cpu() && counts.is_cpu(), "this operator runs on a CPU");
+  PD_CHECK(weight.shape()[1] == size && counts.numel() == groups, "weights do not fit");
+  const int64_t* of_each = counts.data<int64_t>();
+  PD_CHECK(std::accumulate(of_each, of_each + groups, int64_t{0}) == rows, "the counts are not those of the rows");
+  auto out = paddle::empty({rows, columns}, x.dtype(), x.place());
+  few_rows::GroupedProduct(x.data<float>(), of_each, groups, size, weight.data<float>(), columns, out.data<float>());
+  return {out};
+}
+
+std::vector<std::vector<int64_t>> GroupedShape(std::vector<int64_t> x, std::vector<int64_t> weight,
+                                              const std::vector<int64_t>&) {
+  return {{x[0], weight[2]}};
+}
+
+std::vector<paddle::DataType> GroupedType(paddle::DataType x, paddle::DataType, paddle::DataType) { return {x}; }
 
 // ---- nucleus: top-p without sorting a vocabulary --------------------------------------------------------------
 //
@@ -118,6 +139,13 @@ PD_BUILD_OP(ppfleetx_few_rows)
     .SetKernelFn(PD_KERNEL(FewRows))
     .SetInferShapeFn(PD_INFER_SHAPE(FewRowsShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(FewRowsType));
+
+PD_BUILD_OP(ppfleetx_grouped_product)
+    .Inputs({"X", "Weight", "Counts"})
+    .Outputs({"Out"})
+    .SetKernelFn(PD_KERNEL(Grouped))
+    .SetInferShapeFn(PD_INFER_SHAPE(GroupedShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(GroupedType));
 
 PD_BUILD_OP(ppfleetx_nucleus)
     .Inputs({"Probabilities", "TopP"})

@@ -1,7 +1,8 @@
 """Our own operators for decoding on a CPU, which are used if they have been compiled.
 
 ``few_rows`` multiplies few rows with a large matrix: eight rows with the matrices of a GPT of 124M parameters
-take two thirds of the time of MKL's fastest method. ``nucleus`` is top-p in one operation instead of eighty.
+take two thirds of the time of MKL's fastest method. ``grouped_product`` multiplies rows by the matrices of
+their experts, without Paddle's slow loops. ``nucleus`` is top-p in one operation instead of eighty.
 ``few_rows.h`` and ``kernels.cc`` explain how. Further operators are in :mod:`~ppfleetx.nn.cpu_ops.quantized`,
 for few bits, and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks`, for all blocks of a model at once. They are
 optional, and only an explicit command compiles them:
@@ -95,6 +96,17 @@ def few_rows(
         num_columns: number of columns of ``weight``.
     """
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
+
+
+def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
+    """Multiply rows that are sorted into groups, each by the matrix of its group: ``[n, columns]``.
+
+    Args:
+        x: ``[n, k]`` float32 on CPU.
+        weight: ``[groups, k, columns]``.
+        counts: ``[groups]`` int64, rows of each group.
+    """
+    return _C_ops._run_custom_op("ppfleetx_grouped_product", x, weight, counts)[0]
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:

@@ -1,0 +1,113 @@
+"""Pruning of whole experts from the mixtures of a model.
+
+The result is an ordinary model with fewer experts. The configuration has one number of experts for all
+layers, so each mixture loses the same number, though not the same ones; and where the router chooses among
+groups, so does each group. Shared experts stay.
+
+Shape letters: E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.compress import Criterion
+from ppfleetx.compress.prune import LAYER, check_share
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.compress import parts_out
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.moe import MoEConfig, is_router_load
+from ppfleetx.config.validate import section_of
+from ppfleetx.models.gpt.spec import parameter_shapes
+
+
+def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
+    """The number of experts of a layer after removing ``ratio`` of them, rounded down.
+
+    Args:
+        model: the network.
+        ratio: the share to remove, from 0 to below 1.
+        multiple: round the number of kept experts up to a multiple of this (for a later expert-parallel
+            degree).
+
+    Raises:
+        ConfigError: the model has no experts, the router cannot choose among so few, or nothing would
+            change.
+    """
+    check_share(ratio, multiple)
+    moe = model.moe
+    if moe is None:
+        raise ConfigError("the model has no mixtures of experts (Model.moe)", key="--part", value="experts")
+    total = moe.num_experts
+    left = min(-(-(total - parts_out(total, ratio)) // multiple) * multiple, total)
+    if left == total:
+        raise ConfigError(
+            f"takes none of {total} experts out"
+            + (f", where what stays is a multiple of {multiple}" if multiple > 1 else ""),
+            key="--ratio",
+            value=ratio,
+        )
+    try:
+        section_of(MoEConfig, {**moe.model_dump(), "num_experts": left})
+    except ConfigError as error:
+        raise ConfigError(
+            f"leaves {left} of {total} experts: {error.rule}", key="--ratio", value=ratio
+        ) from None
+    return left
+
+
+def pruned_mixtures(model: ModelConfig, num_experts: int) -> ModelConfig:
+    """The ``Model`` section with ``num_experts`` experts in each mixture."""
+    values = model.model_dump()
+    return ModelConfig(**{**values, "moe": {**values["moe"], "num_experts": num_experts}})
+
+
+def router_scores(
+    tensors: Mapping[str, LazyTensor], model: ModelConfig, criterion: Criterion
+) -> dict[int, np.ndarray]:
+    """The sums of magnitudes or squares of the router's weights of each expert, ``[E]`` by layer."""
+    scores = {}
+    for layer in model.moe.mixture_layers(model.num_layers):
+        weight = tensors[f"decoder.layers.{layer}.mlp.router.weight"]
+        values = np.abs(cast(weight.read(), weight.dtype, "F32").astype(np.float64))
+        scores[layer] = (values**2 if criterion == "l2_norm" else values).sum(axis=0)
+    return scores
+
+
+def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
+    """The experts of a layer with the largest ``scores [E]``, sorted; the same number in each group. Of
+    experts with equal scores, those with smaller indices are kept."""
+    grouped = scores.reshape(num_groups or 1, -1)
+    best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
+    return np.sort((best + np.arange(len(grouped))[:, None] * grouped.shape[1]).reshape(-1))
+
+
+def without_experts(
+    tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
+) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors of the pruned model, read lazily.
+
+    Args:
+        tensors: the tensors of the original model.
+        model: its ``Model`` section.
+        small: that of the pruned model.
+        kept: the experts to keep, by layer.
+    """
+    before, after = parameter_shapes(model), parameter_shapes(small)
+    for name, tensor in tensors.items():
+        if name not in after or before[name] == after[name]:
+            yield name, tensor
+        elif is_router_load(name):  # shares of a step among all experts
+            share = np.full(after[name], 1 / small.moe.num_experts, np.float32)
+            yield name, LazyTensor("F32", after[name], lambda share=share: share)
+        else:
+            axis = next(dim for dim, size in enumerate(before[name]) if size != after[name][dim])
+            yield name, _taken(tensor, kept[int(LAYER.fullmatch(name)[1])], axis)
+
+
+def _taken(tensor: LazyTensor, which: np.ndarray, axis: int) -> LazyTensor:
+    shape = tuple(len(which) if dim == axis else size for dim, size in enumerate(tensor.shape))
+    return LazyTensor(tensor.dtype, shape, lambda: np.take(tensor.read(), which, axis=axis))

@@ -1,0 +1,142 @@
+"""Mixtures of experts in an exported program, where the number of rows of each expert is known only at run
+time.
+
+Shape letters: n rows sorted by expert, E experts, k input features, m output features.
+"""
+
+from __future__ import annotations
+
+import paddle
+from paddle import _C_ops, nn
+
+from ppfleetx.nn.cpu_ops import ops as cpu_ops
+from ppfleetx.nn.expert_exchange import ExpertExchange, Journey
+from ppfleetx.nn.linear import GroupedLinear
+from ppfleetx.nn.lora import LoraBranch
+from ppfleetx.nn.moe import MoE
+from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round_rows
+
+
+class GroupedMatrix:
+    """The constant matrices ``weight [E, k, m]`` of all experts.
+
+    Args:
+        weight: the matrices, or integers if they are quantised.
+        stored: the quantised linears they belong to; None if they are not quantised. They are dequantised
+            when the program is loaded.
+
+    Attributes:
+        by_cpu_ops: whether our own operator computes the products.
+    """
+
+    def __init__(self, weight: paddle.Tensor, stored: QuantizedGroupedLinear | None = None) -> None:
+        self.weight, self.stored, self.by_cpu_ops = weight, stored, False
+
+    def begin(self) -> None:
+        """Prepare the matrices. Call this first in the program, and outside of branches, so that the
+        operations run only once, when the program is loaded."""
+        if self.stored is not None:
+            weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
+            experts = range(weight.shape[0])
+            matrices = [QuantizedMatrix(weight[expert], scale[expert], form) for expert in experts]
+            self.weight = paddle.stack([matrix.widened() for matrix in matrices])
+
+    def linear(
+        self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
+    ) -> paddle.Tensor:
+        """Map ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, to ``[n, m]``.
+
+        Args:
+            bias: ``[E, m]`` or None.
+        """
+        stored = self.stored
+        if stored is not None and stored.form.activation_bits is not None:
+            integers, step = round_rows(x)
+            product = self._multiply(integers, counts)
+            product = product * step * _of_rows(stored.scale.squeeze(1), counts, x)
+        else:
+            product = self._multiply(x, counts)
+        return product if bias is None else product + _of_rows(bias, counts, x)
+
+    def _multiply(self, x: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
+        if self.by_cpu_ops:
+            return cpu_ops.grouped_product(x, self.weight, counts)
+        return grouped_product(x, self.weight, counts)
+
+
+def _of_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
+    """For each row, its expert's row of ``values [E, m]``."""
+    expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
+    return values.index_select(expert)
+
+
+def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
+    """Multiply ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, by ``weight [E, k, m]``.
+
+    The loop runs over the experts with rows, and copies one matrix at a time.
+    """
+    ends = counts.cumsum(0)
+    used = paddle.nonzero(counts).flatten()
+    product = paddle.zeros([x.shape[0], weight.shape[2]], x.dtype)
+    done = paddle.zeros([], "int64")
+    while done < used.shape[0]:
+        expert = used[done]
+        end = ends[expert]
+        begin = end - counts[expert]
+        rows = paddle.matmul(x[begin:end], weight[expert])
+        # In place; in a program paddle.index_add_ copies.
+        product = _C_ops.index_add_(product, paddle.arange(begin, end), rows, 0)
+        done = done + 1
+    return product
+
+
+class ProgramGroupedLinear(nn.Layer):
+    """Replaces the linears of all experts, quantised or with adapters or neither, and has their parameters.
+
+    Attributes:
+        matrices: the matrices of the linears, and those of their adapters.
+    """
+
+    def __init__(self, linear: GroupedLinear | QuantizedGroupedLinear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        is_quantized = isinstance(linear, QuantizedGroupedLinear)
+        if is_quantized:
+            self.scale = linear.scale
+        self.lora: LoraBranch | None = getattr(linear, "lora", None)
+        self.matrices = [GroupedMatrix(self.weight, linear if is_quantized else None)]
+        if self.lora is not None:
+            self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
+
+    def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
+        """Map ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, to ``[n, m]``."""
+        matrix, *adapter = self.matrices
+        product = matrix.linear(x, counts, self.bias if adds_bias else None)
+        if adapter:
+            low, high = adapter
+            product = product + high.linear(low.linear(x, counts), counts) * self.lora.scale
+        return product
+
+
+class _CountsOnDevice(Journey):
+    def arrive(self) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return self._rows, self._counts
+
+
+class ProgramExchange(ExpertExchange):
+    """Leaves the numbers of rows on the device, where the program needs them."""
+
+    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
+        return _CountsOnDevice(rows, counts)
+
+
+def grouped_matrices_of(model: nn.Layer) -> list[GroupedMatrix]:
+    """Prepare the mixtures of ``model`` for a program, and return the matrices of their experts."""
+    matrices = []
+    for mixture in model.sublayers():
+        if isinstance(mixture, MoE):
+            mixture.exchange = ProgramExchange()
+            experts = mixture.experts
+            experts.fc1, experts.fc2 = ProgramGroupedLinear(experts.fc1), ProgramGroupedLinear(experts.fc2)
+            matrices += [*experts.fc1.matrices, *experts.fc2.matrices]
+    return matrices
