@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -49,18 +48,17 @@ class SwitchedOff:
     applies: Callable[[RunConfig], bool]
 
 
-_SAID = re.compile(r"([\w.]+) (?:is|=) (\w+)")
-
-
-def _off(keys: str, why: str, applies: Callable[[RunConfig], bool] | None = None) -> SwitchedOff:
-    """A rule for ``Section: key key ...``, where a section as a key stands for all its keys. Without
-    ``applies``, it holds if what ``why`` begins with is true: ``KEY is VALUE`` or ``KEY = VALUE``."""
+def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
+    """A rule for ``Section: key key ...``; a section as a key stands for all its keys."""
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
-    if applies is None:
-        key, value = _SAID.match(why).groups()
-        return SwitchedOff(dotted, why, lambda cfg: _text(_value(cfg, key)) == value)
     return SwitchedOff(dotted, why, applies)
+
+
+def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> SwitchedOff:
+    """A rule that holds while ``key`` has ``value``."""
+    why = f"{key} is {'null' if value is None else value}{consequence}"
+    return _off(keys, why, lambda cfg: _value(cfg, key) == value)
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
@@ -162,7 +160,7 @@ SWITCHED_OFF = (
             or cfg.Generation.assistant_model is not None
         ),
     ),
-    _off("Generation.num_assistant_tokens", "Generation.assistant_model is null"),
+    _off_while("Generation.num_assistant_tokens", "Generation.assistant_model", None),
     _off(
         "Generation.diversity_rate",
         "Generation.num_beam_groups is 1",
@@ -173,12 +171,15 @@ SWITCHED_OFF = (
         "on a GPU Paddle always adds the bias within the matrix product, on a CPU never",
         lambda cfg: True,
     ),
-    _off("Model: attn_post_norm_scale ffn_post_norm_scale", "Model.sandwich_norm is False"),
-    _off(
+    _off_while("Model: attn_post_norm_scale ffn_post_norm_scale", "Model.sandwich_norm", False),
+    _off_while(
         "Model: recompute_granularity recompute_layers no_recompute_layers recompute_interval",
-        "Model.use_recompute is False",
+        "Model.use_recompute",
+        False,
     ),
-    _off(f"Engine.num_train_epochs {_SAVE_LOAD}.save_epoch", "Engine.run_mode = step counts steps"),
+    _off_while(
+        f"Engine.num_train_epochs {_SAVE_LOAD}.save_epoch", "Engine.run_mode", "step", ", which counts steps"
+    ),
     _off(
         f"{_SAVE_LOAD}.save_steps",
         "Engine.run_mode = epoch saves by Engine.save_load.save_epoch",
@@ -214,9 +215,8 @@ SWITCHED_OFF = (
         "Offline_Eval.cloze_eval is False",
         lambda cfg: cfg.Model.task.offline_evaluation and not cfg.Offline_Eval.cloze_eval,
     ),
-    _off(
-        "Distributed.sharding: sharding_stage broadcast_overlap",
-        "Distributed.sharding.sharding_degree is 1",
+    _off_while(
+        "Distributed.sharding: sharding_stage broadcast_overlap", "Distributed.sharding.sharding_degree", 1
     ),
     _off(
         "Distributed: sharding.reduce_overlap bucket_size",
@@ -228,10 +228,12 @@ SWITCHED_OFF = (
         "Distributed.pp_degree is 1",
         lambda cfg: cfg.Distributed.pp_degree == cfg.Model.virtual_pp_degree == 1,
     ),
-    _off(_others(_PRECISION, MixedPrecisionConfig, "enable"), "Engine.mix_precision.enable is False"),
-    _off(
+    _off_while(_others(_PRECISION, MixedPrecisionConfig, "enable"), "Engine.mix_precision.enable", False),
+    _off_while(
         "Model: softmax_in_fp32 scale_qk_by_layer_num",
-        "Engine.mix_precision.enable is False: the run computes in float32",
+        "Engine.mix_precision.enable",
+        False,
+        ": the run computes in float32",
     ),
     _off(
         f"{_PRECISION}: scale_loss use_dynamic_loss_scaling {_GROWTH}",
@@ -268,18 +270,20 @@ SWITCHED_OFF = (
         "one process has no others to be compared with",
         lambda cfg: cfg.plan.world_size == 1,
     ),
-    _off(_others("Engine.spike", SpikeConfig, "action"), "Engine.spike.action is off"),
-    _off("Engine.spike.max_in_a_row", "Engine.spike.action = stop ends the run at the first spike"),
-    _off("Engine: eval_freq eval_iters", "Data.Eval is null: there is nothing to evaluate on"),
-    _off("Engine.test_iters", "Data.Test is null"),
-    _off(_others("Profiler", ProfilerConfig, "enable"), "Profiler.enable is False"),
+    _off_while(_others("Engine.spike", SpikeConfig, "action"), "Engine.spike.action", "off"),
+    _off_while(
+        "Engine.spike.max_in_a_row", "Engine.spike.action", "stop", ", which ends the run at the first spike"
+    ),
+    _off_while("Engine: eval_freq eval_iters", "Data.Eval", None, ": there is nothing to evaluate on"),
+    _off_while("Engine.test_iters", "Data.Test", None),
+    _off_while(_others("Profiler", ProfilerConfig, "enable"), "Profiler.enable", False),
     _off(
         "Model: rotary_base rotary_percent",
         "Model.position_embedding_type is not rope",
         lambda cfg: not cfg.Model.positions.rotates,
     ),
-    _off("Model.moe.aux_loss.weight", "Model.moe.aux_loss.kind is none"),
-    _off("Model.moe.router.group_score", "Model.moe.router.num_groups is null"),
+    _off_while("Model.moe.aux_loss.weight", "Model.moe.aux_loss.kind", "none"),
+    _off_while("Model.moe.router.group_score", "Model.moe.router.num_groups", None),
     _off(
         "Model.add_bias_linear",
         "Model.add_qkv_bias, add_out_proj_bias and add_mlp_bias say it for each linear",
@@ -309,16 +313,17 @@ SWITCHED_OFF = (
         )
         for mode in ("Train", "Eval")
     ),
-    _off(
-        _others("Compress.Quantization", QuantizationConfig, "enable"),
-        "Compress.Quantization.enable is False",
+    _off_while(
+        _others("Compress.Quantization", QuantizationConfig, "enable"), "Compress.Quantization.enable", False
     ),
-    _off(
+    _off_while(
         "Compress.Quantization.moving_rate",
-        "Compress.Quantization.activation_quantize_type = abs_max keeps no average",
+        "Compress.Quantization.activation_quantize_type",
+        "abs_max",
+        ", which keeps no average",
     ),
-    _off(_others("Compress.Prune", PruneConfig, "enable"), "Compress.Prune.enable is False"),
-    _off("Global.allow_tf32", "Global.device = cpu has no TF32"),
+    _off_while(_others("Compress.Prune", PruneConfig, "enable"), "Compress.Prune.enable", False),
+    _off_while("Global.allow_tf32", "Global.device", "cpu", ", which has no TF32"),
 )
 
 
@@ -347,10 +352,6 @@ def _is_given(place: str) -> bool:
 def _value(cfg: RunConfig, key: str) -> Any:
     """The value of ``key``; None below a null section."""
     return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), cfg)
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _default(cfg: RunConfig, key: str) -> Any:
