@@ -52,12 +52,10 @@ def _weights(options: Quantize) -> WeightsConfig:
         )
     if options.smooth and options.to != "int8":
         raise ConfigError("goes with --to int8: it makes activations 8 bits too", key="--smooth")
-    if options.activations and options.to != "int8":
-        raise ConfigError("goes with --to int8: kernels multiply 8 bits by 8 bits", key="--activations")
     group, rounded = options.group, 8 if options.smooth or options.activations else None
-    if rounded and group is not None:
+    if options.smooth and group is not None:
         raise ConfigError(
-            "is for weights alone; with activations of 8 bits each output channel has one scale",
+            "is not for --smooth, which rounds each row and each output channel with one scale",
             key="--group",
             value=group,
         )

@@ -77,6 +77,11 @@ class QuantizedMatrix:
     def rounds_activations(self) -> bool:
         return self.form.activation_bits is not None
 
+    @property
+    def _rounds_rows(self) -> bool:
+        """Whether the product is that of integers, times one scale for each row and column."""
+        return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
+
     def integers(self) -> paddle.Tensor:
         """The stored integers without scales, ``[k, n]`` float32."""
         return unpack(self.weight) if self.form.bits == 4 else paddle.cast(self.weight, "float32")
@@ -98,10 +103,10 @@ class QuantizedMatrix:
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Arrange weights and scales for our CPU operators. In an exported program, constants stay
         constants."""
-        if self.rounds_activations:
-            values = cpu_ops.int8_quads(self.weight)
+        if self.form.bits == 4:
+            values = cpu_ops.int4_panels(self.weight)
         else:
-            values = (cpu_ops.int4_panels if self.form.bits == 4 else cpu_ops.int8_panels)(self.weight)
+            values = (cpu_ops.int8_quads if self.rounds_activations else cpu_ops.int8_panels)(self.weight)
         return values, cpu_ops.scale_panels(self.scale)
 
     def panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -114,18 +119,19 @@ class QuantizedMatrix:
     @property
     def panel_format(self) -> str:
         """The format of the panels, one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`."""
-        if self.rounds_activations:
-            return "int8_int8"
-        return "int4" if self.form.bits == 4 else "int8"
+        weights = "int4" if self.form.bits == 4 else "int8"
+        return f"{weights}_int8" if self.rounds_activations else weights
 
     def multiply_panels(
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
         """Compute ``x [..., k] @ matrix + bias`` with our CPU operators."""
-        if self.rounds_activations:
-            product = cpu_ops.int8_int8_product
-        else:
-            product = cpu_ops.int4_product if self.form.bits == 4 else cpu_ops.int8_product
+        product = {
+            "int8": cpu_ops.int8_product,
+            "int4": cpu_ops.int4_product,
+            "int8_int8": cpu_ops.int8_int8_product,
+            "int4_int8": cpu_ops.int4_int8_product,
+        }[self.panel_format]
         return product(x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
@@ -155,7 +161,7 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """The matrix ``[k, n]`` in floating point, for devices without an operator for the stored form."""
-        if self.rounds_activations and dtype == paddle.float32:
+        if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
 
@@ -167,12 +173,15 @@ class QuantizedMatrix:
     ) -> paddle.Tensor:
         """Multiply the rounded rows of ``x`` and apply their scales; ``multiply`` multiplies by
         :meth:`widened`."""
-        if x.dtype == paddle.float32:
+        if self._rounds_rows and x.dtype == paddle.float32:
             integers, step = round_rows(x)
             product = multiply(integers) * paddle.multiply(step, self.scale)
         else:
-            integers, step = round_rows(paddle.cast(x, "float32"))
-            product = multiply(paddle.cast(integers * step, x.dtype))
+            same = [0] * (x.ndim - 1)  # sizes, which a program does not know
+            grouped = x.reshape([*same, -1, self.form.group_size]) if self.form.group_size else x
+            integers, step = round_rows(paddle.cast(grouped, "float32"))
+            rounded = (integers * step).reshape([*same, self.in_features])
+            product = multiply(paddle.cast(rounded, x.dtype))
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:

@@ -252,61 +252,38 @@ void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& pane
 
 // ---- products with activations of 8 bits -----------------------------------------------------------------------
 //
-// A panel is [k / 4][kWidth][4] bytes. Sums are those of integers, exact whatever instruction makes them.
+// The numbers of a row of x in a group share a grid. Sums within a group are those of integers, exact whatever
+// instruction makes them.
 
 constexpr int64_t kQuad = 4;  // of k in one word
 #if (defined(WITH_AVX512) && defined(__AVX512VNNI__)) || (defined(WITH_AVX2) && defined(__AVXVNNI__))
 #define WITH_VNNI
-constexpr int kWordsOfQuad = 1;  // four bytes without sign, moved up by 128
-#else
-constexpr int kWordsOfQuad = 2;  // (first, third) and (second, fourth), in 16 bits each
 #endif
+using Halves = int16_t __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(1), may_alias));
 
 inline Integers Broadcast(int32_t word) { return Integers{} + word; }
 
-// One row of x on its own grid: words of quads to multiply with. Gives the scale; NaN where x has no grid.
-inline float QuantizeRow(const float* x, int64_t size, int32_t* words) {
-  constexpr int32_t kInfinity = 0x7f800000;
-  int32_t largest = 0;  // of the magnitudes' bits, whose order is that of the numbers
-  for (int64_t i = 0; i < size; ++i) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    largest = std::max(largest, bits & 0x7fffffff);
-  }
-  if (largest >= kInfinity) return std::nanf("");
-  float scale;
-  std::memcpy(&scale, &largest, sizeof scale);
-  scale = std::max(scale / 127.0f, 1.17549435e-38f);
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a float this large has an integer in its lowest bits
-  const auto level = [&](float value) {
-    const float moved = std::min(std::max(value / scale, -127.0f), 127.0f) + kRound;
-    int32_t bits;
-    std::memcpy(&bits, &moved, sizeof bits);
-    return bits - 0x4b400000;
-  };
-  const int64_t padded = (size + kQuad - 1) / kQuad * kQuad;
+// Products of bytes without sign by bytes with sign, added by fours.
 #if defined(WITH_VNNI)
-  auto* bytes = reinterpret_cast<uint8_t*>(words);
-  for (int64_t i = 0; i < size; ++i) bytes[i] = static_cast<uint8_t>(level(x[i]) + 128);
-  std::fill(bytes + size, bytes + padded, uint8_t{128});
-#else
-  auto* halves = reinterpret_cast<int16_t*>(words);
-  std::fill_n(halves, padded, int16_t{0});
-  for (int64_t i = 0; i < size; ++i)  // of each quad: first, third, second, fourth
-    halves[(i & ~int64_t{3}) + ((i & 1) << 1) + ((i >> 1) & 1)] = static_cast<int16_t>(level(x[i]));
-#endif
-  return scale;
-}
-
-#if defined(WITH_VNNI)
-inline Integers AddProducts(Integers sum, Integers activations, Integers weights) {
+inline Integers AddProducts(Integers sum, Integers unsigned_bytes, Integers bytes) {
 #if defined(WITH_AVX512)
-  return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)activations, (__m512i)weights);
+  return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)unsigned_bytes, (__m512i)bytes);
 #else
-  return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)activations, (__m256i)weights);
+  return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)unsigned_bytes, (__m256i)bytes);
 #endif
 }
+#elif defined(WITH_AVX512) || defined(WITH_AVX2)
+// The same, added by twos, to 16 bits.
+inline Halves AddProductsOfBytes(Halves sum, Integers unsigned_bytes, Integers bytes) {
+#if defined(WITH_AVX512)
+  return sum + (Halves)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)bytes);
 #else
+  return sum + (Halves)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)bytes);
+#endif
+}
+#endif
+
+// Products of 16 bits, added by twos.
 inline Integers AddPairs(Integers sum, Integers activations, Integers weights) {
 #if defined(WITH_AVX512)
   return sum + (Integers)_mm512_madd_epi16((__m512i)activations, (__m512i)weights);
@@ -316,82 +293,267 @@ inline Integers AddPairs(Integers sum, Integers activations, Integers weights) {
   return sum + ((activations << 16) >> 16) * ((weights << 16) >> 16) + (activations >> 16) * (weights >> 16);
 #endif
 }
-inline Integers Evens(Integers weights) {  // bytes 0 and 2 of each word, in 16 bits each
-  return (((weights << 24) >> 24) & 0xffff) | (((weights << 8) >> 24) << 16);
-}
-inline Integers Odds(Integers weights) {  // bytes 1 and 3
-  return (((weights << 16) >> 24) & 0xffff) | ((weights >> 24) << 16);
-}
+
+// Matrix of 8 bits: a panel is [k / 4][kWidth][4] bytes. A unit is four of k.
+struct EightBitQuads {
+  static constexpr bool kHasOffsets = false;
+  static constexpr int64_t kUnit = kQuad, kUnitBytes = kWidth * kQuad;
+  static constexpr int32_t kMoved = 0;  // added to all weights
+#if defined(WITH_VNNI)
+  static constexpr int64_t kWords = 1;  // of x: four bytes without sign, moved up by 128
+
+  static void Arrange(const int8_t* levels, int64_t size, int32_t* words) {
+    auto* bytes = reinterpret_cast<uint8_t*>(words);
+    for (int64_t i = 0; i < size; ++i) bytes[i] = static_cast<uint8_t>(levels[i] + 128);
+  }
+
+  template <int R>
+  static void Accumulate(const int32_t* x, int64_t stride, const int8_t* panel, int64_t units, const int8_t* ahead,
+                         Integers (&sum)[R][kVectors]) {
+    Integers moved[kVectors] = {};  // by which the sums are too large: 128 times those of the weights
+    for (; units > 0; --units, panel += kUnitBytes, x += kWords) {
+      for (int64_t line = 0; line < kUnitBytes; line += kLine, ahead += kLine) __builtin_prefetch(ahead);
+      const auto* weights = reinterpret_cast<const Integers*>(panel);
+      for (int v = 0; v < kVectors; ++v) {
+        moved[v] = AddProducts(moved[v], Broadcast(0x80808080), weights[v]);
+        for (int r = 0; r < R; ++r) sum[r][v] = AddProducts(sum[r][v], Broadcast(x[r * stride]), weights[v]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v) sum[r][v] -= moved[v];
+  }
+#else
+  static constexpr int64_t kWords = 2;  // of x: (first, third) and (second, fourth), in 16 bits each
+
+  static void Arrange(const int8_t* levels, int64_t size, int32_t* words) {
+    auto* halves = reinterpret_cast<int16_t*>(words);
+    int64_t i = 0;
+#if defined(WITH_AVX2)
+    for (; i + 16 <= size; i += 16) {
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(levels + i)));
+      _mm256_storeu_si256((__m256i*)(halves + i), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(wide, 0xd8), 0xd8));
+    }
+#endif
+    for (; i < size; ++i) halves[(i & ~int64_t{3}) + ((i & 1) << 1) + ((i >> 1) & 1)] = levels[i];
+  }
+
+  template <int R>
+  static void Accumulate(const int32_t* x, int64_t stride, const int8_t* panel, int64_t units, const int8_t* ahead,
+                         Integers (&sum)[R][kVectors]) {
+    for (; units > 0; --units, panel += kUnitBytes, x += kWords) {
+      for (int64_t line = 0; line < kUnitBytes; line += kLine, ahead += kLine) __builtin_prefetch(ahead);
+      Integers evens[kVectors], odds[kVectors];  // bytes 0 and 2, 1 and 3 of each word, in 16 bits each
+      for (int v = 0; v < kVectors; ++v) {
+        const Halves weights = *reinterpret_cast<const Halves*>(panel + v * kLanes * kQuad);
+        evens[v] = (Integers)((weights << 8) >> 8), odds[v] = (Integers)(weights >> 8);
+      }
+      for (int r = 0; r < R; ++r) {
+        const Integers first = Broadcast(x[r * stride]), second = Broadcast(x[r * stride + 1]);
+        for (int v = 0; v < kVectors; ++v) {
+          sum[r][v] = AddPairs(sum[r][v], first, evens[v]);
+          sum[r][v] = AddPairs(sum[r][v], second, odds[v]);
+        }
+      }
+    }
+  }
+#endif
+};
+
+// Matrix of 4 bits, in the panels of FourBits. A unit is eight of k. Words of x: the first, third, ... and the second,
+// fourth, ... byte.
+struct FourBitBlocks {
+  static constexpr bool kHasOffsets = false;
+  static constexpr int64_t kUnit = kBlock, kUnitBytes = kWidth * 4, kWords = 2;
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
+  static constexpr int32_t kMoved = 8;  // to bytes without sign
+#else
+  static constexpr int32_t kMoved = 0;
 #endif
 
-template <int R>
-void AccumulateIntegers(const int32_t* x, int64_t stride, const int8_t* panel, int64_t quads, const int8_t* ahead,
-                        int64_t lines, IntegerTile& tile) {
-  Integers sum[R][kVectors];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = tile[r][v];
-#if defined(WITH_VNNI)
-  Integers moved[kVectors] = {};  // by which the sums are too large: 128 times those of the weights
+  static void Arrange(const int8_t* levels, int64_t size, int32_t* words) {
+    auto* bytes = reinterpret_cast<int8_t*>(words);
+    int64_t i = 0;
+#if defined(WITH_AVX2)
+    const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15,  //
+                                           0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    for (; i + 32 <= size; i += 32)
+      _mm256_storeu_si256((__m256i*)(bytes + i),
+                          _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)(levels + i)), order));
 #endif
-  for (int64_t quad = 0; quad < quads; ++quad, panel += kWidth * kQuad, x += kWordsOfQuad) {
-    for (int64_t line = 0; line < lines; ++line, ahead += kLine) __builtin_prefetch(ahead);
-    for (int v = 0; v < kVectors; ++v) {
-      const Integers weights = *reinterpret_cast<const Integers*>(panel + v * kLanes * kQuad);
+    for (; i < size; ++i) bytes[(i & ~int64_t{7}) + ((i & 1) << 2) + ((i & 7) >> 1)] = levels[i];
+  }
+
+  template <int R>
+  static void Accumulate(const int32_t* x, int64_t stride, const int8_t* panel, int64_t units, const int8_t* ahead,
+                         Integers (&sum)[R][kVectors]) {
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
+    while (units > 0) {
 #if defined(WITH_VNNI)
-      moved[v] = AddProducts(moved[v], Broadcast(0x80808080), weights);
-      for (int r = 0; r < R; ++r) sum[r][v] = AddProducts(sum[r][v], Broadcast(x[r * stride]), weights);
+      const int64_t count = units;
+      Integers (&parts)[R][kVectors] = sum;
 #else
-      const Integers evens = Evens(weights), odds = Odds(weights);
-      for (int r = 0; r < R; ++r) {
-        sum[r][v] = AddPairs(sum[r][v], Broadcast(x[r * stride]), evens);
-        sum[r][v] = AddPairs(sum[r][v], Broadcast(x[r * stride + 1]), odds);
+      const int64_t count = std::min<int64_t>(units, 4);  // 8 * 2 * 15 * 127 stays in 16 bits
+      Halves parts[R][kVectors] = {};
+#endif
+      units -= count;
+      for (const int32_t* end = x + count * kWords; x < end; x += kWords, panel += kUnitBytes) {
+        for (int64_t line = 0; line < kUnitBytes; line += kLine, ahead += kLine) __builtin_prefetch(ahead);
+        Integers evens[kVectors], odds[kVectors];
+        for (int v = 0; v < kVectors; ++v) {
+          const Integers words = *reinterpret_cast<const Integers*>(panel + v * kLanes * 4) ^ int32_t(0x88888888);
+          evens[v] = words & 0x0f0f0f0f, odds[v] = (words >> 4) & 0x0f0f0f0f;
+        }
+        for (int r = 0; r < R; ++r) {
+          const Integers first = Broadcast(x[r * stride]), second = Broadcast(x[r * stride + 1]);
+          for (int v = 0; v < kVectors; ++v) {
+#if defined(WITH_VNNI)
+            parts[r][v] = AddProducts(AddProducts(parts[r][v], evens[v], first), odds[v], second);
+#else
+            parts[r][v] = AddProductsOfBytes(parts[r][v], evens[v], first);
+            parts[r][v] = AddProductsOfBytes(parts[r][v], odds[v], second);
+#endif
+          }
+        }
+      }
+#if !defined(WITH_VNNI)
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = AddPairs(sum[r][v], Broadcast(0x00010001), (Integers)parts[r][v]);
+#endif
+    }
+#else
+    for (; units > 0; --units, panel += kUnitBytes, x += kWords)
+      for (int v = 0; v < kVectors; ++v) {
+        const Integers words = *reinterpret_cast<const Integers*>(panel + v * kLanes * 4);
+        for (int i = 0; i < kBlock; ++i)
+          for (int r = 0; r < R; ++r)
+            sum[r][v] += ((words << (28 - 4 * i)) >> 28) *
+                         reinterpret_cast<const int8_t*>(x + r * stride)[(i & 1) * 4 + i / 2];
       }
 #endif
+  }
+};
+
+// The same; each group's offset is added to all its weights.
+struct FourBitBlocksAndOffsets : FourBitBlocks {
+  static constexpr bool kHasOffsets = true;
+};
+
+// Numbers of x on their own grid of 8 bits. Gives the scale; NaN where x has no grid.
+inline float RoundGroup(const float* x, int64_t size, int8_t* levels) {
+  constexpr int32_t kInfinity = 0x7f800000;
+  int32_t largest = 0;  // of the magnitudes' bits, whose order is that of the numbers
+  for (int64_t i = 0; i < size; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    largest = std::max(largest, bits & 0x7fffffff);
+  }
+  if (largest >= kInfinity) {
+    std::fill_n(levels, size, int8_t{0});
+    return std::nanf("");
+  }
+  float scale;
+  std::memcpy(&scale, &largest, sizeof scale);
+  scale = std::max(scale / 127.0f, 1.17549435e-38f);
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a float this large has an integer in its lowest bits
+  for (int64_t i = 0; i < size; ++i) {
+    const float moved = std::min(std::max(x[i] / scale, -127.0f), 127.0f) + kRound;
+    int32_t bits;
+    std::memcpy(&bits, &moved, sizeof bits);
+    levels[i] = static_cast<int8_t>(bits);
+  }
+  return scale;
+}
+
+// Rows of x as a format multiplies them.
+struct RoundedRows {
+  int64_t words, groups;           // of a row
+  std::vector<int32_t> values;     // [rows][words]
+  std::vector<float> scales;       // [rows][groups]
+  std::vector<int32_t> sums;       // [rows][groups] of the integers
+
+  template <class Format>
+  static RoundedRows Of(const float* x, int64_t rows, int64_t size, int64_t groups) {
+    const int64_t padded = (size + Format::kUnit - 1) / Format::kUnit * Format::kUnit, depth = size / groups;
+    RoundedRows rounded{padded / Format::kUnit * Format::kWords, groups};
+    rounded.values.resize(rows * rounded.words);
+    rounded.scales.resize(rows * groups);
+    rounded.sums.resize(rows * groups);
+#pragma omp parallel if (rows > 1)
+    {
+      std::vector<int8_t> levels(padded);
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t group = 0; group < groups; ++group) {
+          int8_t* of_group = levels.data() + group * depth;
+          rounded.scales[row * groups + group] = RoundGroup(x + row * size + group * depth, depth, of_group);
+          int32_t sum = 0;
+          for (int64_t i = 0; i < depth; ++i) sum += of_group[i];
+          rounded.sums[row * groups + group] = sum;
+        }
+        Format::Arrange(levels.data(), padded, rounded.values.data() + row * rounded.words);
+      }
+    }
+    return rounded;
+  }
+};
+
+// What a panel's group, of `units`, adds to its columns for R rows from `row` on; fetches as much from `ahead` on.
+template <class Format, int R>
+void AddRoundedGroup(const RoundedRows& x, int64_t row, int64_t group, const int8_t* values, int64_t units,
+                     const int8_t* ahead, const Panel& panel, Vector (*sums)[kVectors]) {
+  Integers parts[R][kVectors] = {};
+  Format::template Accumulate<R>(x.values.data() + row * x.words + group * units * Format::kWords, x.words, values,
+                                 units, ahead, parts);
+  Vector scales[kVectors], offsets[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    if constexpr (Format::kHasOffsets) {
+      const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel.scales) + group * 2 * kWidth + v * kLanes;
+      scales[v] = Widen(halves), offsets[v] = Widen(halves + kWidth);
+    } else {
+      scales[v] = reinterpret_cast<const Vector*>(panel.scales + group * kWidth)[v];
     }
   }
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    const float step = x.scales[(row + r) * x.groups + group];
+    const int32_t sum = x.sums[(row + r) * x.groups + group];
     for (int v = 0; v < kVectors; ++v) {
-#if defined(WITH_VNNI)
-      sum[r][v] -= moved[v];
-#endif
-      tile[r][v] = sum[r][v];
+      const Vector exact = __builtin_convertvector(parts[r][v] - Format::kMoved * sum, Vector);
+      sums[r][v] += exact * (step * scales[v]);
+      if constexpr (Format::kHasOffsets) sums[r][v] += step * static_cast<float>(sum) * offsets[v];
     }
+  }
 }
 
-template <int R = kRows>
-void AccumulateIntegerRows(int64_t rows, const int32_t* x, int64_t stride, const int8_t* panel, int64_t quads,
-                           const int8_t* ahead, int64_t lines, IntegerTile& tile) {
+template <class Format, int R = kRows>
+void AddRoundedGroupUpTo(const RoundedRows& x, int64_t row, int64_t rows, int64_t group, const int8_t* values,
+                         int64_t units, const int8_t* ahead, const Panel& panel, Vector (*sums)[kVectors]) {
   if constexpr (R > 1) {
-    if (rows < R) {
-      AccumulateIntegerRows<R - 1>(rows, x, stride, panel, quads, ahead, lines, tile);
-      return;
-    }
+    if (rows < R)
+      return AddRoundedGroupUpTo<Format, R - 1>(x, row, rows, group, values, units, ahead, panel, sums);
   }
-  AccumulateIntegers<R>(x, stride, panel, quads, ahead, lines, tile);
+  AddRoundedGroup<Format, R>(x, row, group, values, units, ahead, panel, sums);
 }
 
-// `x` are the words of rows with `quads` quads, and their scales.
-inline void MultiplyIntegerPanel(const int32_t* x, const float* x_scales, int64_t rows, int64_t quads, const Panel& panel,
+// The panel's columns of y for up to kMostRows rows of x from `first` on, with groups of `units`.
+template <class Format>
+void MultiplyRoundedPanel(const RoundedRows& x, int64_t first, int64_t rows, int64_t units, const Panel& panel,
                           float* y, int64_t stride) {
-  IntegerTile tiles[kMostRows / kRows];
-  const int64_t count = (rows + kRows - 1) / kRows, words = quads * kWordsOfQuad;
-  std::memset(tiles, 0, count * sizeof(IntegerTile));
-  const int64_t lines = (kWidth * kQuad / kLine + count - 1) / count;
-  for (int64_t i = 0; i < quads; i += kDepth / kQuad) {
-    const int64_t depth = std::min(kDepth / kQuad, quads - i), bytes = depth * kWidth * kQuad;
-    const int8_t* piece = panel.values + i * kWidth * kQuad;
-    for (int64_t tile = 0; tile < count; ++tile) {
-      const int64_t first = tile * kRows;
-      AccumulateIntegerRows(std::min<int64_t>(kRows, rows - first), x + first * words + i * kWordsOfQuad, words,
-                            piece, depth, piece + bytes + tile * (bytes / count), lines, tiles[tile]);
+  Vector sums[kMostRows][kVectors];
+  float start[kWidth] = {};
+  if (panel.bias != nullptr) std::copy_n(panel.bias, panel.columns, start);
+  for (int64_t row = 0; row < rows; ++row) std::memcpy(sums[row], start, sizeof start);
+  // A single tile of rows fetches what comes soon. Of several, each fetches its part of the next group.
+  constexpr int64_t kAhead = 4096;
+  const int64_t tiles = (rows + kRows - 1) / kRows, bytes = units * Format::kUnitBytes;
+  const int8_t* values = panel.values;
+  for (int64_t group = 0; group < panel.groups; ++group, values += bytes)
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t row = tile * kRows;
+      const int8_t* ahead = values + (tiles == 1 ? kAhead : bytes + tile * (bytes / tiles / kLine * kLine));
+      AddRoundedGroupUpTo<Format>(x, first + row, std::min<int64_t>(kRows, rows - row), group, values, units, ahead,
+                                  panel, sums + row);
     }
-  }
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t column = 0; column < panel.columns; ++column) {
-      const int32_t sum = tiles[row / kRows][row % kRows][column / kLanes][column % kLanes];
-      const float start = panel.bias == nullptr ? 0.0f : panel.bias[column];
-      y[row * stride + column] = start + static_cast<float>(sum) * (x_scales[row] * panel.scales[column]);
-    }
+  for (int64_t row = 0; row < rows; ++row) std::memcpy(y + row * stride, sums[row], panel.columns * sizeof(float));
 }
 
 // ---- products on all threads -------------------------------------------------------------------------------------
@@ -459,20 +621,23 @@ void ProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   else Product<Format>(x, rows, matrix, y);
 }
 
-// The same with each row of x on its own grid of 8 bits, and the panels of 8 bits in quads.
-inline void IntegerProduct(const float* x, int64_t rows, const Matrix& matrix, float* y) {
-  const int64_t quads = (matrix.size + kQuad - 1) / kQuad, words = quads * kWordsOfQuad;
-  std::vector<int32_t> activations(rows * words);
-  std::vector<float> scales(rows);
-  for (int64_t row = 0; row < rows; ++row)
-    scales[row] = QuantizeRow(x + row * matrix.size, matrix.size, activations.data() + row * words);
+// y[rows][columns] = x[rows][size] matrix + bias, with x in each of the matrix's groups on its own grid of 8 bits.
+template <class Format>
+void RoundedProduct(const float* x, int64_t rows, const Matrix& matrix, float* y) {
+  const RoundedRows rounded = RoundedRows::Of<Format>(x, rows, matrix.size, matrix.groups);
+  const int64_t units = rounded.words / Format::kWords;
 #pragma omp parallel for schedule(static)
   for (int64_t p = 0; p < matrix.Panels(); ++p) {
-    const Panel panel = matrix.At(p, quads * kWidth * kQuad);
+    const Panel panel = matrix.At(p, units * Format::kUnitBytes);
     for (int64_t row = 0; row < rows; row += kMostRows)
-      MultiplyIntegerPanel(activations.data() + row * words, scales.data() + row, std::min(kMostRows, rows - row),
-                           quads, panel, y + row * matrix.columns + p * kWidth, matrix.columns);
+      MultiplyRoundedPanel<Format>(rounded, row, std::min(kMostRows, rows - row), units / matrix.groups, panel,
+                                   y + row * matrix.columns + p * kWidth, matrix.columns);
   }
+}
+
+inline void RoundedFourBitProduct(const float* x, int64_t rows, const Matrix& matrix, float* y) {
+  if (matrix.has_offsets) RoundedProduct<FourBitBlocksAndOffsets>(x, rows, matrix, y);
+  else RoundedProduct<FourBitBlocks>(x, rows, matrix, y);
 }
 
 }  // namespace few_bits

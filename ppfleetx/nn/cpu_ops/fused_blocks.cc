@@ -20,7 +20,7 @@ using Optional = paddle::optional<Tensor>;
 
 // ---- what the layout says; in the order of fused_blocks.py --------------------------------------------------------------
 
-enum Format : int64_t { kWhole, kPanels, kInt8, kInt4, kInt8Int8 };
+enum Format : int64_t { kWhole, kPanels, kInt8, kInt4, kInt8Int8, kInt4Int8 };
 enum Activation : int64_t { kGeluTanh, kGelu, kQuickGelu, kRelu, kReluSquared, kSwiglu };
 
 // The layout's numbers one after the other, and the weights that they point to.
@@ -63,7 +63,7 @@ struct Linear {
     matrix.bias = reader.Floats(matrix.columns);
     PD_CHECK(values != nullptr && (scales != nullptr) == (format >= kInt8), "a matrix lacks something");
     const bool are_halves = scales != nullptr && scales->dtype() == paddle::DataType::FLOAT16;
-    PD_CHECK(!are_halves || format == kInt8 || format == kInt4, "a matrix of this format has no offsets");
+    PD_CHECK(!are_halves || format >= kInt8, "a matrix of this format has no offsets");
     if (scales == nullptr) matrix.SetScales(nullptr, 1, false);
     else if (are_halves) matrix.SetScales(scales->data<paddle::float16>(), scales->shape()[1], true);
     else matrix.SetScales(scales->data<float>(), scales->shape()[1], false);
@@ -72,15 +72,14 @@ struct Linear {
     int64_t expected = size * matrix.columns;
     if (format == kPanels) expected = panels * size * width;
     if (format == kInt8) expected = panels * up(few_bits::kBlock) * width;
-    if (format == kInt4) expected = panels * up(few_bits::kBlock) * width / 2;
+    if (format == kInt4 || format == kInt4Int8) expected = panels * up(few_bits::kBlock) * width / 2;
     if (format == kInt8Int8) expected = panels * up(few_bits::kQuad) * width;
     PD_CHECK(values->numel() == expected && (!scales || scales->numel() == panels * scales->shape()[1] * width) && matrix.groups > 0 &&
                  (matrix.groups == 1 || (size % matrix.groups == 0 && size / matrix.groups % few_bits::kBlock == 0)),
              "panels do not fit");
-    PD_CHECK(format != kInt8Int8 || (size <= few_bits::kMostInputs && matrix.groups == 1),
-             "too many input features, or groups");
+    PD_CHECK(format < kInt8Int8 || size <= few_bits::kMostInputs, "too many input features");
     if (format <= kPanels) matrix.values = reinterpret_cast<const int8_t*>(values->data<float>());
-    else if (format == kInt4) matrix.values = reinterpret_cast<const int8_t*>(values->data<uint8_t>());
+    else if (format == kInt4 || format == kInt4Int8) matrix.values = reinterpret_cast<const int8_t*>(values->data<uint8_t>());
     else matrix.values = values->data<int8_t>();
   }
 
@@ -90,7 +89,8 @@ struct Linear {
     else if (format == kPanels) few_rows::Product(x, rows, matrix.size, values, matrix.bias, matrix.columns, y);
     else if (format == kInt8) few_bits::ProductOf<few_bits::EightBits>(x, rows, matrix, y);
     else if (format == kInt4) few_bits::ProductOf<few_bits::FourBits>(x, rows, matrix, y);
-    else few_bits::IntegerProduct(x, rows, matrix, y);
+    else if (format == kInt8Int8) few_bits::RoundedProductOf<few_bits::EightBitQuads>(x, rows, matrix, y);
+    else few_bits::RoundedProductOf<few_bits::FourBitBlocks>(x, rows, matrix, y);
   }
 };
 

@@ -22,7 +22,7 @@ from ppfleetx.nn.cpu_ops import ops, quantized
 from ppfleetx.nn.cpu_ops.ops import FUSED_BLOCKS_SOURCE, library_path, load_library
 from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
-FORMATS = ("whole", "panels", "int8", "int4", "int8_int8")
+FORMATS = ("whole", "panels", "int8", "int4", "int8_int8", "int4_int8")
 """The formats of a matrix: ``[in, out]`` float32, the panels of :mod:`ppfleetx.nn.packed_weights`, or the
 panels of :mod:`ppfleetx.nn.cpu_ops.quantized`, in the order of its products."""
 ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (

@@ -62,10 +62,19 @@ std::vector<paddle::Tensor> Int4(const paddle::Tensor& x, const paddle::Tensor& 
 std::vector<paddle::Tensor> Int8Int8(const paddle::Tensor& x, const paddle::Tensor& panels,
                                      const paddle::Tensor& scales, const Optional& bias, int64_t columns) {
   const Matrix matrix = MatrixOf(x, panels, panels.data<int8_t>(), scales, bias, columns, kQuad, kQuad);
-  PD_CHECK(matrix.size <= kMostInputs && matrix.groups == 1 && !matrix.has_offsets,
-           "too many input features, or groups");
+  PD_CHECK(matrix.size <= kMostInputs && !matrix.has_offsets, "too many input features, or offsets");
   auto out = Result(x, columns);
-  IntegerProduct(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  RoundedProduct<EightBitQuads>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  return {out};
+}
+
+std::vector<paddle::Tensor> Int4Int8(const paddle::Tensor& x, const paddle::Tensor& panels,
+                                     const paddle::Tensor& scales, const Optional& bias, int64_t columns) {
+  const auto* values = reinterpret_cast<const int8_t*>(panels.data<uint8_t>());
+  const Matrix matrix = MatrixOf(x, panels, values, scales, bias, columns, kBlock, 4);
+  PD_CHECK(matrix.size <= kMostInputs, "too many input features");
+  auto out = Result(x, columns);
+  RoundedFourBitProduct(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};
 }
 
@@ -104,5 +113,13 @@ PD_BUILD_OP(ppfleetx_int8_int8)
     .Outputs({"Out"})
     .Attrs({"columns: int64_t"})
     .SetKernelFn(PD_KERNEL(Int8Int8))
+    .SetInferShapeFn(PD_INFER_SHAPE(ShapeOf))
+    .SetInferDtypeFn(PD_INFER_DTYPE(TypeOf));
+
+PD_BUILD_OP(ppfleetx_int4_int8)
+    .Inputs({"X", "Panels", "Scales", paddle::Optional("Bias")})
+    .Outputs({"Out"})
+    .Attrs({"columns: int64_t"})
+    .SetKernelFn(PD_KERNEL(Int4Int8))
     .SetInferShapeFn(PD_INFER_SHAPE(ShapeOf))
     .SetInferDtypeFn(PD_INFER_DTYPE(TypeOf));

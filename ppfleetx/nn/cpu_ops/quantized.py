@@ -80,12 +80,19 @@ def int4_product(
 def int8_int8_product(
     x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
 ) -> paddle.Tensor:
-    """:func:`int8_product` with the panels of :func:`int8_quads` and each row of ``x`` rounded to 8 bits.
+    """:func:`int8_product` with the panels of :func:`int8_quads` and ``x`` rounded to 8 bits.
 
-    A row's grid ends at its largest magnitude; a row with NaN or infinity gives NaN. Groups and
-    offsets are not supported.
+    Each row has a grid for each group of ``scales``, which ends at its largest magnitude there; a row with
+    NaN or infinity gives NaN.
     """
     return _C_ops._run_custom_op("ppfleetx_int8_int8", x, panels, scales, bias, columns)[0]
+
+
+def int4_int8_product(
+    x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
+) -> paddle.Tensor:
+    """:func:`int4_product` with ``x`` rounded as in :func:`int8_int8_product`."""
+    return _C_ops._run_custom_op("ppfleetx_int4_int8", x, panels, scales, bias, columns)[0]
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
