@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # instead of this directory, whose llama_cpp is this file
 
 from benchmarks.decode import Worker
 
@@ -184,6 +185,7 @@ def ours(model: str, threads: int) -> tuple[Run, Callable[[str], list[int]]]:
 def llama(model: str, threads: int) -> tuple[Run, None]:
     import llama_cpp as api
 
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
     api.llama_backend_init()
     loaded = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
     sampler = api.llama_sampler_init_greedy()

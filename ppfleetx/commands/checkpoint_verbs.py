@@ -150,8 +150,8 @@ examples:
         "8 bits for activations too, after their outliers were moved into the weights (SmoothQuant)"
     )
     activations: Literal["int8"] | None = option(
-        "8 bits for activations, as --smooth gives them, but weights stay where they are: for a "
-        "model that was trained with quantisation"
+        "8 bits for activations, too: faster. With groups (--group, or --to int4) each group of a token's "
+        "features has a scale; without, a token has one: for a model that was trained with quantisation"
     )
     skip: tuple[str, ...] = repeated(
         "leave layers as they are, by canonical name: head, embedding.*, '*.mlp.fc2'; may be repeated",

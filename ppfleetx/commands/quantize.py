@@ -68,7 +68,7 @@ def _weights(options: Quantize) -> WeightsConfig:
         bits=bits,
         group_size=group,
         activation_bits=rounded,
-        asymmetric=rounded is None,
+        asymmetric=rounded is None or (bits == 4 and not options.smooth),
         skip=options.skip,
     )
 

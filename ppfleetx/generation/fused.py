@@ -23,7 +23,7 @@ from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
-_MOST_SMALL_ROWS, _MOST_COLUMNS = 256, 512
+_MOST_SMALL_ROWS, _MOST_COLUMNS = 1024, 1024
 """Limits for low-bit weights: up to this many rows, with up to this many columns to attend to, run in one
 operation. Beyond these limits Paddle's operations are used, which compute attention faster."""
 AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]

@@ -60,6 +60,8 @@ WEIGHTS = {
     "w8a8": WeightsConfig(bits=8, activation_bits=8),
     "int8 offsets": WeightsConfig(bits=8, group_size=24, asymmetric=True),
     "int4 offsets": WeightsConfig(bits=4, group_size=24, asymmetric=True),
+    "w8a8 groups": WeightsConfig(bits=8, group_size=24, activation_bits=8),
+    "w4a8": WeightsConfig(bits=4, group_size=24, activation_bits=8, asymmetric=True),
 }
 
 

@@ -46,8 +46,8 @@ def check_case(rng: np.random.Generator) -> None:
     x, levels, scales, bias = _values(rng, size, columns, rows, groups, bits)
     _check_float(x, levels, scales, bias, bits)
     _check_float(x, levels, _with_offsets(rng, scales), bias, bits)
-    if bits == 8 and groups == 1:
-        _check_integers(x, levels, scales, bias)
+    _check_integers(x, levels, scales, bias, bits)
+    _check_integers(x, levels, _with_offsets(rng, scales), bias, bits)
 
 
 def _values(rng: np.random.Generator, size: int, columns: int, rows: int, groups: int, bits: int) -> tuple:
@@ -105,23 +105,33 @@ def _check_float(x, levels, scales, bias, bits: int) -> None:
     assert (np.abs(got - (wide @ weight + start)) <= room).all(), (x.shape, levels.shape, scales.shape, bits)
 
 
-def _check_integers(x, levels, scales, bias) -> None:
+def _check_integers(x, levels, scales, bias, bits: int) -> None:
     import paddle
 
     from ppfleetx.nn.cpu_ops import quantized
 
-    panels = quantized.int8_quads(paddle.to_tensor(levels))
-    got = _run(quantized.int8_int8_product, x, panels, scales, bias, levels.shape[1])
-    steps = np.maximum(np.abs(x).max(axis=1, keepdims=True) / np.float32(127), _SMALLEST).astype(np.float32)
-    integers = np.rint(np.clip(x / steps, -127, 127)).astype(np.float64)
-    scale = steps.astype(np.float64) * scales
-    exact = (integers @ levels.astype(np.float64)) * scale
-    start = 0.0 if bias is None else bias.astype(np.float64)
-    # An activation between two integers may go to either: one step of one weight each, of the few there are.
-    room = TOLERANCE * (np.abs(exact) + np.abs(start)) + _SMALLEST * (len(levels) * 127**2)
-    near = np.abs(np.abs(x / steps) % 1 - 0.5) < 1e-5
-    room += near.astype(np.float64) @ np.abs(levels.astype(np.float64)) * scale
-    assert (np.abs(got - (exact + start)) <= room).all(), (x.shape, levels.shape, "int8 x int8")
+    if bits == 8:
+        product, panels = quantized.int8_int8_product, quantized.int8_quads(paddle.to_tensor(levels))
+    else:
+        product, panels = quantized.int4_int8_product, quantized.int4_panels(paddle.to_tensor(pack(levels)))
+    got = _run(product, x, panels, scales, bias, levels.shape[1])
+    scales, offsets = (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
+    exact = magnitude = np.zeros(got.shape) if bias is None else np.broadcast_to(bias, got.shape).astype(float)
+    room = 0.0
+    for part, weights, scale, offset in zip(
+        np.split(x, len(scales), axis=1), np.split(levels.astype(float), len(scales)), scales, offsets, strict=True
+    ):
+        steps = np.maximum(np.abs(part).max(axis=1, keepdims=True) / np.float32(127), _SMALLEST)
+        integers = np.rint(np.clip(part / steps, -127, 127)).astype(np.float64)
+        step, scale, offset = (one.astype(np.float64) for one in (steps, scale, offset))
+        product, moved = integers @ weights * step * scale, integers.sum(axis=1, keepdims=True) * step * offset
+        exact = exact + product + moved
+        magnitude = np.abs(magnitude) + np.abs(product) + np.abs(moved)
+        # An activation between two integers may go to either: one step of one weight, of the few there are.
+        near = (np.abs(np.abs(part / steps) % 1 - 0.5) < 1e-5).astype(np.float64)
+        room = room + near @ np.abs(weights * scale + offset) * step
+    room = room + TOLERANCE * magnitude + _SMALLEST * (len(levels) * 127**2 * (1 + float(np.abs(offsets).max())))
+    assert (np.abs(got - exact) <= room).all(), (x.shape, levels.shape, scales.shape, f"int{bits} x int8")
 
 
 def _run(product, x, panels, scales, bias, columns: int) -> np.ndarray:

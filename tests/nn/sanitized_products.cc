@@ -83,9 +83,35 @@ struct Case {
 
 constexpr int64_t kWidth = few_bits::kWidth;
 
+// The product with x rounded to 8 bits in each group of a row.
+template <class Format>
+void CheckRounded(const Case& c, const few_bits::Matrix& matrix, Exact<float>& y, const char* what) {
+  few_bits::RoundedProduct<Format>(c.x.data, c.rows, matrix, y.data);
+  std::vector<double> rounded(c.rows * c.size), near(c.rows * c.size);
+  const int64_t depth = c.size / c.groups;
+  for (int64_t first = 0; first < c.rows * c.size; first += depth) {
+    float largest = 0;
+    for (int64_t k = first; k < first + depth; ++k) largest = std::max(largest, std::fabs(c.x.data[k]));
+    const float step = std::max(largest / 127.0f, float(kSmallest));
+    for (int64_t k = first; k < first + depth; ++k) {
+      const double level = c.x.data[k] / step;
+      rounded[k] = std::nearbyint(std::min(std::max(level, -127.0), 127.0)) * step;
+      near[k] = std::fabs(std::fabs(level - std::floor(level)) - 0.5) < 1e-4 ? step : 0;
+    }
+  }
+  c.Compare(
+      y, [&](int64_t row, int64_t k) { return rounded[row * c.size + k]; },
+      [&](int64_t row, int64_t n) {  // an activation between two integers may go to either
+        double room = kSmallest * c.size * 127 * 127;
+        for (int64_t k = 0; k < c.size; ++k) room += near[row * c.size + k] * std::fabs(c.Weight(k, n));
+        return room;
+      },
+      what);
+}
+
 // Panels [p][words][kWidth][per_word] bytes of levels; `byte(level)` of each, in the order that `place` says.
 void CheckBytes(bool integers) {
-  const Case c(8, !integers && Between(0, 1));
+  const Case c(8, Between(0, 1));
   const int64_t depth = integers ? few_bits::kQuad : few_bits::kBlock, padded = (c.size + depth - 1) / depth * depth;
   const int64_t panels = (c.columns + kWidth - 1) / kWidth;
   Exact<int8_t> values(panels * padded * kWidth);
@@ -110,26 +136,7 @@ void CheckBytes(bool integers) {
               [](int64_t, int64_t) { return 0.0; }, "8 bits");
     return;
   }
-  few_bits::IntegerProduct(c.x.data, c.rows, matrix, y.data);
-  std::vector<double> steps(c.rows), rounded(c.rows * c.size), near(c.rows * c.size);
-  for (int64_t row = 0; row < c.rows; ++row) {
-    float largest = 0;
-    for (int64_t k = 0; k < c.size; ++k) largest = std::max(largest, std::fabs(c.x.data[row * c.size + k]));
-    const float step = std::max(largest / 127.0f, float(kSmallest));
-    for (int64_t k = 0; k < c.size; ++k) {
-      const double level = c.x.data[row * c.size + k] / step;
-      rounded[row * c.size + k] = std::nearbyint(std::min(std::max(level, -127.0), 127.0)) * step;
-      near[row * c.size + k] = std::fabs(std::fabs(level - std::floor(level)) - 0.5) < 1e-4 ? step : 0;
-    }
-  }
-  c.Compare(
-      y, [&](int64_t row, int64_t k) { return rounded[row * c.size + k]; },
-      [&](int64_t row, int64_t n) {  // an activation between two integers may go to either
-        double room = kSmallest * c.size * 127 * 127;
-        for (int64_t k = 0; k < c.size; ++k) room += near[row * c.size + k] * std::fabs(c.Weight(k, n));
-        return room;
-      },
-      "8 bits and 8 bits");
+  CheckRounded<few_bits::EightBitQuads>(c, matrix, y, "8 bits and 8 bits");
 }
 
 void CheckFourBits() {
@@ -155,6 +162,7 @@ void CheckFourBits() {
   few_bits::Product<few_bits::FourBits>(c.x.data, c.rows, matrix, y.data);
   c.Compare(y, [&](int64_t row, int64_t k) { return double(c.x.data[row * c.size + k]); },
             [](int64_t, int64_t) { return 0.0; }, "4 bits");
+  CheckRounded<few_bits::FourBitBlocks>(c, matrix, y, "4 bits and 8 bits");
 }
 
 void CheckFloats() {

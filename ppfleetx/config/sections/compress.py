@@ -175,23 +175,13 @@ class WeightsConfig(Section):
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return None
         if not name.startswith("decoder."):
-            return Form(8, self.group_size, asymmetric=True) if self.asymmetric else Form(8)
+            if self.asymmetric:
+                return Form(8, self.group_size, self.activation_bits, asymmetric=True)
+            return Form(8, activation_bits=None if self.group_size is None else self.activation_bits)
         return Form(self.bits, self.group_size, self.activation_bits, self.asymmetric)
 
     @model_validator(mode="after")
     def _check(self) -> WeightsConfig:
-        if self.activation_bits is not None and self.asymmetric:
-            raise RuleError(("asymmetric", "activation_bits"), "activations of 8 bits go without offsets")
-        if self.bits == 4 and self.activation_bits is not None:
-            raise RuleError(
-                ("activation_bits", "bits"),
-                "activations of 8 bits go with weights of 8 bits only",
-            )
-        if self.activation_bits is not None and self.group_size is not None:
-            raise RuleError(
-                ("activation_bits", "group_size"),
-                "activations of 8 bits go without groups: a column has one scale",
-            )
         if self.group_size is not None and self.group_size % GROUP_MULTIPLE:
             raise RuleError(("group_size",), f"must be a multiple of {GROUP_MULTIPLE}")
         return self

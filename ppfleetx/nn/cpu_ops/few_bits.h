@@ -433,11 +433,6 @@ struct FourBitBlocks {
   }
 };
 
-// The same; each group's offset is added to all its weights.
-struct FourBitBlocksAndOffsets : FourBitBlocks {
-  static constexpr bool kHasOffsets = true;
-};
-
 // Numbers of x on their own grid of 8 bits. Gives the scale; NaN where x has no grid.
 inline float RoundGroup(const float* x, int64_t size, int8_t* levels) {
   constexpr int32_t kInfinity = 0x7f800000;
@@ -626,18 +621,24 @@ template <class Format>
 void RoundedProduct(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   const RoundedRows rounded = RoundedRows::Of<Format>(x, rows, matrix.size, matrix.groups);
   const int64_t units = rounded.words / Format::kWords;
-#pragma omp parallel for schedule(static)
-  for (int64_t p = 0; p < matrix.Panels(); ++p) {
-    const Panel panel = matrix.At(p, units * Format::kUnitBytes);
-    for (int64_t row = 0; row < rows; row += kMostRows)
-      MultiplyRoundedPanel<Format>(rounded, row, std::min(kMostRows, rows - row), units / matrix.groups, panel,
-                                   y + row * matrix.columns + p * kWidth, matrix.columns);
+  constexpr int64_t kRowsInCache = 2 * kMostRows;  // the second, while all panels pass by
+#pragma omp parallel
+  for (int64_t first = 0; first < rows; first += kRowsInCache) {
+    const int64_t end = std::min(rows, first + kRowsInCache);
+#pragma omp for schedule(static) nowait
+    for (int64_t p = 0; p < matrix.Panels(); ++p) {
+      const Panel panel = matrix.At(p, units * Format::kUnitBytes);
+      for (int64_t row = first; row < end; row += kMostRows)
+        MultiplyRoundedPanel<Format>(rounded, row, std::min(kMostRows, end - row), units / matrix.groups, panel,
+                                     y + row * matrix.columns + p * kWidth, matrix.columns);
+    }
   }
 }
 
-inline void RoundedFourBitProduct(const float* x, int64_t rows, const Matrix& matrix, float* y) {
-  if (matrix.has_offsets) RoundedProduct<FourBitBlocksAndOffsets>(x, rows, matrix, y);
-  else RoundedProduct<FourBitBlocks>(x, rows, matrix, y);
+template <class Format>
+void RoundedProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
+  if (matrix.has_offsets) RoundedProduct<WithOffsets<Format>>(x, rows, matrix, y);
+  else RoundedProduct<Format>(x, rows, matrix, y);
 }
 
 }  // namespace few_bits

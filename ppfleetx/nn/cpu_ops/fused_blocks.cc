@@ -179,7 +179,7 @@ void AttendHead(const Shape& shape, const Pass& pass, const Block& block, int64_
     for (int64_t h = 0; h < heads; ++h) {
       float* query = qkv + ((s * pass.batch + row) * shape.groups + group) * width + h * size;
       for (int64_t i = 0; i < size; ++i) query[i] *= scale;
-      for (int64_t k = 0; k < seen; ++k) scores[k] = numbers::Dot(query, keys + k * size, size);
+      numbers::Dots(query, keys, seen, size, scores.data());
       if (penalty != nullptr)
         for (int64_t k = 0; k < seen; ++k) scores[k] += penalty[k];
       numbers::Softmax(scores.data(), seen);
@@ -216,14 +216,21 @@ void Activate(const Shape& shape, float* wide, int64_t rows) {
     case kRelu: return Map(wide, size, wide, Relu);
     case kReluSquared: return Map(wide, size, wide, [](Vector x) { return Relu(x) * Relu(x); });
   }
-  float gate[kLanes], up[kLanes];  // kSwiglu: pairs of gate and up
-  for (int64_t i = 0; i < rows * shape.inner; i += kLanes) {
-    const int64_t count = std::min<int64_t>(kLanes, rows * shape.inner - i);
-    std::fill_n(gate, kLanes, 0.0f);
-    for (int64_t j = 0; j < count; ++j) gate[j] = wide[2 * (i + j)], up[j] = wide[2 * (i + j) + 1];
-    Store(gate, Silu(Load(gate)));
-    for (int64_t j = 0; j < count; ++j) wide[i + j] = gate[j] * up[j];
+  constexpr int64_t kChunk = 16 * kLanes;
+  float gate[kChunk], up[kChunk];  // kSwiglu: pairs of gate and up
+  int64_t i = 0;
+  const auto split = [&](int64_t count) {
+    const float* pairs = wide + 2 * i;
+    for (int64_t j = 0; j < count; ++j) gate[j] = pairs[2 * j], up[j] = pairs[2 * j + 1];
+  };
+  for (; i + kChunk <= rows * shape.inner; i += kChunk) {
+    split(kChunk);
+    for (int64_t j = 0; j < kChunk; j += kLanes) Store(wide + i + j, Silu(Load(gate + j)) * Load(up + j));
   }
+  const int64_t rest = rows * shape.inner - i;
+  split(rest);
+  Map(gate, rest, gate, Silu);
+  for (int64_t j = 0; j < rest; ++j) wide[i + j] = gate[j] * up[j];
 }
 
 // Memory for what is computed in between; of the size that the widest needs.

@@ -38,6 +38,10 @@ inline void StoreFirst(float* to, int64_t count, Vector value) {
 inline float Sum(Vector value) {
 #if PANEL_WIDTH == 48 && defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)value);
+#elif PANEL_WIDTH == 16 && defined(__AVX__)
+  const __m128 fours = _mm_add_ps(_mm256_castps256_ps128((__m256)value), _mm256_extractf128_ps((__m256)value, 1));
+  const __m128 twos = _mm_add_ps(fours, _mm_movehl_ps(fours, fours));
+  return _mm_cvtss_f32(_mm_add_ss(twos, _mm_movehdup_ps(twos)));
 #else
   float values[kLanes];
   Store(values, value);
@@ -66,6 +70,26 @@ inline float Dot(const float* a, const float* b, int64_t size) {
   float rest = 0;
   for (; i < size; ++i) rest += a[i] * b[i];
   return Sum(sums[0] + sums[1]) + rest;
+}
+
+// to[k] = a . rows[k], bit for bit as Dot. With the usual sizes of heads, a stays in registers.
+template <int V>
+void Dots(const float* a, const float* rows, int64_t count, float* to) {
+  Vector left[V];
+  for (int v = 0; v < V; ++v) left[v] = Load(a + v * kLanes);
+  for (int64_t k = 0; k < count; ++k, rows += V * kLanes) {
+    Vector sums[2] = {};
+    for (int v = 0; v < V; ++v) sums[v % 2] += left[v] * Load(rows + v * kLanes);
+    to[k] = Sum(sums[0] + sums[1]);
+  }
+}
+
+inline void Dots(const float* a, const float* rows, int64_t count, int64_t size, float* to) {
+  switch (size) {
+    case 4 * kLanes: return Dots<4>(a, rows, count, to);
+    case 8 * kLanes: return Dots<8>(a, rows, count, to);
+  }
+  for (int64_t k = 0; k < count; ++k) to[k] = Dot(a, rows + k * size, size);
 }
 
 // y[i] += sum of factors[k] * rows[k][i], in the order of k; V vectors of y at a time, which stay in registers.
@@ -162,8 +186,14 @@ inline void Normalize(const float* from, int64_t size, const float* weight, cons
 
 // In place: numbers to their weights of probability.
 inline void Softmax(float* scores, int64_t size) {
-  float largest = scores[0];
-  for (int64_t i = 1; i < size; ++i) largest = std::max(largest, scores[i]);
+  float parts[kLanes];
+  Vector most = Vector{} + scores[0];
+  int64_t done = 0;
+  for (; done + kLanes <= size; done += kLanes) most = Max(Load(scores + done), most);
+  Store(parts, most);
+  float largest = parts[0];
+  for (const float part : parts) largest = std::max(largest, part);
+  for (; done < size; ++done) largest = std::max(largest, scores[done]);
   Map(scores, size, scores, [&](Vector x) { return Exp(x - largest); });
   Vector sum = {};
   float total = 0;

@@ -62,9 +62,9 @@ std::vector<paddle::Tensor> Int4(const paddle::Tensor& x, const paddle::Tensor& 
 std::vector<paddle::Tensor> Int8Int8(const paddle::Tensor& x, const paddle::Tensor& panels,
                                      const paddle::Tensor& scales, const Optional& bias, int64_t columns) {
   const Matrix matrix = MatrixOf(x, panels, panels.data<int8_t>(), scales, bias, columns, kQuad, kQuad);
-  PD_CHECK(matrix.size <= kMostInputs && !matrix.has_offsets, "too many input features, or offsets");
+  PD_CHECK(matrix.size <= kMostInputs, "too many input features");
   auto out = Result(x, columns);
-  RoundedProduct<EightBitQuads>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  RoundedProductOf<EightBitQuads>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};
 }
 
@@ -74,7 +74,7 @@ std::vector<paddle::Tensor> Int4Int8(const paddle::Tensor& x, const paddle::Tens
   const Matrix matrix = MatrixOf(x, panels, values, scales, bias, columns, kBlock, 4);
   PD_CHECK(matrix.size <= kMostInputs, "too many input features");
   auto out = Result(x, columns);
-  RoundedFourBitProduct(x.data<float>(), RowsOf(x), matrix, out.data<float>());
+  RoundedProductOf<FourBitBlocks>(x.data<float>(), RowsOf(x), matrix, out.data<float>());
   return {out};
 }
 
