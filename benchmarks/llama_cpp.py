@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Decoding and prompt speed on a CPU, in pairs against llama.cpp with the same model.
 
-    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python  # in an environment
-    python benchmarks/llama_cpp.py --pair CHECKPOINT FILE.gguf [--pair ...] --llama-python ENVIRONMENT/bin/python
+    python -m venv llama
+    CMAKE_ARGS="-DGGML_NATIVE=ON" llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
+    python benchmarks/llama_cpp.py --pair CHECKPOINT FILE.gguf [--pair ...] --llama-python llama/bin/python
 
 Each --pair names a quantised checkpoint of this project and a GGUF file of the same model. For SmolLM2:
 
@@ -12,7 +13,7 @@ Each --pair names a quantised checkpoint of this project and a GGUF file of the 
     ppfleetx convert --from ppfleetx --to gguf --input smol --output smol.q8_0.gguf --dtype q8_0
     ppfleetx quantize smol --to int8 --group 64 --activations int8 --output smol-int8
     ppfleetx quantize smol --to int4 --group 32 --activations int8 --output smol-int4
-    python benchmarks/llama_cpp.py --pair smol-int8 smol.q8_0.gguf --pair smol-int4 $GGUF
+    python benchmarks/llama_cpp.py --pair smol-int8 smol.q8_0.gguf --pair smol-int4 $GGUF --llama-python ...
 
 Prompts are windows of this project's manual. decode: 64 greedy tokens after a prompt of 64, a pass for each
 token, without the prompt's pass; prefill: the pass over a prompt of 512 tokens. Compared are tokens per CPU

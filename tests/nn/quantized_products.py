@@ -116,21 +116,32 @@ def _check_integers(x, levels, scales, bias, bits: int) -> None:
         product, panels = quantized.int4_int8_product, quantized.int4_panels(paddle.to_tensor(pack(levels)))
     got = _run(product, x, panels, scales, bias, levels.shape[1])
     scales, offsets = (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
-    exact = magnitude = np.zeros(got.shape) if bias is None else np.broadcast_to(bias, got.shape).astype(float)
+    exact = magnitude = (
+        np.zeros(got.shape) if bias is None else np.broadcast_to(bias, got.shape).astype(float)
+    )
     room = 0.0
     for part, weights, scale, offset in zip(
-        np.split(x, len(scales), axis=1), np.split(levels.astype(float), len(scales)), scales, offsets, strict=True
+        np.split(x, len(scales), axis=1),
+        np.split(levels.astype(float), len(scales)),
+        scales,
+        offsets,
+        strict=True,
     ):
         steps = np.maximum(np.abs(part).max(axis=1, keepdims=True) / np.float32(127), _SMALLEST)
         integers = np.rint(np.clip(part / steps, -127, 127)).astype(np.float64)
         step, scale, offset = (one.astype(np.float64) for one in (steps, scale, offset))
-        product, moved = integers @ weights * step * scale, integers.sum(axis=1, keepdims=True) * step * offset
+        product, moved = (
+            integers @ weights * step * scale,
+            integers.sum(axis=1, keepdims=True) * step * offset,
+        )
         exact = exact + product + moved
         magnitude = np.abs(magnitude) + np.abs(product) + np.abs(moved)
         # An activation between two integers may go to either: one step of one weight, of the few there are.
         near = (np.abs(np.abs(part / steps) % 1 - 0.5) < 1e-5).astype(np.float64)
         room = room + near @ np.abs(weights * scale + offset) * step
-    room = room + TOLERANCE * magnitude + _SMALLEST * (len(levels) * 127**2 * (1 + float(np.abs(offsets).max())))
+    room = (
+        room + TOLERANCE * magnitude + _SMALLEST * (len(levels) * 127**2 * (1 + float(np.abs(offsets).max())))
+    )
     assert (np.abs(got - exact) <= room).all(), (x.shape, levels.shape, scales.shape, f"int{bits} x int8")
 
 

@@ -416,8 +416,9 @@ struct FourBitBlocks {
         }
       }
 #if !defined(WITH_VNNI)
+      const Integers ones = Broadcast(0x00010001);
       for (int r = 0; r < R; ++r)
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = AddPairs(sum[r][v], Broadcast(0x00010001), (Integers)parts[r][v]);
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = AddPairs(sum[r][v], ones, (Integers)parts[r][v]);
 #endif
     }
 #else
