@@ -19,8 +19,9 @@ from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.dialects.given import Given
+from ppfleetx.dialects.megatron.dialect import ALL_KEYS
 from ppfleetx.dialects.megatron.expert_rules import experts
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Translation, take
 
 _SECTION = "Model.moe."
 _READ = (
@@ -45,7 +46,10 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
     run = Translation("Megatron", place)
     for name, value in arguments.items():
         if name in _READ or name.startswith("moe_"):
-            run.given[name] = Given(name, value, place)
+            run.given[name] = one = Given(name, value, place)
+            key = ALL_KEYS.find(name)
+            if key is not None and key.convert is not None and value is not None:
+                take(one, key, run)
     experts(run)
     found: dict[str, Any] = {}
     for key, native in run.native.items():

@@ -278,7 +278,7 @@ def translate(
     for name, (one, key) in found.items():
         result.given[name] = one
         if one.value is not None:
-            _take(one, key, result)
+            take(one, key, result)
     for key in table.keys:
         if key.default is not None and not any(native in result.native for native in key.to):
             for native, value in key.natives(key.default).items():
@@ -312,7 +312,8 @@ def _unknown(one: Given, table: KeyTable, dialect: str) -> ConfigError:
     )
 
 
-def _take(one: Given, key: Key, result: Translation) -> None:
+def take(one: Given, key: Key, result: Translation) -> None:
+    """Translate one value by its row of the table."""
     if key.kind is Kind.UNUSED:
         result.unused.append(one)
     elif key.kind is Kind.FIXED:

@@ -80,8 +80,7 @@ def test_experts_are_stored_in_few_bits(tool: Tool, trained: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     keys, evaluation = BALANCED, {"script": "tools/eval.py", "config": CONFIG}
     whole = tool.ok(tmp_path / "a", *keys, f"Engine.save_load.ckpt_dir={trained}", **evaluation)
-    few = tool.ok(
-        tmp_path / "b", *keys, f"Engine.save_load.ckpt_dir={small}", "Compress.Weights.bits=8", **evaluation
-    )
+    form = [f"Compress.Weights.{key}" for key in ("bits=8", "group_size=32", "asymmetric=True")]
+    few = tool.ok(tmp_path / "b", *keys, *form, f"Engine.save_load.ckpt_dir={small}", **evaluation)
     losses_of = [float(re.search(r"loss: ([\d.]+)", one.stdout)[1]) for one in (whole, few)]
     assert losses_of[0] != losses_of[1] and losses_of[1] == pytest.approx(losses_of[0], rel=0.01)

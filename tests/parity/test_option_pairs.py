@@ -59,8 +59,8 @@ NO_OPTIONS = {
         Compress.Quantization.activation_bits Compress.Quantization.quantizable_layer_type
         Compress.Quantization.skip_tensor_map Compress.Quantization.skip_layers
         Compress.Quantization.freeze_embedding Compress.Weights.group_size Compress.Weights.activation_bits
-        Compress.Weights.skip Compress.Prune.criterion Compress.Prune.part Compress.Prune.begin_step
-        Compress.Prune.end_step Compress.Prune.frequency""",
+        Compress.Weights.asymmetric Compress.Weights.skip Compress.Prune.criterion Compress.Prune.part
+        Compress.Prune.begin_step Compress.Prune.end_step Compress.Prune.frequency""",
 }
 
 
