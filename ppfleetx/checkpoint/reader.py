@@ -190,6 +190,9 @@ def read_marker(path: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{marker_path} is of format {shown(fields.get('format'))}, not {FORMAT}-{VERSION}"
         )
+    numbers = [fields.get(key, "") for key in ("manifest_bytes", "saved_at_ns")]
+    if "manifest_sha256" not in fields or not all(number.isdecimal() for number in numbers):
+        raise CheckpointError(f"{marker_path} lacks the size and checksum of the manifest, or its time")
     return fields
 
 

@@ -231,6 +231,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "number": number,
     "count": lambda value: integer(value, least=0),
     "positive_or_none": lambda value: value if integer(value, least=-1) > 0 else None,
+    "positive_or_all": lambda value: None if value == -1 else integer(value, least=1),
     "one_or_more": lambda value: max(1, integer(value, least=-1)),
     "more_than_one": lambda value: value if integer(value, least=-1) > 1 else None,
     "not_zero": lambda value: value if number(value, least=0.0) else None,

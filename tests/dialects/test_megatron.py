@@ -338,6 +338,7 @@ def test_what_is_recomputed(arguments, layers):
     [
         ("--num-layer-list 3,1", (3, 1)),
         ("--num-layer-list [[1,1],[2,0]]", (1, 1, 2, 0)),
+        ("--num-layer-list [1,1],[2,0]", (1, 1, 2, 0)),
         ("--decoder-first-pipeline-num-layers 1", (1, 3)),
         ("--noop-layers 3", (2, 1)),
         (
@@ -404,8 +405,14 @@ def test_vocabulary_files(tmp_path):
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}", without="--vocab-size"
     )
     assert (own.Model.vocab_size, own.Data.tokenizer.dir) == (91, str(tmp_path))
-    (tmp_path / "gpt2-vocab.json").write_text("[[[[")
-    assert "not a vocabulary in JSON" in refusal(names, without="--vocab-size")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": None}))
+    own = loaded(
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}", without="--vocab-size"
+    )
+    assert own.Model.vocab_size == 77
+    for damaged in ("[[[[", '{"model": {"vocab": 5}}', '{"model": {"vocab": {}}, "added_tokens": [{}]}'):
+        (tmp_path / "gpt2-vocab.json").write_text(damaged)
+        assert "not a vocabulary in JSON" in refusal(names, without="--vocab-size")
 
 
 @pytest.mark.parametrize(
@@ -539,6 +546,7 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
         ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", "must be ulysses_cp_algo"),
         ("--context-parallel-size 2 --cp-comm-type p2p", "must be a2a"),
         ("--num-layer-list 2,x", "must be a list of numbers"),
+        ("--num-layer-list [2,2", "must be a list of numbers"),
         ("--num-layer-list 2,1 --pipeline-model-parallel-size 2", "must add up to num_layers 4"),
         ("--noop-layers 9", "place 9 does not exist"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "give the warm-up once"),

@@ -320,7 +320,9 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
     """The pattern of a ``pre_tokenizer`` entry, and whether a space is put before the text."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
-        steps = described["pretokenizers"]
+        steps = described.get("pretokenizers")
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise Unsupported("its pre-tokenizer is not a sequence of steps")
     if not steps or steps[-1].get("type") != "ByteLevel":
         raise Unsupported("its pre-tokenizer does not end in ByteLevel")
     prefix_space, use_regex = steps[-1].get("add_prefix_space", True), steps[-1].get("use_regex", True)

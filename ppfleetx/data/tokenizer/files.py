@@ -249,13 +249,17 @@ def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _check(definition: dict[str, Any]) -> None:
-    ids = [(added["content"], added["id"]) for added in definition.get("added_tokens") or []]
+    for key in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if not isinstance(definition.get(key), dict | None):
+            raise TypeError(f"{key} is {shown(definition[key])}")
+    for added in definition.get("added_tokens") or []:
+        if not isinstance(added["content"], str) or not _is_id(added["id"]):
+            raise TypeError(f"added token {shown(added)}")
     model = definition["model"]
     if model.setdefault("type", "BPE") != "BPE":  # very old files do not name the type
         return
     vocab = model["vocab"]
-    wrong = [number for number in (*vocab.values(), *dict(ids).values()) if not _is_id(number)]
-    if wrong:
+    if wrong := [number for number in vocab.values() if not _is_id(number)]:
         raise ValueError(f"token ids must be integers from 0 to {_MAX_ID}, not {shown(wrong[0])}")
     if len({*vocab.values()}) != len(vocab):
         raise ValueError("two tokens share an id")

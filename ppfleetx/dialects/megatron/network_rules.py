@@ -315,7 +315,7 @@ def highest_id(file: Path, one: Given) -> int:
     except OSError as problem:
         rule = f"cannot be read: {problem.strerror}; the size of the vocabulary is in it (or --vocab-size)"
         raise ConfigError(f"{file} {rule}", key=one.key, place=one.place) from None
-    except ValueError:
+    except (ValueError, TypeError, KeyError, RecursionError):  # JSON of another shape
         ids = []
     if not ids or not all(type(number) is int and 0 <= number < 2**31 for number in ids):
         rule = "is not a vocabulary in JSON: a mapping of tokens to their ids"
@@ -326,7 +326,7 @@ def highest_id(file: Path, one: Given) -> int:
 def _ids(read: Any) -> list[Any]:
     if not isinstance(read, dict) or not isinstance(read.get("model"), dict):
         return list(read.values()) if isinstance(read, dict) else []
-    words, added = read["model"].get("vocab", {}), read.get("added_tokens", [])
+    words, added = read["model"].get("vocab", {}), read.get("added_tokens") or []
     # In a unigram model, the position is the id.
     return [
         *(words.values() if isinstance(words, dict) else range(len(words))),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.config.reading.tree import plain_value
 from ppfleetx.config.sections.distributed import DistributedConfig
@@ -312,9 +314,11 @@ def _counts(run: Translation, name: str) -> list[list[int]] | None:
     if name not in run:
         return None
     value = run.value(name)
-    if isinstance(value, str):  # 1,2 or [1,2] or [[1,2],[3,4]]
-        value = parse_yaml(value if value.startswith("[") else f"[{value}]", name)
-        value = None if value is None else plain_value(value)
+    if isinstance(value, str):  # 1,2 or [1,2] or [1,2],[3,4] or [[1,2],[3,4]]
+        with contextlib.suppress(ConfigError):
+            value = plain_value(parse_yaml(f"[{value}]", name))
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+            value = value[0]
     elif isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     rows = value if isinstance(value, list) and all(isinstance(row, list) for row in value) else [value]

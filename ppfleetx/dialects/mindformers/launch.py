@@ -41,7 +41,7 @@ class Server(BaseModel):
 
     server_id: Annotated[str, Field(min_length=1)]
     device: Annotated[list[Device], Field(min_length=1)]
-    host_nic_ip: str = "reserve"
+    host_nic_ip: Any = "reserve"  # written by others, and read by nobody
 
     @property
     def ranks(self) -> list[int]:
@@ -52,7 +52,7 @@ class Server(BaseModel):
 class RankTable(BaseModel):
     """The file: all hosts of a job, in the order of their ranks."""
 
-    version: str = "1.0"
+    version: Any = "1.0"
     server_count: _Number
     server_list: Annotated[list[Server], Field(min_length=1)]
     status: Literal["completed"] = "completed"

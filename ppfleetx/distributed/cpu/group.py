@@ -214,10 +214,15 @@ class CpuProcessGroup:
         if self._rank == src:
             several = isinstance(tensors, list | tuple)
             parts = [memory.read(t) for t in tensors] if several else self._equal(memory.read(tensors))
-            target[:] = parts[src]
         sent = sum(part.nbytes for part in parts) - target.nbytes if parts else 0
         self._count("scatter", target.nbytes * self._size, sent)
-        steps = self._steps_of_root(src, {m: parts[m] for m in self._others() if parts}, {src: target})
+        exchange = self._steps_of_root(src, {m: parts[m] for m in self._others() if parts}, {src: target})
+
+        def steps(number: int, signature: Signature) -> Steps:
+            yield from exchange(number, signature)
+            if parts:  # after they are sent: the target may be one of them
+                target[:] = parts[src]
+
         return self._run("scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, root=src)
 
     def scatter_tensor(

@@ -33,7 +33,8 @@ from ppfleetx.utils.machine import interface_address
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
-HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 10.0
+# A rank sends as soon as it is connected; what connects and says nothing must not hold up the ranks.
+HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 3.0
 MESSAGES, WATCH = range(2)  # the roles of connections
 
 

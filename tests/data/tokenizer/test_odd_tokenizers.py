@@ -39,6 +39,12 @@ ODD = {
     "no vocabulary": (with_model(vocab=None), "is damaged"),
     "an id far away": (with_model(vocab={"a": 10**12}, merges=[]), "integers from 0 to 16777215"),
     "added tokens are an object": (definition(added_tokens={"a": 1}), "is damaged"),
+    "an added token is a list": (
+        definition(model={"type": "WordLevel"}, added_tokens=[{"content": [], "id": 1}]),
+        "added token",
+    ),
+    "a normalizer is a text": (definition(normalizer="x"), "normalizer is 'x'"),
+    "a sequence of nothing": (definition(pre_tokenizer={"type": "Sequence"}), UNKNOWN),
     "an unknown normalizer": (definition(normalizer={"type": 5}), UNKNOWN),
     "the pattern is none": (cut_by("("), UNKNOWN),
     "a key twice": ('{"model": {}, "model": {}}', "the key 'model' occurs twice"),

@@ -114,6 +114,9 @@ def every_collective(dtype: str, shape: list[int]) -> int:
     out = tensor(np.zeros(shape), dtype)
     dist.scatter(out, columns if me == 1 else None, src=1)
     check(out, table[1][me])
+    parts = [part.clone() for part in columns]
+    dist.scatter(parts[0], parts if me == 1 else None, src=1)  # into one of the parts
+    check(parts[0], table[1][me])
     outs = []
     dist.gather(mine(), outs, dst=0)
     if me == 0:
