@@ -127,6 +127,13 @@ def _gpt2(directory: Path) -> None:
         shutil.move(work / "gpt2", directory / "gpt2")
 
 
+def _pretrained(directory: Path) -> None:
+    """A converted model of GPT-2's form in `pretrained`, with its tokenizer."""
+    _gpt2(directory)
+    words = ("--from", "hf", "--to", "ppfleetx", "--input", "gpt2", "--output", "pretrained")
+    _run(directory, "tools/convert_checkpoint.py", *words)
+
+
 def _sst2(directory: Path) -> None:
     folder = directory / "dataset" / "SST-2"
     folder.mkdir(parents=True)
@@ -224,6 +231,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "output": _output,
     "quickstart": _quickstart,
     "gpt2": _gpt2,
+    "pretrained": _pretrained,
     "SST-2": _sst2,
     "responses": _responses,
     "book": _book,
