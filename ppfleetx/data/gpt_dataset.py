@@ -20,7 +20,7 @@ from ppfleetx.data.index_map import (
     order_fingerprint,
     plan_epochs,
 )
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.indexed import TokenStore
 
 MODES = ("Train", "Eval", "Test")
 

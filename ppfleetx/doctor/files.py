@@ -24,7 +24,7 @@ from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.corpus_checks import token_id_lines
 from ppfleetx.data.gpt_dataset import MODES, split_ranges
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.indexed import TokenStore
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.long_run import checkpoint_bytes
 from ppfleetx.planner.prediction import run_prediction

@@ -15,14 +15,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
-from ppfleetx.data.chat.sandbox import Span, TemplateLimitError
+from ppfleetx.data.chat.sandbox import AskedToStopError, CompiledTemplate, Span, TemplateLimitError
 from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
 from ppfleetx.utils.foreign_files import read_bounded
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
-    from ppfleetx.data.chat.sandbox import CompiledTemplate, Span
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -86,10 +88,6 @@ class ChatTemplate:
             raise DataError(
                 f"{self.place}: has {len(self.source):,} characters; the most is {MAX_TEMPLATE:,}"
             )
-        from jinja2 import TemplateError
-
-        from ppfleetx.data.chat.sandbox import CompiledTemplate
-
         try:
             return CompiledTemplate(self.source)
         except (TemplateError, TemplateLimitError) as error:
@@ -119,8 +117,6 @@ class ChatTemplate:
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
         """Like :meth:`render`, and find the parts that `generation` blocks mark."""
-        from jinja2 import TemplateError
-
         if not messages:
             raise ChatError("a conversation has at least one message")
         compiled = self._compiled
@@ -143,10 +139,6 @@ class ChatTemplate:
             raise ChatError(f"{self.place} fails on this conversation: {error}") from error
 
     def _said(self, error: Exception) -> str:
-        from jinja2.exceptions import SecurityError
-
-        from ppfleetx.data.chat.sandbox import AskedToStopError
-
         if isinstance(error, AskedToStopError):
             return f"{self.place} refuses the conversation: {error}"
         if isinstance(error, SecurityError):
