@@ -48,15 +48,7 @@ _WIDTH = 8  # size of the tensors on which the activation and the optimizer are 
 
 class PruningInTraining:
     """Prunes a runner's model as ``Compress.Prune`` says. All ranks of a job must call its methods together.
-
-    Args:
-        cfg: the run's configuration, with ``Compress.Prune``.
-        ctx: the parallel context of this process.
-        runner: the model's runner.
-
-    Raises:
-        ConfigError: the network cannot be pruned, or its activation or the optimizer moves zeros.
-    """
+    Raises ConfigError if the network cannot be pruned, or its activation or the optimizer moves zeros."""
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None

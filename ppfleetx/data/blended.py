@@ -136,13 +136,8 @@ def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[i
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend.
-
-    Attributes:
-        decisive: everything that determines the order, for fingerprints.
-        shares: the share of each corpus, for messages.
-        dataset_index: int16 [n], the corpus of each sample.
-        dataset_sample_index: int64 [n], the number of each sample within its corpus.
+    """The order of a blend: the corpus of each sample, int16 [n], and its number within that corpus, int64
+    [n]; the share of each corpus, for messages; and everything that determines the order, for fingerprints.
     """
 
     decisive: list

@@ -108,12 +108,8 @@ def build_dataloader(
 
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
-    """Build the dataset named by ``Data.<mode>.dataset``.
-
-    Raises:
-        ConfigError: there is no such section, or it does not describe a dataset.
-        DataError: a corpus or file is missing, damaged or too small.
-    """
+    """Build the dataset named by ``Data.<mode>.dataset``. Raises ConfigError if there is no such section, or
+    it does not describe a dataset, DataError if a corpus or file is missing, damaged or too small."""
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")

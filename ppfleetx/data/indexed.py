@@ -284,16 +284,9 @@ class IndexedDatasetWriter:
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents with any number of sequences each.
-
-        Args:
-            flat_tokens: the tokens of all sequences, one after another.
-            lengths: the number of tokens of each sequence.
-            boundaries: for each document, the number of sequences up to its end.
-
-        Raises:
-            ValueError: these do not add up, or a length is negative.
-        """
+        """Append many documents with any number of sequences each: the tokens of all sequences one after
+        another, their lengths, and for each document the number of sequences up to its end. Raises ValueError
+        if these do not add up, or a length is negative."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64)

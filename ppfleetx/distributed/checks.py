@@ -161,17 +161,9 @@ def _checksum(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class NonFinitePlace:
-    """Where a number that is not finite first appeared on a rank.
-
-    Attributes:
-        in_forward: whether the number is in an output of ``layer``; otherwise it is in the gradient of
-            ``parameter``.
-        index: the number of the layer (stage) in the model.
-        layer: the layer's class and number, for messages.
-        parameter: the parameter's canonical name; with ``in_forward``, a parameter that is itself not finite,
-            or "".
-        micro_batch: the index among the rank's micro batches, from 0; None if unknown.
-    """
+    """Where a number that is not finite first appeared on a rank: ``in_forward`` in an output of ``layer``,
+    number ``index`` of the model, else in the gradient of ``parameter``. With ``in_forward``, ``parameter``
+    is one that is itself not finite, or "". ``micro_batch`` counts from 0; None if unknown."""
 
     in_forward: bool
     index: int

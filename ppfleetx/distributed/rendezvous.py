@@ -118,14 +118,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Member:
-    """The facts that a process tells about itself.
-
-    Attributes:
-        name: its name in messages, e.g. ``rank 3``.
-        number: its number in the job, 0 for the process that listens; None if members are numbered in the
-            order they arrive.
-        address: the address at which the others can reach it later, if they need to.
-    """
+    """The facts that a process tells about itself: its name in messages, its number in the job (0 for the
+    process that listens; None if members are numbered as they arrive), and the address at which the others
+    can reach it later, if they need to."""
 
     name: str
     number: int | None = None
@@ -134,15 +129,9 @@ class Member:
 
 @dataclass
 class Members:
-    """The facts that every process knows once all processes have met.
-
-    Attributes:
-        number: the number of this process.
-        names, addresses: the names and addresses of all processes, by number.
-        token: 256 random bits that prove that a connection belongs to this job.
-        lines: the open connections, by number. The first process has one to every other process; each other
-            process has one to the first.
-    """
+    """The facts that every process knows once all have met: its own number, names and addresses by number,
+    256 random bits that prove that a connection belongs to this job, and the open connections. The first
+    process has one to every other; each other process has one to the first."""
 
     number: int
     names: list[str]

@@ -76,9 +76,7 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """The row for a type that the card cannot compute in. It is a failure if the configuration asks for the
-    type.
-    """
+    """A failure if the configuration asks for the type that the card cannot compute in."""
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")

@@ -23,17 +23,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One finding.
-
-    Attributes:
-        name: the subject of the check.
-        status: a single ``fail`` makes the exit code 1.
-        found: the finding, or the reason why the check was skipped.
-        fix: how to fix it; every ``fail`` has one.
-        group: heading, set by :func:`ppfleetx.doctor.registry.examine`.
-        ranks: the ranks that found this; empty for all ranks that ran the check, or for the job as a whole.
-        numbers: measurements by name; the name includes the unit.
-    """
+    """One finding. A single ``fail``, which always has a ``fix``, makes the exit code 1. ``ranks`` found
+    this; empty for all ranks that ran the check, or for the job as a whole. ``numbers`` are measurements by
+    name, which includes the unit."""
 
     name: str
     status: Status
@@ -86,18 +78,9 @@ _HALF_TYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Target:
-    """The machine, process and configuration to examine.
-
-    Attributes:
-        cfg: the configuration given with ``-c``; None to examine only the machine.
-        device: the kind of device, ``cpu`` or ``gpu``.
-        local_rank: number of this process on its node.
-        local_size: number of the job's processes on this node.
-        environ: the environment variables to examine.
-        patience: time limit in seconds for checks that wait for a file system, a name server or a driver,
-            unless their own limit is shorter.
-        found: rows that exist before any check runs, e.g. for a configuration that cannot be read.
-    """
+    """The machine, process and configuration (None: only the machine) to examine. ``patience`` is the time
+    limit in seconds for checks that wait for a file system, a name server or a driver, unless their own limit
+    is shorter; ``found`` are rows that exist before any check runs."""
 
     cfg: RunConfig | None = None
     device: str = "cpu"
@@ -126,13 +109,8 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread, and abandon it at the time limit, because a disk or name server may never
-    answer.
-
-    Raises:
-        TimeoutError: ``act`` did not finish in time.
-        Exception: whatever ``act`` raises.
-    """
+    """Call ``act`` in a thread, and abandon it with TimeoutError at the time limit, because a disk or name
+    server may never answer. Raises whatever ``act`` raises."""
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:

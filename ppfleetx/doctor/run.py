@@ -100,11 +100,8 @@ class Job:
         self._share(own, _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
-        """Exchange rows with the other processes.
-
-        Raises:
-            RendezvousError: rank 0 is gone; this process keeps its own rows.
-        """
+        """Exchange rows with the other processes. Raises RendezvousError if rank 0 is gone; this process
+        keeps its own rows."""
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:

@@ -84,13 +84,8 @@ class _GuessedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Take the row's new tokens: the correct guesses, and the token after them.
-
-        Args:
-            logits: ``[1 + s, b, V]`` after the last token of each row of the batch, and after each guess.
-            likeliest: ``[1 + s, b]`` the likeliest tokens.
-            i: index of this row in the batch.
-        """
+        """Take the row's new tokens: the correct guesses, and the token after them. Row ``i`` of the batch
+        has ``logits [1 + s, b, V]`` after its last token and after each guess."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -111,7 +106,6 @@ class _GuessedRow:
 
     @property
     def width(self) -> int:
-        """How many tokens to guess next."""
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
 
     def guess(self) -> int:
@@ -124,7 +118,6 @@ class _GuessedRow:
         return len(guesses)
 
     def first_guesses(self, count: int) -> list[int]:
-        """Keep only the first ``count`` guesses, and return them."""
         self._guesses = self._guesses[:count]
         return self._guesses
 

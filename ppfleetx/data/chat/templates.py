@@ -58,14 +58,9 @@ class ChatError(UserError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template that writes a conversation as the model expects it.
-
-    Attributes:
-        special_tokens: by the names that the template may use: ``bos_token``, ``eos_token`` and so on.
-        place: the origin of the template, for messages.
-        stops: texts that end an answer, in addition to the end tokens.
-        is_plain: whether this is the plain template, used if the model has none.
-    """
+    """A template that writes a conversation as the model expects it. ``special_tokens`` have the names that
+    it may use (``bos_token``, ``eos_token``, ...); ``place`` is its origin, for messages; ``stops`` are texts
+    that end an answer, in addition to the end tokens. The plain template is used if the model has none."""
 
     source: str
     special_tokens: Mapping[str, str]
@@ -103,15 +98,9 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render a conversation as text.
-
-        With ``add_generation_prompt``, it ends with the text after which an answer begins. Further variables
-        override the special tokens.
-
-        Raises:
-            ChatError: the template refuses the conversation, fails on it, or exceeds its limits.
-            DataError: the source is not a valid template.
-        """
+        """Render a conversation as text; with ``add_generation_prompt``, it ends with the text after which an
+        answer begins. Further variables override the special tokens. Raises ChatError if the template refuses
+        the conversation, fails on it, or exceeds its limits, DataError if it is no template."""
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
 
@@ -163,12 +152,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
     """The tokenizer's chat template of this name (None: ``default``), or the plain one (:data:`PLAIN`) if it
-    has none.
-
-    Raises:
-        ConfigError: there is no template of this name, or there are several and none is the default.
-        DataError: the files name something that is not a template.
-    """
+    has none. Raises ConfigError if there is no such template, DataError if the files name something else."""
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
         eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}

@@ -117,15 +117,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of the corpus that one worker handles: whole documents of one file, or several whole files.
-
-    Attributes:
-        kind: the kind of document, as in `Source`.
-        paths: the file the data are from, or the files to read.
-        data: bytes of whole documents. None for kind "file"; of the other kinds, for a document that is too
-            long.
-        num_disk_bytes: the size of the chunk on disk (compressed, if the files are), for the progress bar.
-    """
+    """A piece of the corpus that one worker handles: ``data`` of whole documents of one file, or several
+    whole files to read (``data`` None). Of other kinds than "file", None stands for a document that is too
+    long. ``num_disk_bytes`` is its size on disk, compressed if the files are, for the progress bar."""
 
     kind: Kind
     paths: tuple[Path, ...]

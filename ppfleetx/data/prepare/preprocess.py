@@ -38,15 +38,10 @@ _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 @dataclass
 class ChunkResult:
-    """The tokens of a chunk as bytes, which are cheap to send between processes.
-
-    Attributes:
-        tokens, lengths: for each key, the tokens of all documents in the dtype of the output, and the number
-            of tokens of each, int32.
-        num_seen: the number of lines, paragraphs or files read.
-        skipped, places: for each kind of problem, how often it occurred, and the positions of its first
-            occurrences (0 is the chunk's first document).
-    """
+    """The tokens of a chunk as bytes, which are cheap to send between processes: for each key, the tokens of
+    all documents in the dtype of the output, and the number of each, int32. ``num_seen`` counts lines,
+    paragraphs or files; ``skipped`` and ``places`` each kind of problem, and the positions (from 0) of its
+    first occurrences."""
 
     tokens: dict[str, bytes] = field(default_factory=dict)
     lengths: dict[str, bytes] = field(default_factory=dict)
@@ -314,20 +309,13 @@ def preprocess(
     max_document_bytes: int = MAX_LINE_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
-    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``.
+    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``, a pair for each key of its json
+    objects (plain text has the key "text").
 
-    Documents keep the order of the input. Documents that are empty or not text are left out, counted and
-    reported. The files appear when everything is written; a run that fails or is interrupted leaves nothing.
-
-    Args:
-        keys: the keys of the json objects to encode, each to its own pair. Plain text has the key "text".
-        append_eod: whether to write the end-of-document token after each document.
-        strict: whether a document that would be left out is an error.
-        max_document_bytes: the size of the longest document; longer ones are left out.
-        show_progress: True, False, or "auto" for terminals only.
-
-    Raises:
-        DataError: wrong input, existing output, no document at all, or a worker that died.
+    Documents keep the order of the input. Documents that are empty, not text, or longer than
+    ``max_document_bytes`` are left out, counted and reported, or with ``strict`` an error. The files appear
+    when everything is written; a run that fails or is interrupted leaves nothing. Raises DataError for wrong
+    input, existing output, no document at all, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

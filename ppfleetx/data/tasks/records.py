@@ -183,12 +183,9 @@ class GlueDataset(RecordDataset):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return example ``index``, or for `PADDING` a sample that does not count.
-
-        Returns:
-            ``tokens`` int64 [s], ``lengths`` int64 [] (real tokens), ``labels`` int64 [] (float32 of a
-            regression; 0 without labels), ``loss_mask`` float32 [], ``sample_ids`` int64 [].
-        """
+        """Example ``index``, or for `PADDING` one that does not count: ``tokens`` int64 [s], ``lengths``
+        int64 [] (real tokens), ``labels`` int64 [] (float32 of a regression; 0 without labels), ``loss_mask``
+        float32 [], ``sample_ids`` int64 []."""
         ids = self.encode(self.texts[max(index, 0)])
         label = 0 if self.labels is None else self.labels[max(index, 0)]
         return {

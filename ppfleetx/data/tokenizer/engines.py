@@ -172,12 +172,8 @@ class TokenizersEngine:
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text. Raises UnicodeEncodeError for a lone surrogate.
-
-        Args:
-            special: whether special tokens in the text become their ids.
-            continues: whether the text follows other text, so that no space is put before it.
-        """
+        """Encode a text. ``special``: special tokens in it become their ids; ``continues``: it follows other
+        text, so that no space is put before it. Raises UnicodeEncodeError for a lone surrogate."""
         text.encode("utf-8")  # the library's message for a lone surrogate does not explain it
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):

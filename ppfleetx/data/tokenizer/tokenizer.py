@@ -269,13 +269,9 @@ class Tokenizer:
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
-
-        Args:
-            add_special_tokens: whether to put `prefix_ids` and `suffix_ids` around the text.
-            parse_special_tokens: whether special tokens in the text become their ids, unless the directory
-                says ``split_special_tokens``.
-        """
+        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default:
+        `prefix_ids` and `suffix_ids` are put around it, and special tokens in it become their ids, unless the
+        directory says ``split_special_tokens``."""
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
@@ -285,11 +281,8 @@ class Tokenizer:
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text with its special tokens, and mark the tokens with characters in ``spans``, (first
-        character, one after the last) each. Nothing is put before or after the text.
-
-        Returns:
-            The ids, int64 ``[n]``, and the marks, bool ``[n]``.
-        """
+        character, one after the last) each. Nothing is put around the text. Returns the ids, int64 ``[n]``,
+        and the marks, bool ``[n]``."""
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 

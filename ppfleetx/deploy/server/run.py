@@ -171,7 +171,6 @@ def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
 
 
 def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template named in ``Serve.chat_template``, or the model's own. Errors in it are reported now."""
     from ppfleetx.data.chat.templates import chosen_template
 
     try:

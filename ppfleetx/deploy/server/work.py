@@ -57,16 +57,9 @@ Event = Progress | Scored | Embedded | Failed
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt of a request.
-
-    Attributes:
-        number: number of the prompt in its request; with the seed it determines the random numbers.
-        first_index: number of its first continuation among all continuations of the request.
-        copies: number of continuations.
-        max_new_tokens: limit of new tokens, which fits the model; 0: nothing is generated.
-        num_top: the number of alternatives to list with each token's score; None: no scores.
-        adapter: name of the adapter that answers; None: the base does.
-    """
+    """One prompt of a request. With the seed, ``number``, its place in the request, determines the random
+    numbers; ``first_index`` counts continuations over the request. ``num_top`` alternatives are listed with
+    each token's score (None: no scores). ``adapter`` None: the base answers."""
 
     number: int
     first_index: int

@@ -51,14 +51,9 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 class TensorMemory:
-    """The memory of one operation's tensors, kept alive until :meth:`finish`.
-
-    Strided tensors (such as transposed gradients) are communicated through a contiguous copy.
-
-    Attributes:
-        takes_strided: False refuses strided tensors, as NCCL does. Tests set it to find, on a CPU, code that
-            would fail on a GPU.
-    """
+    """The memory of one operation's tensors, kept alive until :meth:`finish`. Strided tensors (such as
+    transposed gradients) are communicated through a contiguous copy, or with ``takes_strided`` False refused,
+    as by NCCL: tests find, on a CPU, code that would fail on a GPU."""
 
     takes_strided = True
 

@@ -456,7 +456,6 @@ class CpuProcessGroup:
         self._release(theirs)
 
     def _pieces(self, array: np.ndarray) -> list[np.ndarray]:
-        """Split ``array`` into nearly equal pieces, one per member."""
         return [array[a:b] for a, b in itertools.pairwise(bounds(array.size, self._size))]
 
     def _others(self) -> list[int]:

@@ -127,14 +127,9 @@ def _accept(
 
 
 def local_address() -> str:
-    """The address at which the other ranks can reach this one.
-
-    It is the address of the interface ``GLOO_SOCKET_IFNAME``, as in Paddle's Gloo, or else the host in
-    ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets.
-
-    Raises:
-        ConfigError: the interface has no address.
-    """
+    """The address at which the other ranks can reach this one: that of the interface ``GLOO_SOCKET_IFNAME``,
+    as in Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises
+    ConfigError if the interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"

@@ -19,11 +19,8 @@ class Operation:
     """One operation, written as a generator that yields the receives it needs next.
 
     A thread that waits for one operation can therefore advance all others, so two ranks may wait for two
-    asynchronous operations in different orders.
-
-    Attributes:
-        busy: whether a thread is advancing it; set and reset under the mesh's ``state``.
-        started: whether a thread has begun to advance it.
+    asynchronous operations in different orders. ``busy`` while a thread advances it is changed under the
+    mesh's ``state``.
     """
 
     def __init__(

@@ -142,12 +142,7 @@ class Mesh:
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> Callable[[], None] | None:
         """Send ``view``. Call the returned function before changing its memory; if it is None, change it at
-        any time.
-
-        Raises:
-            PeerLostError: the connection is gone.
-            CommTimeoutError: the peer no longer reads.
-        """
+        any time. Raises PeerLostError, or CommTimeoutError if the peer no longer reads."""
         peer = self.peers.get(dst)
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")

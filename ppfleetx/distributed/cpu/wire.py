@@ -135,14 +135,8 @@ class Peer:
         return HEADER.unpack(header)
 
     def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
-        """Send one frame. This blocks only while the peer's reader thread is busy.
-
-        Args:
-            patience: seconds to wait for another thread that is sending; -1: no limit.
-
-        Raises:
-            OSError: the connection is gone, or the other thread did not finish in time.
-        """
+        """Send one frame; this blocks only while the peer's reader thread is busy, and up to ``patience``
+        seconds (-1: no limit) for another thread that is sending. Raises OSError."""
         if not self._sending.acquire(timeout=patience):
             raise TimeoutError("another thread is still sending")
         try:
