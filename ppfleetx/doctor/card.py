@@ -13,8 +13,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from ppfleetx.distributed.device import capability, count, is_gpu, kind_of, total_memory
-from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.distributed.device import allow_tf32, capability, count, is_gpu, kind_of, total_memory
 from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped, warn
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.fused import TABLE, obstacles

@@ -20,10 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.counts import counted
-from ppfleetx.doctor.check import Row, Status, Target, fail
+from ppfleetx.doctor.check import Row, Status, Target, exit_code, fail, in_groups
 from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
-from ppfleetx.doctor.report import exit_code, in_groups
 from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
 from ppfleetx.utils.peers import START_VARIABLE
 

@@ -15,10 +15,9 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
-from ppfleetx.generation.assistant import Assistant, ProposedRows
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
-from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
+from ppfleetx.generation.prompt_lookup import MOST_ROWS, Assistant, ProposedRows, decode_with_lookup
 from ppfleetx.generation.row_options import RowOptions, check_ids, ended_by
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy

@@ -29,7 +29,6 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, token_text
 from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
-from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.protocol import (
     AnyRequest,
@@ -47,6 +46,7 @@ from ppfleetx.deploy.server.texts import (
     embeddings_response,
     vectors_of,
 )
+from ppfleetx.deploy.server.work import Metrics
 from ppfleetx.utils.log import get_logger
 
 _BODY_SECONDS = 30.0

@@ -130,9 +130,9 @@ def build_service(
         CheckpointError: an adapter belongs to layers that the model does not have, or to experts.
     """
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
+    from ppfleetx.deploy.server.work import Metrics
     from ppfleetx.generation.adapters import Adapters
 
     model = generator.next_token_model.model

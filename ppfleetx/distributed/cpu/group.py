@@ -25,8 +25,7 @@ from ppfleetx.distributed.cpu.arrays import (
     byte_view,
     reduce_in_order,
 )
-from ppfleetx.distributed.cpu.inbox import BufferPool
-from ppfleetx.distributed.cpu.operation import Operation, Steps
+from ppfleetx.distributed.cpu.operation import BufferPool, Operation, Steps
 from ppfleetx.distributed.cpu.transport import Mesh
 from ppfleetx.distributed.cpu.wire import CODES, POINT_TO_POINT, Key, Signature
 from ppfleetx.resilience.flight_recorder import OPERATIONS

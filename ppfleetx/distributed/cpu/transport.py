@@ -23,8 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ppfleetx.distributed.cpu.handshake import connect_ranks
-from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
-from ppfleetx.distributed.cpu.operation import Operation, Progress
+from ppfleetx.distributed.cpu.operation import BufferPool, Inbox, Operation, Progress
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     ACK,
