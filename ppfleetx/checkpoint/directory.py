@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ppfleetx.checkpoint import foreign_formats
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -19,35 +20,6 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
-
-
-class ForeignFormats:
-    """Says what other programs' directories and files are. This base class knows none."""
-
-    def described(self, path: Path) -> str | None:
-        """Sentences, beginning with the path, that say what ``path`` is and how to convert it; None if
-        unknown.
-        """
-
-    def is_readable(self, path: Path) -> bool:
-        return False
-
-    def open(self, path: Path) -> Checkpoint:
-        """Open a readable directory to load weights from. Raises CheckpointError."""
-        raise AssertionError(f"nothing reads {path}")
-
-
-_formats = ForeignFormats()
-
-
-def foreign_formats() -> ForeignFormats:
-    return _formats
-
-
-def read_also(formats: ForeignFormats) -> None:
-    """Register formats, so that programs that load checkpoints can read them or say how to convert them."""
-    global _formats
-    _formats = formats
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
@@ -82,11 +54,9 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     newest complete checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank
     directories with one) stands for itself, and an output directory of FleetX stands for its last step.
 
-    This checks marker, manifest, file sizes and headers, and with `verify` all data too.
-
-    Raises:
-        CheckpointError: there is no sound checkpoint; the message names the newest good one, or says how to
-            convert a checkpoint of another program.
+    This checks marker, manifest, file sizes and headers, and with `verify` all data too. Raises
+    CheckpointError if there is no sound checkpoint; the message names the newest good one, or says how to
+    convert a checkpoint of another program.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():

@@ -130,11 +130,8 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights.
-
-    Raises:
-        CheckpointError: there is no such model, or it has a different vocabulary.
-    """
+    """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights. Raises
+    CheckpointError if there is no such model, or it has a different vocabulary."""
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
     if model.vocab_size != student.vocab_size:

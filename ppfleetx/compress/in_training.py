@@ -63,10 +63,8 @@ class PruningInTraining:
         """Apply the schedule's pruning for ``step``; in most steps there is none.
 
         The first call always checks the model, and so does the first one after a rollback: the run may have
-        been resumed from a checkpoint that was not pruned.
-
-        Raises:
-            ConfigError: pruned parts did not stay zero.
+        been resumed from a checkpoint that was not pruned. Raises ConfigError if pruned parts did not stay
+        zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -85,11 +83,8 @@ class PruningInTraining:
             get_logger().info(f"pruned after {step} steps: {self._said()}")
 
     def finish(self) -> None:
-        """Log which parts are zero, and how to remove them, at the end of training.
-
-        Raises:
-            ConfigError: pruned parts did not stay zero.
-        """
+        """Log which parts are zero, and how to remove them, at the end of training. Raises ConfigError if
+        pruned parts did not stay zero."""
         if not self._begun:
             return
         self._check_zeros(self._scores())

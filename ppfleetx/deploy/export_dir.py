@@ -244,11 +244,8 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
 
 def check_inference(cfg: RunConfig, device: str) -> None:
-    """Check that this machine can run an exported program as the ``Inference`` section says.
-
-    Raises:
-        ConfigError: the program or the machine cannot do so.
-    """
+    """Check that this machine can run an exported program as the ``Inference`` section says. Raises
+    ConfigError if the program or the machine cannot do so."""
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
         raise _refusal(

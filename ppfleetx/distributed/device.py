@@ -17,9 +17,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import paddle
-from paddle.base import core
-
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, cpu_obstacle, how_to_get, no_such_card
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
@@ -110,12 +107,8 @@ def cards_here() -> list[str]:
 
 
 def choose_device(wanted: str, place: str | None = None) -> str:
-    """Resolve ``Global.device`` to a kind of device that exists.
-
-    Raises:
-        ConfigError: the configuration asks for cards and there are none, or this process's card does not
-            exist.
-    """
+    """Resolve ``Global.device`` to a kind of device that exists. Raises ConfigError if the configuration asks
+    for cards and there are none, or this process's card does not exist."""
     import paddle
 
     cards = cards_here()
@@ -350,6 +343,10 @@ _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 @contextmanager
 def exact_products() -> Iterator[None]:
+    """Context manager: float32 products without TF32."""
+    import paddle
+    from paddle.base import core
+
     cublas, cudnn = core.get_cublas_switch(), core.get_cudnn_switch()
     flags = {flag: paddle.get_flags(flag)[flag] for flag in _FLAGS if flag in core.globals()}
     allow_tf32(False)
@@ -366,6 +363,9 @@ def allow_tf32(allowed: bool) -> str:
 
     This may be called again at any time: Paddle reads the setting for each product.
     """
+    import paddle
+    from paddle.base import core
+
     core.set_cublas_switch(allowed)
     core.set_cudnn_switch(allowed)
     for flag in _FLAGS:

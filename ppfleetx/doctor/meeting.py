@@ -38,11 +38,8 @@ class Answer:
 def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
-    """Meet the other members at ``point``.
-
-    Raises:
-        RendezvousError: a member does not arrive, or the address cannot be used.
-    """
+    """Meet the other members at ``point``. Raises RendezvousError if a member does not arrive, or the address
+    cannot be used."""
     member = Member(name, number)
     if is_host:
         return Host(receive(point, size, member, seconds))

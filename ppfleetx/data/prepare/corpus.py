@@ -245,11 +245,8 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus for training a tokenizer; documents with bad json or not in UTF-8 are
-    skipped.
-
-    Raises:
-        DataError: a file cannot be read, is damaged, or is of another kind; or there is no text at all.
-    """
+    skipped. Raises DataError if a file cannot be read, is damaged, or is of another kind; or there is no text
+    at all."""
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

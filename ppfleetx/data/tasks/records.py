@@ -231,11 +231,8 @@ class PromptResponseDataset(RecordDataset):
     before the prompt. The loss counts where a token of the response or the end-of-document token is
     predicted. A sample that is too long first loses the beginning of its prompt, but not BOS, until one token
     is left; then the end of its response, and the end-of-document token. If the prompt has no token, the
-    sample begins with the end-of-document token.
-
-    Raises:
-        DataError: the file is missing, or a line is not an object with two texts. The message names file and
-            line.
+    sample begins with the end-of-document token. Raises DataError if the file is missing, or a line is not an
+    object with two texts. The message names file and line.
     """
 
     @os_errors(DataError)
@@ -301,12 +298,9 @@ class ChatDataset(RecordDataset):
 
     A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides about BOS
     and about the end of a turn. A conversation that is too long loses its oldest turns, but not the system
-    message. If one question with its answer is still too long, its end is cut off.
-
-    Raises:
-        DataError: the file is missing, or a record is not a conversation with an answer. The message names
-            file and line.
-        ConfigError: there is no such template.
+    message. If one question with its answer is still too long, its end is cut off. Raises DataError if the
+    file is missing, or a record is not a conversation with an answer. The message names file and line;
+    ConfigError if there is no such template.
     """
 
     @os_errors(DataError)

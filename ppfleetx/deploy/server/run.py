@@ -123,12 +123,9 @@ def build_service(
     api_key: str | None,
     adapters: Mapping[str, TrainedAdapters] | None = None,
 ) -> Service:
-    """Build the parts of the server around a loaded model.
-
-    Raises:
-        ConfigError: ``Serve.chat_template`` cannot be used.
-        CheckpointError: an adapter belongs to layers that the model does not have, or to experts.
-    """
+    """Build the parts of the server around a loaded model. Raises ConfigError if ``Serve.chat_template``
+    cannot be used; CheckpointError if an adapter belongs to layers that the model does not have, or to
+    experts."""
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler

@@ -33,11 +33,8 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """The tensor's own memory as a flat array, without a copy.
-
-    Raises:
-        CommError: the element type is not supported, or the memory is not contiguous.
-    """
+    """The tensor's own memory as a flat array, without a copy. Raises CommError if the element type is not
+    supported, or the memory is not contiguous."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"no communication of {tensor.dtype} tensors")

@@ -39,12 +39,8 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Meet all other ranks of the job and connect to each.
-
-    Raises:
-        ConfigError: this process cannot listen on the address.
-        StartError: a rank does not arrive, does not answer or does not know the token.
-    """
+    """Meet all other ranks of the job and connect to each. Raises ConfigError if this process cannot listen
+    on the address; StartError if a rank does not arrive, does not answer or does not know the token."""
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
     except OSError as error:
@@ -82,12 +78,9 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Learn the job's token and the addresses on which all ranks listen; ``own`` is this rank's.
-
-    Raises:
-        ConfigError: the environment does not say where the ranks meet.
-        StartError: a rank did not arrive in time or has ended, or the ranks cannot meet there.
-    """
+    """Learn the job's token and the addresses on which all ranks listen; ``own`` is this rank's. Raises
+    ConfigError if the environment does not say where the ranks meet; StartError if a rank did not arrive in
+    time or has ended, or the ranks cannot meet there."""
     point, seconds = meeting_point(), start_timeout()
     member = Member("rank {} at {}:{}".format(rank, *own), rank, own)
     try:

@@ -64,11 +64,8 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Check a payload that arrived before its receive, and move it into place.
-
-        Raises:
-            OutOfStepError: the payload belongs to another operation.
-        """
+        """Check a payload that arrived before its receive, and move it into place. Raises OutOfStepError if
+        the payload belongs to another operation."""
         if receive.spare is None:
             return
         buffer, receive.spare = receive.spare, None

@@ -74,11 +74,8 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank to all others in the job.
-
-        Raises:
-            ConfigError, StartError: see :func:`connect_ranks`.
-        """
+        """Connect this rank to all others in the job. Raises ConfigError, StartError: see
+        :func:`connect_ranks`."""
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
@@ -250,12 +247,9 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``, and advance the program's other operations meanwhile.
-
-        Raises:
-            PeerLostError, OutOfStepError, CommTimeoutError: the operation cannot complete. The message names
-                the missing rank and the operations.
-        """
+        """Wait for ``operation``, and advance the program's other operations meanwhile. Raises PeerLostError,
+        OutOfStepError, CommTimeoutError if the operation cannot complete. The message names the missing rank
+        and the operations."""
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
             while not operation.done:
@@ -271,11 +265,8 @@ class Mesh:
                         raise
 
     def advance(self, operation: Operation) -> None:
-        """Advance an operation that this thread has marked ``busy``, and remove it when it is done.
-
-        Raises:
-            CommError: the operation failed. It keeps the error for the thread that waits for it.
-        """
+        """Advance an operation that this thread has marked ``busy``, and remove it when it is done. Raises
+        CommError if the operation failed. It keeps the error for the thread that waits for it."""
         try:
             operation.advance()
         except BaseException as error:
@@ -404,11 +395,8 @@ class EndedRanks:
 
 
 def time_limit() -> float:
-    """The time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
-
-    Raises:
-        ConfigError: the variable is not a number of at least 0.
-    """
+    """The time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none). Raises
+    ConfigError if the variable is not a number of at least 0."""
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 
