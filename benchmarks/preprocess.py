@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
 from ppfleetx.data.prepare.preprocess import preprocess
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 
 
 def write_corpus(directory: Path) -> dict[str, Path]:

@@ -42,7 +42,7 @@ def make_checkpoint(directory: Path) -> Path:
     from ppfleetx.checkpoint.tensors import model_slices
     from ppfleetx.checkpoint.writer import save_checkpoint
     from ppfleetx.config.sections.root import ModelConfig
-    from ppfleetx.data.tokenizer.training import train_tokenizer
+    from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.models.staged import StagedModel
     from ppfleetx.nn.factory import LocalFactory

@@ -65,9 +65,9 @@ KNOWS_KINDS = {
     "ppfleetx/distributed/device.py": "this is the file",
     "ppfleetx/utils/gpu_operators.py": "whose kernels the table has",
     "ppfleetx/planner/cards.py": "whose kernels are counted, a word of the planner's",
-    "ppfleetx/dialects/mindformers/rules.py": "a word of another program's",
+    "ppfleetx/dialects/mindformers/dialect.py": "a word of another program's",
     "ppfleetx/dialects/megatron/run_rules.py": "a word of another program's",
-    "ppfleetx/dialects/paddleformers/rules.py": "a word of another program's",
+    "ppfleetx/dialects/paddleformers/dialect.py": "a word of another program's",
 }
 """Files that may, and why."""
 

@@ -1,0 +1,38 @@
+"""Checkpoints. Programs that read other formats say so here, which loads nothing that reads our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ppfleetx.checkpoint.reader import Checkpoint
+
+
+class ForeignFormats:
+    """Says what other programs' directories and files are. This base class knows none."""
+
+    def described(self, path: Path) -> str | None:
+        """Sentences, beginning with the path, that say what ``path`` is and how to convert it; None if
+        unknown.
+        """
+
+    def is_readable(self, path: Path) -> bool:
+        return False
+
+    def open(self, path: Path) -> Checkpoint:
+        """Open a readable directory to load weights from. Raises CheckpointError."""
+        raise AssertionError(f"nothing reads {path}")
+
+
+_formats = ForeignFormats()
+
+
+def foreign_formats() -> ForeignFormats:
+    return _formats
+
+
+def read_also(formats: ForeignFormats) -> None:
+    """Register formats, so that programs that load checkpoints can read them or say how to convert them."""
+    global _formats
+    _formats = formats

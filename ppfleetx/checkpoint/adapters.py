@@ -175,7 +175,6 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
 def _with_adapters(
     tensors: Mapping[str, LazyTensor], names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor, tuple[LazyTensor, LazyTensor] | None]]:
-    """Yield (name, tensor, its A and B or None) for each of ``names`` in ``tensors``."""
     for name in names:
         if name in tensors:
             linear = name.removesuffix(".weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ppfleetx.checkpoint.foreign_formats import foreign_formats
+from ppfleetx.checkpoint import foreign_formats
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -54,11 +54,9 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     newest complete checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank
     directories with one) stands for itself, and an output directory of FleetX stands for its last step.
 
-    This checks marker, manifest, file sizes and headers, and with `verify` all data too.
-
-    Raises:
-        CheckpointError: there is no sound checkpoint; the message names the newest good one, or says how to
-            convert a checkpoint of another program.
+    This checks marker, manifest, file sizes and headers, and with `verify` all data too. Raises
+    CheckpointError if there is no sound checkpoint; the message names the newest good one, or says how to
+    convert a checkpoint of another program.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():

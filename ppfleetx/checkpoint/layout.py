@@ -121,8 +121,8 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all tensors that are
-    not cut."""
+    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all tensors that are not
+    cut."""
     dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:

@@ -240,8 +240,6 @@ class Manifest:
 
 
 class _Document(BaseModel):
-    """The keys of manifest.json after format, version and chunk_bytes; see :class:`Manifest`."""
-
     model_config = ConfigDict(extra="forbid")
 
     step: Count

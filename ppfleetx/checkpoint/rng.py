@@ -27,12 +27,9 @@ _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
 def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
-    """The generators of all ranks, as a checkpoint keeps them. Every rank calls this.
-
-    Returns:
-        `rng`, the state of rank 0, and `rng_of_ranks`: the `degrees` of the plan and, in `ranks`, each rank's
-            coordinate `at` on each axis and `differs`, the parts of its state that differ from rank 0's.
-    """
+    """The generators of all ranks, as a checkpoint keeps them. Every rank calls this. Returns `rng`, the
+    state of rank 0, and `rng_of_ranks`: the `degrees` of the plan and, in `ranks`, each rank's coordinate
+    `at` on each axis and `differs`, the parts of its state that differ from rank 0's."""
     first, *_ = states = gather(ctx, rng_state())
     ranks = [
         {

@@ -84,11 +84,8 @@ class SharedSave:
         self._stack.close()
 
     def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
-        """Run ``act`` on every rank and return the results of all ranks.
-
-        Raises:
-            CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any rank.
-        """
+        """Run ``act`` on every rank and return the results of all ranks. Raises CheckpointError on every
+        rank, if ``act`` raised an OSError or a CheckpointError on any."""
         try:
             outcome = (act(), None)
         except OSError as error:

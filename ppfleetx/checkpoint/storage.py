@@ -194,7 +194,6 @@ def _read_full(file: BinaryIO, target: memoryview) -> None:
 
 
 def _write_chunks(file: BinaryIO, array: np.ndarray) -> tuple[str, ...]:
-    """Write an array's bytes; returns the checksum of each chunk."""
     content = memoryview(array.reshape(-1).view(np.uint8))
     checksums = []
     for start in range(0, len(content), CHUNK_BYTES):

@@ -60,19 +60,13 @@ def load_model(
     parameters.
 
     Element types are converted. If a 16-bit checkpoint has master weights, these are used. A table with
-    different padding gets the true rows and keeps its own padding.
+    different padding gets the true rows and keeps its own padding. Parameters in ``allow_missing`` may be
+    missing, and keep their values; so do those whose shape or vocabulary differs, with
+    ``allow_other_shapes``. ``allow_extra`` True ignores all tensors that the model does not have, a set of
+    names these. ``model_names`` are all names of the model, if ``named_params`` belong to one rank.
 
-    Args:
-        vocab_size: true vocabulary size of the model; must be the checkpoint's.
-        allow_missing: parameters that may be missing; they then keep their values.
-        allow_extra: True ignores all tensors that the model does not have; a set of names ignores these
-            tensors.
-        allow_other_shapes: whether parameters whose shape or vocabulary differs keep their values.
-        model_names: all parameter names of the whole model, if ``named_params`` belong to one rank.
-
-    Raises:
-        CheckpointError: the vocabulary differs, or tensors are missing, unknown or of another shape (before
-            anything is changed), or data is damaged.
+    Raises CheckpointError if the vocabulary differs, or tensors are missing, unknown or of another shape
+    (before anything is changed), or data is damaged.
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)

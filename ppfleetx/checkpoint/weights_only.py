@@ -44,12 +44,9 @@ from ppfleetx.utils.log import get_logger
 
 
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
-    """Read the weights of a checkpoint in our format, from any path that `Engine.save_load.ckpt_dir` accepts.
-
-    Args:
-        masters: whether to read float32 master weights instead of 16-bit weights, if there are any.
-        few_bits: whether to accept quantised weights, as they are stored.
-    """
+    """Read the weights of a checkpoint in our format, from any path that `Engine.save_load.ckpt_dir` accepts:
+    float32 master weights instead of 16-bit weights if ``masters``, quantised weights as they are stored if
+    ``few_bits``."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     if not few_bits:
@@ -138,12 +135,8 @@ def save_weights(
     step: int = 0,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint of weights alone and return its step directory.
-
-    Args:
-        source: what the checkpoint's state says about where the weights come from.
-        documents: files of the checkpoint; None: those of ``cfg`` and ``tokenizer``.
-    """
+    """Write a checkpoint of weights alone and return its step directory. ``source`` is what its state says
+    about where the weights come from; ``documents`` None: those of ``cfg`` and ``tokenizer``."""
     return save_checkpoint(
         output,
         epoch=epoch,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.foreign_formats import ForeignFormats, read_also
+from ppfleetx.checkpoint import ForeignFormats, read_also
 
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint

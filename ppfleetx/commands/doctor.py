@@ -84,8 +84,8 @@ examples:
         from ppfleetx.doctor.libraries import broken_row
 
         try:
+            from ppfleetx.doctor.check import exit_code, in_groups
             from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, leave_report
-            from ppfleetx.doctor.report import exit_code, in_groups
             from ppfleetx.doctor.run import examine_job
 
             target = _target(self)
@@ -150,7 +150,7 @@ def _target(options: Doctor) -> Target:
 
 
 def _show(rows: Sequence[Row], world_size: int, *, as_object: bool) -> int:
-    from ppfleetx.doctor.report import as_json, as_table, exit_code
+    from ppfleetx.doctor.check import as_json, as_table, exit_code
 
     print(as_json(rows, world_size) if as_object else as_table(rows), flush=True)
     return exit_code(rows)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
     from ppfleetx.commands.model_verbs import Generate
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.generation.assistant import Assistant
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
+    from ppfleetx.generation.prompt_lookup import Assistant
 
 _LONGEST_PROMPT = 1 << 24  # bytes to read from a file that may hold earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
@@ -240,7 +240,7 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
     def load(place: str) -> Assistant:
         from ppfleetx.commands.resolve_model import resolve_model
         from ppfleetx.distributed.context import ParallelContext
-        from ppfleetx.generation.assistant import Assistant
+        from ppfleetx.generation.prompt_lookup import Assistant
 
         with ExitStack() as stack, naming("Generation.assistant_model", place):
             found = resolve_model(place, stack)

@@ -133,7 +133,7 @@ class TrainTokenizer(Command):
 
     def run(self) -> None:
         from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
-        from ppfleetx.data.tokenizer.training import train_tokenizer
+        from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
         from ppfleetx.utils.progress import ProgressBar
 
         if (self.output / "tokenizer.json").exists() and not self.overwrite:

@@ -63,9 +63,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     import_paddle()
     logger.info(said)
     from ppfleetx.core.engine.rank_consistency import check_configuration
-    from ppfleetx.distributed.device import is_gpu
+    from ppfleetx.distributed.device import allow_tf32, is_gpu
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.distributed.tf32 import allow_tf32
 
     tf32 = allow_tf32(cfg.Global.allow_tf32)  # set before Global.flags, which may override it
     with PROGRESS.at(MEETING):

@@ -130,11 +130,8 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights.
-
-    Raises:
-        CheckpointError: there is no such model, or it has a different vocabulary.
-    """
+    """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights. Raises
+    CheckpointError if there is no such model, or it has a different vocabulary."""
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
     if model.vocab_size != student.vocab_size:
@@ -179,16 +176,9 @@ def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
 def divergence(
     student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
 ) -> paddle.Tensor:
-    """Compute KL(p || q) at each position ``[s, b]``, from logits ``[s, b, V]`` or this rank's columns of
-    them.
-
-    Args:
-        student: logits of q, which get the gradient.
-        teacher: logits of p.
-        true_vocab: columns from here on are padding.
-        temperature: T.
-        group: the tensor-parallel ranks that hold the other columns; None: there are no others.
-    """
+    """KL(p || q) at each position ``[s, b]``, from logits ``[s, b, V]`` of q (``student``, with gradient) and
+    p (``teacher``), or from this rank's columns of them, whose others are on the ranks of ``group``. Columns
+    from ``true_vocab`` on are padding."""
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)
 
 

@@ -25,18 +25,9 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 
 
 def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
-    """The number of experts of a layer after removing ``ratio`` of them, rounded down.
-
-    Args:
-        model: the network.
-        ratio: the share to remove, from 0 to below 1.
-        multiple: round the number of kept experts up to a multiple of this (for a later expert-parallel
-            degree).
-
-    Raises:
-        ConfigError: the model has no experts, the router cannot choose among so few, or nothing would
-            change.
-    """
+    """The number of experts of a layer after removing the share ``ratio`` of them, rounded down; kept ones
+    are rounded up to a multiple (for a later expert-parallel degree). Raises ConfigError if the model has no
+    experts, the router cannot choose among so few, or nothing would change."""
     check_share(ratio, multiple)
     moe = model.moe
     if moe is None:
@@ -88,14 +79,7 @@ def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -
 def without_experts(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of the pruned model, read lazily.
-
-    Args:
-        tensors: the tensors of the original model.
-        model: its ``Model`` section.
-        small: that of the pruned model.
-        kept: the experts to keep, by layer.
-    """
+    """The tensors of the pruned model ``small``, read lazily; ``kept`` are the experts to keep, by layer."""
     before, after = parameter_shapes(model), parameter_shapes(small)
     for name, tensor in tensors.items():
         if name not in after or before[name] == after[name]:

@@ -48,15 +48,7 @@ _WIDTH = 8  # size of the tensors on which the activation and the optimizer are 
 
 class PruningInTraining:
     """Prunes a runner's model as ``Compress.Prune`` says. All ranks of a job must call its methods together.
-
-    Args:
-        cfg: the run's configuration, with ``Compress.Prune``.
-        ctx: the parallel context of this process.
-        runner: the model's runner.
-
-    Raises:
-        ConfigError: the network cannot be pruned, or its activation or the optimizer moves zeros.
-    """
+    Raises ConfigError if the network cannot be pruned, or its activation or the optimizer moves zeros."""
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None
@@ -71,10 +63,8 @@ class PruningInTraining:
         """Apply the schedule's pruning for ``step``; in most steps there is none.
 
         The first call always checks the model, and so does the first one after a rollback: the run may have
-        been resumed from a checkpoint that was not pruned.
-
-        Raises:
-            ConfigError: pruned parts did not stay zero.
+        been resumed from a checkpoint that was not pruned. Raises ConfigError if pruned parts did not stay
+        zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -93,11 +83,8 @@ class PruningInTraining:
             get_logger().info(f"pruned after {step} steps: {self._said()}")
 
     def finish(self) -> None:
-        """Log which parts are zero, and how to remove them, at the end of training.
-
-        Raises:
-            ConfigError: pruned parts did not stay zero.
-        """
+        """Log which parts are zero, and how to remove them, at the end of training. Raises ConfigError if
+        pruned parts did not stay zero."""
         if not self._begun:
             return
         self._check_zeros(self._scores())

@@ -53,13 +53,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Parts:
-    """The division of a layer's tensor into groups or units.
-
-    Attributes:
-        of_groups: whether the parts are groups; otherwise they are units.
-        axis: the dimension along which it is divided.
-        width: width of each part.
-    """
+    """The division of a layer's tensor along ``axis`` into groups or units of a width."""
 
     of_groups: bool
     axis: int
@@ -71,13 +65,8 @@ class Parts:
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """Return the division of a layer's tensor; None if it does not belong to particular groups or units.
-
-    Args:
-        own: the tensor's name within the layer.
-        shape: shape of the whole tensor.
-        model: the network.
-    """
+    """The division of a layer's tensor with the name ``own``; None if it does not belong to particular groups
+    or units."""
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
         axis = len(shape) - 1
@@ -111,19 +100,9 @@ def sizes_after(
     multiple: int = 1,
     drop_layers: tuple[int, ...] = (),
 ) -> Sizes:
-    """The sizes after removing ``ratio`` of the groups and units, rounded down.
-
-    Args:
-        model: the network.
-        ratio: the share to remove, from 0 to below 1.
-        part: the kind of parts to prune.
-        multiple: round the number of kept parts up to a multiple of this (for a later tensor-parallel
-            degree).
-        drop_layers: layers to remove.
-
-    Raises:
-        ConfigError: too little would be left, or nothing would change.
-    """
+    """The sizes after removing the share ``ratio`` of the groups and units, rounded down, and
+    ``drop_layers``; kept ones are rounded up to a multiple (for a later tensor-parallel degree). Raises
+    ConfigError if too little would be left, or nothing would change."""
     check_network(model)
     check_share(ratio, multiple)
     absent = [layer for layer in drop_layers if not 0 <= layer < model.num_layers]
@@ -219,14 +198,8 @@ def magnitude_scores(
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
-    """The sum of magnitudes or squares in each part, float64.
-
-    Args:
-        values: a matrix, or some of its parts; bfloat16 as its bits in uint16.
-        dtype: type of its elements, as checkpoints name it.
-        parts: the division of the matrix.
-        criterion: whether to sum magnitudes or squares.
-    """
+    """The sum of magnitudes or squares in each part of a matrix, or of some of its parts, float64. bfloat16
+    is given as its bits in uint16."""
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":
         mass = mass**2
@@ -248,14 +221,8 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 def pruned_tensors(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, sizes: Sizes, kept: Mapping[int, Kept]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of the pruned model, read lazily, with layers renumbered.
-
-    Args:
-        tensors: the tensors of the original model.
-        model: its ``Model`` section.
-        sizes: the sizes of the pruned model.
-        kept: the parts to keep of each layer that is kept.
-    """
+    """The tensors of the pruned model, read lazily, with layers renumbered; ``kept`` are the parts of each
+    layer that is kept."""
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():
         found = LAYER.fullmatch(name)

@@ -11,16 +11,9 @@ from ppfleetx.config.counts import counted
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The effect on one layer.
-
-    Attributes:
-        name: canonical name.
-        bits: bits per element.
-        before, after: bytes before and after, including scales.
-        weight_error: the rounding error relative to the matrix (root mean squares).
-        output_error: the relative error of its products with calibration data, rounded like its inputs; None
-            if there was none.
-    """
+    """The effect on one layer: bits per element, bytes before and after (scales included), the rounding error
+    relative to the matrix (root mean squares), and the relative error of its products with calibration data,
+    rounded like its inputs, if there was any."""
 
     name: str
     bits: int
@@ -32,16 +25,9 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """The effect on the whole model.
-
-    Attributes:
-        layers: the quantised layers, in the order of the model.
-        kept: bytes of all other parameters.
-        perplexity_before, perplexity_after: perplexities on the same windows; None if there was no data.
-        num_measured: number of tokens that the perplexities were measured on.
-        on_trained_grid: number of matrices whose values are exactly the values used in quantisation-aware
-            training.
-    """
+    """The effect on the whole model: its quantised layers in order, bytes of all other parameters,
+    perplexities on the same windows of ``num_measured`` tokens if there was data, and the number of matrices
+    whose values are exactly those of quantisation-aware training."""
 
     layers: list[LayerReport] = field(default_factory=list)
     kept: int = 0

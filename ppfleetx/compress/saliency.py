@@ -33,13 +33,7 @@ _ROWS = 4  # windows per batch
 
 
 def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, Scores]:
-    """Scores of every layer.
-
-    Args:
-        checkpoint: the weights.
-        model: the network.
-        windows: ``[c, s + 1]`` token ids.
-    """
+    """Scores of every layer over ``windows [c, s + 1]`` of token ids."""
     network = _loaded(checkpoint, model)
     parameters = canonical_parameters(network)
     layers = range(model.num_layers)

@@ -32,20 +32,10 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Take windows that are spread evenly over a corpus (the prefix of .bin/.idx) or a plain text.
-
-    Args:
-        place: the corpus, or a .txt file.
-        tokenizer: tokenizer for a text.
-        vocab_size: ids must be below this.
-        seq_len: s.
-        num_windows: the limit of c; e is at most half of it.
-        fewest: the number of tokens that calibration needs.
-
-    Raises:
-        DataError: there is no such data, or it contains ids outside the model's vocabulary.
-        ConfigError: there is too little data.
-    """
+    """Take windows of ``seq_len`` + 1 tokens that are spread evenly over a corpus (the prefix of .bin/.idx)
+    or a plain text: up to ``num_windows`` to calibrate, which needs ``fewest`` tokens, and half as many to
+    evaluate. Raises DataError if there is no such data, or it contains ids outside the model's vocabulary,
+    ConfigError if there is too little."""
     tokens = _tokens(place, tokenizer)
     border = len(tokens) - len(tokens) // _MEASURED
     calibration = _windows(tokens[:border], seq_len, num_windows)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -135,13 +136,8 @@ def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[i
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend.
-
-    Attributes:
-        decisive: everything that determines the order, for fingerprints.
-        shares: the share of each corpus, for messages.
-        dataset_index: int16 [n], the corpus of each sample.
-        dataset_sample_index: int64 [n], the number of each sample within its corpus.
+    """The order of a blend: the corpus of each sample, int16 [n], and its number within that corpus, int64
+    [n]; the share of each corpus, for messages; and everything that determines the order, for fingerprints.
     """
 
     decisive: list
@@ -157,46 +153,37 @@ class BlendOrder:
 def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
     """The order of `blending_indices`, cached in ``cache_dir``."""
     weights = list(weights)
-    arrays = _load_or_build(
-        cache_dir,
-        [BLEND_VERSION, weights, num_samples],
-        num_samples,
-        lambda: blending_indices(weights, num_samples),
-        {"weights": weights, "num_samples": num_samples},
-    )
-    return BlendOrder([weights], weights, *arrays)
+    about = {"weights": weights, "num_samples": num_samples}
+    build = partial(blending_indices, weights, num_samples)
+    return _order([weights], weights, num_samples, cache_dir, build, about)
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
     """The order of `exhaustive_indices`, or the requested first part of it, cached in ``cache_dir``."""
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
-    arrays = _load_or_build(
-        cache_dir,
-        [BLEND_VERSION, "exhaustive", sizes, num_samples],
-        num_samples,
-        lambda: exhaustive_indices(sizes, num_samples),
-        {"exhaustive": sizes, "num_samples": num_samples},
-    )
-    return BlendOrder(["exhaustive", sizes], normalise(sizes), *arrays)
+    about = {"exhaustive": sizes, "num_samples": num_samples}
+    build = partial(exhaustive_indices, sizes, num_samples)
+    return _order(["exhaustive", sizes], normalise(sizes), num_samples, cache_dir, build, about)
 
 
-def _load_or_build(
-    cache_dir: Path,
+def _order(
     decisive: list,
+    shares: list[float],
     num_samples: int,
+    cache_dir: Path,
     build: Callable[[], tuple[np.ndarray, np.ndarray]],
     about: dict,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> BlendOrder:
     names = ("dataset_index", "dataset_sample_index")
     arrays = load_or_build(
         cache_dir,
-        f"blend_{_fingerprint(decisive)}",
+        f"blend_{_fingerprint([BLEND_VERSION, *decisive, num_samples])}",
         names,
         lambda: dict(zip(names, build(), strict=True)),
         about,
         num_bytes=_BYTES_PER_SAMPLE * num_samples,
     )
-    return arrays["dataset_index"], arrays["dataset_sample_index"]
+    return BlendOrder(decisive, shares, **arrays)
 
 
 class BlendedDataset:
@@ -241,12 +228,8 @@ class BlendedDataset:
     def describe(self) -> str:
         shares = ", ".join(f"{100 * weight:.2f}%" for weight in self.order.shares)
         lines = [dataset.describe() for dataset in self.datasets]
-        return "\n".join(
-            [
-                *lines,
-                f"blend of {counted(len(lines), 'corpus')}: {shares}; {counted(len(self), 'sample', ',')}",
-            ]
-        )
+        blend = f"blend of {counted(len(lines), 'corpus')}: {shares}; {counted(len(self), 'sample', ',')}"
+        return "\n".join([*lines, blend])
 
 
 def _fingerprint(decisive: list) -> str:

@@ -22,11 +22,10 @@ from ppfleetx.data.blended import (
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
+from ppfleetx.data.indexed import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
-from ppfleetx.data.tasks.chats import ChatDataset
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
-from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.tasks.records import ChatDataset, GlueDataset, PromptResponseDataset
 from ppfleetx.data.tokenizer.files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
@@ -109,12 +108,8 @@ def build_dataloader(
 
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
-    """Build the dataset named by ``Data.<mode>.dataset``.
-
-    Raises:
-        ConfigError: there is no such section, or it does not describe a dataset.
-        DataError: a corpus or file is missing, damaged or too small.
-    """
+    """Build the dataset named by ``Data.<mode>.dataset``. Raises ConfigError if there is no such section, or
+    it does not describe a dataset, DataError if a corpus or file is missing, damaged or too small."""
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
@@ -234,7 +229,6 @@ def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
 
 
 def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
-    """The corpora of the section, with normalised weights if there are several."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     weights = dataset_cfg.weights
     number = MODES.index(mode)

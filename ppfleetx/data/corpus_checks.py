@@ -13,8 +13,7 @@ from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
-from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.indexed import IndexedDataset, TokenStore
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
@@ -82,7 +81,10 @@ def describe(block: Block, corpus: IndexedDataset | None) -> str:
     """Describe a damaged block, with its documents if the index can be read."""
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
-    first, last = documents_in(corpus, block)
+    sequences = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
+    # Empty sequences begin where the next one does, and empty documents hold no sequence. So the last of
+    # several equal boundaries is the one with tokens.
+    first, last = np.searchsorted(corpus.document_indices, sequences, side="right") - 1
     return f"{block}: documents {first:,} to {last:,}, counted from 0"
 
 
@@ -91,15 +93,6 @@ def _opened(prefix: str) -> IndexedDataset | None:
         return IndexedDataset(prefix)
     except DataError:
         return None
-
-
-def documents_in(corpus: IndexedDataset, block: Block) -> tuple[int, int]:
-    """The first and last document with a token in the block."""
-    first, last = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
-    # Empty sequences begin where the next one does, and empty documents hold no sequence. So the last of
-    # several equal boundaries is the one with tokens.
-    documents = np.searchsorted(corpus.document_indices, [first, last], side="right") - 1
-    return int(documents[0]), int(documents[1])
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:

@@ -18,8 +18,15 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, refuse_to_replace
-from ppfleetx.data.token_store import TokenStore, runs_from_zero
+from ppfleetx.data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    TokenStore,
+    bin_path,
+    idx_path,
+    refuse_to_replace,
+    runs_from_zero,
+)
 from ppfleetx.utils.foreign_files import file_status, os_errors
 
 FLEETX_SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
@@ -34,9 +41,7 @@ class FleetXDataset(TokenStore):
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        text = os.fspath(prefix)
-        for suffix in FLEETX_SUFFIXES:
-            text = text.removesuffix(suffix)
+        text = _without_suffix(os.fspath(prefix))
         if Path(f"{text}_ids.npy").exists():
             path = Path(f"{text}_ids.npy")
             with _damage(path):

@@ -20,7 +20,7 @@ from ppfleetx.data.index_map import (
     order_fingerprint,
     plan_epochs,
 )
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.indexed import TokenStore
 
 MODES = ("Train", "Eval", "Test")
 
@@ -95,15 +95,10 @@ class SampleOptions:
 class GPTDataset:
     """Samples ``0 .. len - 1``, cut from sequences ``[first, last)`` of a corpus, in shuffled order.
 
-    Args:
-        num_samples: the number of samples that the run will ask for, which decides how many epochs are
-            shuffled together. None: one epoch.
-        at_least: the minimum number of samples, see `plan_epochs`.
-        name: the name of the split in messages (Train, Eval, Test).
-        cache_dir: the directory for index maps; None: ``cache`` beside the corpus.
-
-    Raises:
-        DataError: the split is empty or shorter than one sample.
+    ``num_samples``, which the run will ask for, decides how many epochs are shuffled together (None: one);
+    `plan_epochs` says what ``at_least`` does. ``name`` is that of the split in messages. Index maps are kept
+    in ``cache_dir``; None: ``cache`` beside the corpus. Raises DataError if the split is empty or shorter
+    than one sample.
     """
 
     def __init__(
@@ -169,16 +164,10 @@ class GPTDataset:
         return self.tokens_per_epoch / self.options.sequence_length
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample ``index`` of the shuffled order, or for `PADDING` a sample whose loss mask is 0.
-
-        Returns:
-            ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``sample_ids``
-            int64 [], and with ``reset_attention_mask`` ``document_start`` int32 [s]: the first position each
-            row may attend to.
-
-        Raises:
-            DataError: a token id lies outside the vocabulary.
-        """
+        """Sample ``index`` of the shuffled order, or for `PADDING` a sample whose loss mask is 0: ``tokens``,
+        ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``sample_ids`` int64 [], and with
+        ``reset_attention_mask`` ``document_start`` int32 [s]: the first position each row may attend to.
+        Raises DataError for an id outside the vocabulary."""
         window = self._window(max(index, 0))
         sample = make_sample(window, self.options)
         sample["sample_ids"] = np.array(index, np.int64)

@@ -37,13 +37,8 @@ _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this sh
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The number of times a split is read to yield the requested samples.
-
-    Attributes:
-        sequence_length: tokens the model sees per sample (L).
-        num_epochs: the smallest number of epochs whose tokens suffice (E).
-        separate_final_epoch: whether the last epoch is shuffled separately, after all others.
-    """
+    """The number of times a split is read to yield the requested samples of L tokens: ``num_epochs`` is the
+    smallest whose tokens suffice; with ``separate_final_epoch``, the last is shuffled after all others."""
 
     tokens_per_epoch: int
     sequence_length: int
@@ -61,13 +56,9 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The three arrays, with the dtypes of Megatron-LM.
-
-    Attributes:
-        document_index: int32 [E * sequences], sequence ids in the order of the token stream.
-        sample_index: int32 or int64 [S + 1, 2], (position in `document_index`, token offset) of each start.
-        shuffle_index: uint32 or int64 [S], the sample visited at each step.
-    """
+    """The three arrays, with the dtypes of Megatron-LM: `document_index` int32 [E * sequences], sequence ids
+    in the order of the token stream; `sample_index` int32 or int64 [S + 1, 2], (position in it, token offset)
+    of each start; `shuffle_index` uint32 or int64 [S], the sample visited at each step."""
 
     document_index: np.ndarray
     sample_index: np.ndarray

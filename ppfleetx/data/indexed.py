@@ -20,11 +20,13 @@ none.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -33,9 +35,87 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums_path
-from ppfleetx.data.token_store import TokenStore, runs_from_zero
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.foreign_files import file_status, opened, os_errors
+
+_CHUNK = 1 << 22  # index entries handled at a time, so that no second copy of the index is needed
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
+
+
+def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
+    """Whether ``boundaries`` begin with 0, end with ``last`` and never decrease. The check runs in chunks."""
+    if not boundaries.shape[0] or boundaries[0] != 0 or boundaries[-1] != last:
+        return False
+    parts = (boundaries[first : first + _CHUNK + 1] for first in range(0, boundaries.shape[0], _CHUNK))
+    return all((part[1:] >= part[:-1]).all() for part in parts)
+
+
+class TokenStore:
+    """Base class of all corpus formats: sequences of tokens that follow one another in a flat array.
+
+    Attributes:
+        prefix: the path without its suffix, as the user gave it; used in messages.
+        sizes: int32 [N], the number of tokens of each sequence.
+        byte_offsets: int64 [N], the start of each sequence in the flat token array, in bytes.
+        document_indices: int64 [documents + 1], document boundaries counted in sequences.
+        dtype: dtype of the stored tokens.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        tokens: np.ndarray,
+        sizes: np.ndarray,
+        byte_offsets: np.ndarray,
+        document_indices: np.ndarray,
+    ) -> None:
+        self.prefix = prefix
+        self.sizes = sizes
+        self.byte_offsets = byte_offsets
+        self.document_indices = document_indices
+        self.dtype = tokens.dtype
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self.sizes.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tokens.shape[0]
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens ``[offset, offset + length)`` of one sequence, as a read-only view. Raises IndexError."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
+        size = int(self.sizes[index])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(
+                f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {index}, which has {size}"
+            )
+        start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    def flat(self, first: int, last: int) -> np.ndarray:
+        """Tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
+        return self._tokens[first:last]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few
+        blocks, which differ for fixed-length chunks under two tokenizers. A single changed token elsewhere
+        goes unnoticed. The path does not count, so a corpus can be moved."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
+        for values in (self.sizes, self.document_indices):
+            for first in range(0, values.shape[0], _CHUNK):
+                digest.update(np.ascontiguousarray(values[first : first + _CHUNK]))
+        block = _BLOCK_BYTES // self.dtype.itemsize
+        last = max(0, self.num_tokens - block)
+        for first in sorted({last * i // (_SAMPLED_BLOCKS - 1) for i in range(_SAMPLED_BLOCKS)}):
+            digest.update(np.ascontiguousarray(self._tokens[first : first + block]))
+        return digest.hexdigest()
+
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -51,8 +131,6 @@ DTYPES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-# Index entries handled at a time, so that checks and writes need no second copy of the index.
-_CHUNK = 1 << 22
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
@@ -206,16 +284,9 @@ class IndexedDatasetWriter:
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents with any number of sequences each.
-
-        Args:
-            flat_tokens: the tokens of all sequences, one after another.
-            lengths: the number of tokens of each sequence.
-            boundaries: for each document, the number of sequences up to its end.
-
-        Raises:
-            ValueError: these do not add up, or a length is negative.
-        """
+        """Append many documents with any number of sequences each: the tokens of all sequences one after
+        another, their lengths, and for each document the number of sequences up to its end. Raises ValueError
+        if these do not add up, or a length is negative."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64)

@@ -143,9 +143,7 @@ class Dataset(Protocol):
 
     fingerprint: str
 
-    def __len__(self) -> int:
-        """The number of samples."""
-
+    def __len__(self) -> int: ...
     @property
     def samples_per_epoch(self) -> float:
         """The number of samples in one pass."""

@@ -36,10 +36,7 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
     """Write the model into ``Engine.save_load.output_dir``/rank_0, atomically replacing an earlier export.
-
-    Raises:
-        UserError: checkpoint and tokenizer do not fit the model, or the directory cannot be written.
-    """
+    Raises UserError if checkpoint and tokenizer do not fit the model, or the directory cannot be written."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
     busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))
@@ -64,11 +61,8 @@ def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
 
 
 def check_adapters(cfg: RunConfig) -> None:
-    """Check that a model with adapters has weights that can be exported.
-
-    Raises:
-        ConfigError: the weights are quantised.
-    """
+    """Check that a model with adapters has weights that can be exported. Raises ConfigError if the weights
+    are quantised."""
     if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
         raise ConfigError(
             "adds adapters to quantised weights, which cannot be exported. Merge them into the weights "
@@ -79,11 +73,8 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Check that keys which an exported program has cached stay valid however long a row becomes.
-
-    Raises:
-        ConfigError: the model turns long rows by other angles.
-    """
+    """Check that keys which an exported program has cached stay valid however long a row becomes. Raises
+    ConfigError if the model turns long rows by other angles."""
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(
@@ -97,11 +88,7 @@ def check_positions(cfg: RunConfig) -> None:
 
 
 def check_one_process(processes: int) -> None:
-    """Check that this is the only process of the job.
-
-    Raises:
-        ConfigError: the job has several processes.
-    """
+    """Check that this is the only process of the job. Raises ConfigError if the job has several processes."""
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
@@ -113,11 +100,8 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Check that ``output_dir``/rank_0 can be created, or is an export that may be replaced.
-
-    Raises:
-        ConfigError: the directory cannot be created, or holds something else.
-    """
+    """Check that ``output_dir``/rank_0 can be created, or is an export that may be replaced. Raises
+    ConfigError if the directory cannot be created, or holds something else."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
     rule = why_not_writable(output_dir)

@@ -54,21 +54,10 @@ class FileEntry:
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportManifest:
-    """The manifest of an exported model.
-
-    Attributes:
-        vocab_size: ids below this may be generated.
-        end_id: id of the end-of-text token.
-        end_token: the end-of-text token.
-        max_positions: limit of tokens in a prompt and its continuation together.
-        model: the ``Model`` section it was exported with.
-        generation: the keys of the ``Generation`` section that were set when it was exported.
-        tokenizer_fingerprint: see :attr:`ppfleetx.data.tokenizer.tokenizer.Tokenizer.fingerprint`.
-        checkpoint: name of the checkpoint that the weights are from.
-        inputs: names and types of the program's inputs.
-        paddle_version: the version of Paddle that wrote the program.
-        files: size and checksum of each file, by its path in the directory.
-    """
+    """The manifest of an exported model: the ``Model`` section and the given keys of the ``Generation``
+    section it was exported with; ids below ``vocab_size`` may be generated; ``max_positions`` limits prompt
+    and continuation together; ``inputs`` are names and types of the program's inputs, ``files`` size and
+    checksum by path."""
 
     vocab_size: StrictInt
     end_id: StrictInt
@@ -114,15 +103,9 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
-    """Find an exported model, and check it. Returns its directory and its manifest.
-
-    Args:
-        model_dir: the directory itself, or the ``output_dir`` that contains it.
-        verify: whether to compare the checksums of all files; sizes are always compared.
-
-    Raises:
-        ConfigError: there is no exported model, it is damaged, or another version wrote it.
-    """
+    """Find an exported model in the directory, or in the ``output_dir`` that contains it. Returns its
+    directory and its manifest. File sizes are always compared, checksums with ``verify``. Raises ConfigError
+    if there is no exported model, it is damaged, or another version wrote it."""
     directory = _find(Path(model_dir))
     manifest = _read(directory / MANIFEST_FILE)
     for name, entry in manifest.files.items():
@@ -190,7 +173,6 @@ def _read(path: Path) -> ExportManifest:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """The SHA-256 of a manifest's content, independent of its formatting."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -219,14 +201,8 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
-    """Check that an exported program can decode as the ``Generation`` section says.
-
-    Args:
-        places: the places where the keys were set.
-
-    Raises:
-        ConfigError: the program or the machine cannot do so.
-    """
+    """Raise ConfigError if an exported program cannot decode as the ``Generation`` section says. ``places``
+    are where the keys were set."""
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
         key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
@@ -253,18 +229,9 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Check that an exported program can decode as the ``Generation`` section says when oneDNN runs it.
-
-    With oneDNN, the program can sample only from the likeliest tokens. If it samples from the whole
-    vocabulary, Paddle 3.3.1 raises an exception without a message.
-
-    Args:
-        vocab_size: number of tokens that may be generated.
-        places: the places where the keys were set.
-
-    Raises:
-        ConfigError: the program or the machine cannot do so.
-    """
+    """Raise ConfigError if the program cannot decode as the section says when oneDNN runs it: then it can
+    sample only from the likeliest tokens. From the whole vocabulary, Paddle 3.3.1 raises an exception without
+    a message."""
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
             f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "
@@ -277,11 +244,8 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
 
 def check_inference(cfg: RunConfig, device: str) -> None:
-    """Check that this machine can run an exported program as the ``Inference`` section says.
-
-    Raises:
-        ConfigError: the program or the machine cannot do so.
-    """
+    """Check that this machine can run an exported program as the ``Inference`` section says. Raises
+    ConfigError if the program or the machine cannot do so."""
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
         raise _refusal(

@@ -50,14 +50,8 @@ class InferenceEngine(TextGenerator):
 
     The whole decoding loop runs inside the program, so text is available only when a batch has ended:
     ``on_text`` then gets all of it at once, and stop strings are searched for afterwards. Only one thread at
-    a time may generate.
-
-    Args:
-        options: the ``Inference`` section; ``model_dir`` is a directory written by ppfleetx export.
-        device: a kind of device, optionally with a number (``gpu:1``).
-
-    Raises:
-        ConfigError: there is no exported model, it is damaged, or it cannot be run as ``options`` say.
+    a time may generate. ``device`` is a kind of device, optionally with a number (``gpu:1``). Raises
+    ConfigError if there is no exported model, it is damaged, or it cannot be run as ``options`` say.
     """
 
     def __init__(self, options: InferenceConfig, *, device: str = "cpu") -> None:
@@ -85,7 +79,6 @@ class InferenceEngine(TextGenerator):
         ]
 
     def _inputs(self, prompts: list[list[int]], batch: Batch) -> dict[str, np.ndarray]:
-        """The program's inputs; see :data:`ppfleetx.deploy.static.program.INPUTS`."""
         cfg, rows = batch.cfg, [prompt for prompt, _ in batch.streams]
         tokens, padding = pad_left(prompts)
         greedy = batch.is_greedy
@@ -137,13 +130,7 @@ class InferenceEngine(TextGenerator):
 
 
 class Program:
-    """The program of an export, ready to run.
-
-    Args:
-        directory: the directory with the program and its weights.
-        files: the names of the export's files; the directory may contain others.
-        options, device: as in :class:`InferenceEngine`.
-    """
+    """The program of an export, ready to run; ``files`` are the names of its files in the directory."""
 
     def __init__(
         self, directory: Path, files: Collection[str], options: InferenceConfig, device: str

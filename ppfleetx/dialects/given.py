@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.parse import parse_yaml, read_text, shown_path
 from ppfleetx.config.reading.tree import Node, is_index, plain_scalar, plain_value
 
 
@@ -29,7 +31,6 @@ class Given:
 
     @property
     def origin(self) -> str:
-        """The place and key, for messages about the origin of a native value."""
         return f"{self.place}, {self.key}"
 
 
@@ -51,6 +52,17 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
         else:
             value = None if node.value == {} else plain_value(node)
             yield Given(name, value, node.place, node.text)
+
+
+def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -> Iterator[Given]:
+    """All values of a YAML or JSON file, with ``prefix`` before their keys; ``named`` names the file."""
+    entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
+    # JSON may be indented with tabs, which YAML does not allow; its strings contain none.
+    text = read_text(path, **entry).replace("\t", " ")
+    tree = parse_yaml(text, shown_path(path), with_lines=True, is_ours=False)
+    if tree is None or not isinstance(tree.value, dict):
+        raise ConfigError("is not a mapping of keys", place=shown_path(path))
+    yield from given_in(tree, prefix)
 
 
 def given_arguments(

@@ -30,14 +30,10 @@ import yaml
 from ppfleetx.config.errors import shown, shown_key
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
-"""Converts the value of a key to native values: a mapping of native keys, or a single value for
-``Key.to``.
-"""
+"""Converts the value of a key to a mapping of native keys, or to a single value for ``Key.to``."""
 
 
 class Kind(StrEnum):
-    """What happens to a key."""
-
     MAPPED = "mapped"
     FIXED = "fixed"
     UNUSED = "without meaning"
@@ -49,7 +45,7 @@ class Key:
     """One key of a dialect.
 
     Attributes:
-        name: the dotted name. ``*`` stands for any single part, and ``**`` at the end for one or more parts.
+        name: the dotted name, with ``*`` and ``**`` as above.
         kind: what happens to the key.
         to: the native keys that it sets, alone or together with other keys.
         convert: the conversion of its value; None if there is none, or if a rule of the dialect reads the key
@@ -68,27 +64,18 @@ class Key:
     default: Any = None
 
     def natives(self, value: Any) -> Mapping[str, Any]:
-        """The native values that follow from ``value``; None leaves a native key unset.
-
-        Raises:
-            ValueError: ``value`` cannot be converted.
-        """
+        """The native values that follow from ``value``; None leaves a native key unset. Raises ValueError."""
         found = self.convert(value)
         return found if isinstance(found, Mapping) else dict.fromkeys(self.to, found)
 
 
 def same(value: Any) -> Any:
-    """Return the value unchanged."""
     return value
 
 
 class KeyTable:
-    """The keys of a dialect, found by the names that its users write.
-
-    Args:
-        keys: the keys, in the order of the documentation.
-        normal: a function that turns a name as written into the name in the table.
-    """
+    """The keys of a dialect, in the order of the documentation, found by the names that its users write;
+    ``normal`` turns such a name into the name in the table."""
 
     def __init__(self, keys: Iterable[Key], normal: Callable[[str], str] = same) -> None:
         self.keys = tuple(keys)
@@ -99,7 +86,7 @@ class KeyTable:
             raise ValueError("a key stands twice in the table")
 
     def find(self, name: str) -> Key | None:
-        """Find the key for ``name``. An exact match takes precedence over a pattern."""
+        """An exact match takes precedence over a pattern."""
         name = self._normal(name)
         if name in self._exact:
             return self._exact[name]
@@ -167,22 +154,14 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int | None = None) -> int:
-    """Check that ``value`` is an integer of at least ``least``, and return it.
-
-    Raises:
-        ValueError: ``value`` is anything else.
-    """
+    """Return ``value`` if it is an integer of at least ``least``; else raise ValueError, as all conversions
+    do."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("must be an integer")
     return _at_least(value, least)
 
 
 def number(value: Any, *, least: float | None = None) -> float:
-    """Check that ``value`` is a finite number of at least ``least``, and return it.
-
-    Raises:
-        ValueError: ``value`` is anything else.
-    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("must be a number")
     return _at_least(value, least)
@@ -195,11 +174,6 @@ def _at_least(value: Any, least: float | None) -> Any:
 
 
 def flag(value: Any) -> bool:
-    """Check that ``value`` is true or false, and return it.
-
-    Raises:
-        ValueError: ``value`` is anything else.
-    """
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return value
@@ -243,7 +217,6 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def read_file(dialect: str) -> dict[str, Any]:
-    """Read the ``keys.yaml`` of a dialect."""
     text = (Path(__file__).parent / dialect / "keys.yaml").read_text("utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe, both of them
 
@@ -251,12 +224,7 @@ def read_file(dialect: str) -> dict[str, Any]:
 def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
-    """Make the tables of a file, by name.
-
-    Args:
-        content: the content of the file, see :func:`read_file`. Only its lists of rows are tables.
-        prefixes: the prefix of all keys, for the tables that need one.
-    """
+    """Make the tables of a file, by name, from its lists of rows; ``prefixes`` of all keys of some tables."""
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
         for name, rows in content.items()

@@ -40,7 +40,6 @@ class Native:
 
     @property
     def place(self) -> str:
-        """The place of the value, for messages."""
         return "; ".join(one.origin for one in self.origins) or f"not written; {self.why}"
 
     @property
@@ -60,7 +59,7 @@ class Translation:
         dialect: the toolkit's name, as in "MindFormers".
         place: the file or command line that was translated.
         native: the native values, by dotted native key.
-        fixed: the given keys that have no effect, with the reason.
+        fixed: the given keys that have no effect.
         unused: the given keys that have no meaning here.
         notes: deliberate differences between a run here and a run of the toolkit; tools log them.
         given: all given values, by their names in the key table.
@@ -69,7 +68,7 @@ class Translation:
     dialect: str
     place: str
     native: dict[str, Native] = field(default_factory=dict)
-    fixed: list[tuple[Given, str]] = field(default_factory=list)
+    fixed: list[Given] = field(default_factory=list)
     unused: list[Given] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     given: dict[str, Given] = field(default_factory=dict)
@@ -119,7 +118,6 @@ class Translation:
         return tuple(self.given[key] for key in keys if key in self)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Read a value of any type."""
         return self.given[key].value if key in self else default
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
@@ -194,7 +192,7 @@ class Translation:
         for note in self.notes:
             yield f"# {_one_line(note)}"
         for words, keys in (
-            ("Honoured by what is always so here", [one.key for one, _ in self.fixed]),
+            ("Honoured by what is always so here", [one.key for one in self.fixed]),
             ("Without meaning here", [one.key for one in self.unused]),
         ):
             if keys:
@@ -234,13 +232,11 @@ def _block(tree: dict[str, Any], indent: str) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    """``value`` as YAML on one line."""
     plain = [list(value)] if isinstance(value, tuple) else [value]
     return yaml.safe_dump(plain, default_flow_style=True, width=1 << 30, allow_unicode=True).strip()[1:-1]
 
 
 def _one_line(text: str) -> str:
-    """``text`` without characters that would end a comment."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -253,12 +249,8 @@ def translate(
 ) -> Translation:
     """Translate all given values to native values.
 
-    Args:
-        dialect: the toolkit's name.
-        place: the file or command line, for messages about missing values.
-        given: the values; later values replace earlier ones of the same name.
-        table: the table of the toolkit's keys.
-        rules: the rules, applied in order after the keys that are translated one by one.
+    Of ``given``, later values replace earlier ones of the same name. The rules are applied in order, after
+    the keys that are translated one by one.
     """
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
@@ -289,9 +281,7 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
-    """Raise an error for the first unsupported key in table order, where the kind of network comes before its
-    details.
-    """
+    """Raise an error for the first unsupported key in table order, where the kind of network comes first."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:
@@ -313,11 +303,10 @@ def _unknown(one: Given, table: KeyTable, dialect: str) -> ConfigError:
 
 
 def take(one: Given, key: Key, result: Translation) -> None:
-    """Translate one value by its row of the table."""
     if key.kind is Kind.UNUSED:
         result.unused.append(one)
     elif key.kind is Kind.FIXED:
-        result.fixed.append((one, key.says))
+        result.fixed.append(one)
     elif key.convert is not None:
         try:
             natives = key.natives(one.value)

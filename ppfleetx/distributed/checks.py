@@ -37,11 +37,8 @@ class CheckFailedError(UserError):
 
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
-    """Check that all ranks read the same configuration; ``values`` are its keys, flattened.
-
-    Raises:
-        CheckFailedError: configurations differ; the message names keys and ranks.
-    """
+    """Check that all ranks read the same configuration; ``values`` are its keys, flattened. Raises
+    CheckFailedError if configurations differ; the message names keys and ranks."""
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
     digests = gather(ctx, digest)
@@ -70,11 +67,8 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
     """Check that ranks of one replica read the same batch and, with ``distinct``, that replicas read
-    different batches.
-
-    Raises:
-        CheckFailedError: on every rank, if the check fails; the message names two ranks.
-    """
+    different batches. Raises CheckFailedError: on every rank, if the check fails; the message names two
+    ranks."""
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = ctx.plan.data_rank(rank)
@@ -95,11 +89,8 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
-    """Check that no two data ranks read the same sample in a step.
-
-    Raises:
-        CheckFailedError: on every rank, if the check fails; the message names samples and ranks.
-    """
+    """Check that no two data ranks read the same sample in a step. Raises CheckFailedError: on every rank, if
+    the check fails; the message names samples and ranks."""
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
     for rank, ids in enumerate(of_rank):
@@ -119,11 +110,8 @@ Held = tuple[str, "Tensor", Any]
 
 def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
     """Check that all copies of a tensor are equal to the last bit: across dp, sharding, sep and mp, and
-    across pipeline stages for tied weights.
-
-    Raises:
-        CheckFailedError: on every rank, if copies differ; the message names tensors and ranks.
-    """
+    across pipeline stages for tied weights. Raises CheckFailedError: on every rank, if copies differ; the
+    message names tensors and ranks."""
     if ctx.world_size == 1:
         return
     mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
@@ -161,17 +149,9 @@ def _checksum(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class NonFinitePlace:
-    """Where a number that is not finite first appeared on a rank.
-
-    Attributes:
-        in_forward: whether the number is in an output of ``layer``; otherwise it is in the gradient of
-            ``parameter``.
-        index: the number of the layer (stage) in the model.
-        layer: the layer's class and number, for messages.
-        parameter: the parameter's canonical name; with ``in_forward``, a parameter that is itself not finite,
-            or "".
-        micro_batch: the index among the rank's micro batches, from 0; None if unknown.
-    """
+    """Where a number that is not finite first appeared on a rank: ``in_forward`` in an output of ``layer``,
+    number ``index`` of the model, else in the gradient of ``parameter``. With ``in_forward``, ``parameter``
+    is one that is itself not finite, or "". ``micro_batch`` counts from 0; None if unknown."""
 
     in_forward: bool
     index: int

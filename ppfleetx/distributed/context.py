@@ -19,15 +19,10 @@ DATA_AXES = ("dp", "sharding")
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One process's place in the plan.
+    """One process's place in the plan, and Paddle's process group of each axis with more than one rank.
 
-    ``data_rank`` numbers the replicas that read different samples; there are dp times sharding of them.
-    Processes that differ only in other axes read the same samples.
-
-    Attributes:
-        rank: the number of this process in the job.
-        data_rank: the number of the replica, ``dp rank x sharding + sharding rank``.
-        groups: Paddle's process group of each axis with more than one rank.
+    ``data_rank``, ``dp rank x sharding + sharding rank``, numbers the dp times sharding replicas that read
+    different samples. Processes that differ only in other axes read the same samples.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)

@@ -18,12 +18,9 @@ from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
-    """Set Paddle's device and seeds for this process, and join the job's other processes.
-
-    Raises:
-        ConfigError: ``Global.device`` names a device that this machine or this Paddle does not have, or
-            ``Global.flags`` a flag that Paddle does not accept.
-    """
+    """Set Paddle's device and seeds for this process, and join the job's other processes. Raises ConfigError
+    if ``Global.device`` names a device that this machine or this Paddle does not have, or ``Global.flags`` a
+    flag that Paddle does not accept."""
     device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
@@ -71,10 +68,8 @@ def flags_of_run() -> dict[str, Any]:
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
     """Call ``fleet.init`` with the degrees of ``plan``. Nothing else in this package calls it.
 
-    On a CPU, this first installs the process groups of :mod:`ppfleetx.distributed.cpu.backend`.
-
-    Raises:
-        ConfigError: CPU processes with a Paddle build for GPUs, where those groups do not work.
+    On a CPU, this first installs the process groups of :mod:`ppfleetx.distributed.cpu.backend`. Raises
+    ConfigError if a CPU job has a Paddle build for GPUs, where those groups do not work.
     """
     from paddle.distributed import fleet
 

@@ -56,13 +56,8 @@ def sliced_stream() -> AbstractContextManager[None]:
 
 
 class DropoutStreams:
-    """Seeds the dropout generators each time a stage begins a forward pass in training.
-
-    Args:
-        seed: ``Global.seed``.
-        ctx: this process's place in the job. Replicas and sequence parts draw different masks; in the sliced
-            stream, tensor-parallel ranks do so too.
-    """
+    """Seeds the dropout generators each time a stage begins a forward pass in training. Replicas and sequence
+    parts draw different masks; in the sliced stream, tensor-parallel ranks do so too."""
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
         self._seed, self._step, self._replica = seed, 0, (ctx.data_rank, ctx.rank_on("sep"))

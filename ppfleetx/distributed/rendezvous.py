@@ -47,11 +47,8 @@ class RendezvousError(Exception):
 
 
 def meeting_point() -> Address:
-    """The address on which rank 0 listens: the one Paddle would use for the job's store.
-
-    Raises:
-        ConfigError: the environment does not name one.
-    """
+    """The address on which rank 0 listens: the one Paddle would use for the job's store. Raises ConfigError
+    if the environment does not name one."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not (host and port):
         endpoints = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
@@ -118,14 +115,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Member:
-    """The facts that a process tells about itself.
-
-    Attributes:
-        name: its name in messages, e.g. ``rank 3``.
-        number: its number in the job, 0 for the process that listens; None if members are numbered in the
-            order they arrive.
-        address: the address at which the others can reach it later, if they need to.
-    """
+    """The facts that a process tells about itself: its name in messages, its number in the job (0 for the
+    process that listens; None if members are numbered as they arrive), and the address at which the others
+    can reach it later, if they need to."""
 
     name: str
     number: int | None = None
@@ -134,15 +126,9 @@ class Member:
 
 @dataclass
 class Members:
-    """The facts that every process knows once all processes have met.
-
-    Attributes:
-        number: the number of this process.
-        names, addresses: the names and addresses of all processes, by number.
-        token: 256 random bits that prove that a connection belongs to this job.
-        lines: the open connections, by number. The first process has one to every other process; each other
-            process has one to the first.
-    """
+    """The facts that every process knows once all have met: its own number, names and addresses by number,
+    256 random bits that prove that a connection belongs to this job, and the open connections. The first
+    process has one to every other; each other process has one to the first."""
 
     number: int
     names: list[str]
@@ -178,12 +164,8 @@ class _Wait:
 
 
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Listen at ``point`` until all ``size`` processes have arrived.
-
-    Raises:
-        RendezvousError: the port cannot be opened, or a process did not arrive or left again. The other
-            processes get the same message.
-    """
+    """Listen at ``point`` until all ``size`` processes have arrived. Raises RendezvousError if the port
+    cannot be opened, or a process did not arrive or left again. The other processes get the same message."""
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
     except OSError as error:
@@ -253,11 +235,8 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read the data that has arrived. Returns False if the connection is useless.
-
-        Raises:
-            RendezvousError: a member that had arrived has left.
-        """
+        """Read the data that has arrived. Returns False if the connection is useless. Raises RendezvousError
+        if a member that had arrived has left."""
         try:
             line.fill()
             said = line.buffered() if line in self._strangers else None
@@ -315,10 +294,8 @@ class _Reception:
 
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Connect to the process that listens at ``point``, and wait until all have arrived.
-
-    Raises:
-        RendezvousError: nobody listens there, nothing gets through, or the first process says who is missing.
+    """Connect to the process that listens at ``point``, and wait until all have arrived. Raises
+    RendezvousError if nobody listens there, nothing gets through, or the first process says who is missing.
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds

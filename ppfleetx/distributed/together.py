@@ -59,13 +59,10 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: a user's mistake raised inside it on one rank ends all ranks with the same message.
+    """Context manager: a UserError raised inside it on one rank ends all ranks with the same message.
 
     The block must not communicate, because a rank that has failed would not take part. With ``name_ranks``,
     the message says which ranks found the mistake; turn this off if one rank checks on behalf of all.
-
-    Raises:
-        UserError: on every rank, if any rank raised one.
     """
     error: UserError | None = None
     try:
@@ -101,10 +98,7 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     """Run ``make()`` on the first rank of each node, then on the others, which find its results in caches.
 
     Meanwhile all ranks exchange signs of life. So they wait for the first rank however long it takes, but
-    never for a rank that is gone.
-
-    Raises:
-        UserError: on every rank, if any rank raises one.
+    never for a rank that is gone. A UserError on any rank is raised on every rank.
     """
     if ctx.world_size == 1:
         return make()

@@ -69,13 +69,9 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy the tensor's contents to the host, after the work queued so far.
-
-    Returns:
-        A function that waits for the copy and returns it, in any thread. The tensor may change meanwhile,
-        because the device queues the change behind the copy. A bfloat16 tensor is returned as its bits, in
-        uint16.
-    """
+    """Start to copy the tensor's contents to the host, after the work queued so far. Returns a function that
+    waits for the copy, in any thread, and returns it (bfloat16 as its bits, in uint16). The tensor may change
+    meanwhile, because the device queues the change behind the copy."""
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array

@@ -36,14 +36,8 @@ _READ_SECONDS = 40.0  # seconds to read one fact; less than other processes wait
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact that must be equal in all processes.
-
-    Attributes:
-        name: the name of the row.
-        read: a function that returns this process's values by name.
-        fix: what to do if the values differ.
-        of_node: whether only the first process of each node reads the fact.
-    """
+    """A fact that must be equal in all processes: the name of its row, this process's values by name, what to
+    do if they differ, and whether only the first process of each node reads it."""
 
     name: str
     read: Callable[[Target], Values]
@@ -67,9 +61,7 @@ def _versions(target: Target) -> Values:
 
 
 def _installed() -> dict[str, str]:
-    """The versions of installed distributions. Of duplicates, the first on the path counts, which Python
-    imports.
-    """
+    """Of duplicates, the first on the path counts, which Python imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:

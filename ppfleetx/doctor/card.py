@@ -13,8 +13,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from ppfleetx.distributed.device import capability, count, is_gpu, kind_of, total_memory
-from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.distributed.device import allow_tf32, capability, count, is_gpu, kind_of, total_memory
 from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped, warn
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.fused import TABLE, obstacles
@@ -76,9 +75,7 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """The row for a type that the card cannot compute in. It is a failure if the configuration asks for the
-    type.
-    """
+    """A failure if the configuration asks for the type that the card cannot compute in."""
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import shutil
+import textwrap
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from ppfleetx.config.counts import counted, ranks_text
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -23,17 +29,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One finding.
-
-    Attributes:
-        name: the subject of the check.
-        status: a single ``fail`` makes the exit code 1.
-        found: the finding, or the reason why the check was skipped.
-        fix: how to fix it; every ``fail`` has one.
-        group: heading, set by :func:`ppfleetx.doctor.registry.examine`.
-        ranks: the ranks that found this; empty for all ranks that ran the check, or for the job as a whole.
-        numbers: measurements by name; the name includes the unit.
-    """
+    """One finding. A single ``fail``, which always has a ``fix``, makes the exit code 1. ``ranks`` found
+    this; empty for all ranks that ran the check, or for the job as a whole. ``numbers`` are measurements by
+    name, which includes the unit."""
 
     name: str
     status: Status
@@ -86,18 +84,9 @@ _HALF_TYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Target:
-    """The machine, process and configuration to examine.
-
-    Attributes:
-        cfg: the configuration given with ``-c``; None to examine only the machine.
-        device: the kind of device, ``cpu`` or ``gpu``.
-        local_rank: number of this process on its node.
-        local_size: number of the job's processes on this node.
-        environ: the environment variables to examine.
-        patience: time limit in seconds for checks that wait for a file system, a name server or a driver,
-            unless their own limit is shorter.
-        found: rows that exist before any check runs, e.g. for a configuration that cannot be read.
-    """
+    """The machine, process and configuration (None: only the machine) to examine. ``patience`` is the time
+    limit in seconds for checks that wait for a file system, a name server or a driver, unless their own limit
+    is shorter; ``found`` are rows that exist before any check runs."""
 
     cfg: RunConfig | None = None
     device: str = "cpu"
@@ -126,13 +115,8 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread, and abandon it at the time limit, because a disk or name server may never
-    answer.
-
-    Raises:
-        TimeoutError: ``act`` did not finish in time.
-        Exception: whatever ``act`` raises.
-    """
+    """Call ``act`` in a thread, and abandon it with TimeoutError at the time limit, because a disk or name
+    server may never answer. Raises whatever ``act`` raises."""
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -149,3 +133,101 @@ def within(seconds: float, act: Callable[[], Result]) -> Result:
     if error is not None:
         raise error
     return result
+
+
+GROUPS = (
+    "nodes",
+    "processes",
+    "environment",
+    "configuration",
+    "files",
+    "storage",
+    "network",
+    "agreement",
+    "operators",
+    "losses",
+    "card",
+    "collectives",
+)
+"""The headings, in the order of the report."""
+_WIDEST, _NARROWEST = 160, 60
+_MARGIN = 8  # width of the status column
+
+
+def exit_code(rows: Iterable[Row]) -> int:
+    return int(any(row.status is Status.FAIL for row in rows))
+
+
+def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
+    """Merge the rows of all ranks, sorted by group; equal rows become one.
+
+    A row names no ranks if all ranks have it. A row that is not a failure also names no ranks if all ranks
+    that ran the check have it.
+    """
+    ranks: dict[tuple[Any, ...], list[int]] = {}
+    first: dict[tuple[Any, ...], Row] = {}
+    for rank, rows in enumerate(rows_of_ranks):
+        for row in rows:
+            key = (row.group, row.name, row.status, row.found, row.fix)
+            first.setdefault(key, row)
+            ranks.setdefault(key, []).append(rank)
+    looked: dict[tuple[str, str], set[int]] = {}
+    for key, those in ranks.items():
+        looked.setdefault(key[:2], set()).update(those)
+    rows = []
+    for key, row in first.items():
+        well = row.status in (Status.OK, Status.SKIPPED)
+        everyone = looked[key[:2]] if well else set(range(len(rows_of_ranks)))
+        rows.append(replace(row, ranks=() if everyone == set(ranks[key]) else tuple(ranks[key])))
+    return in_groups(rows)
+
+
+def in_groups(rows: Sequence[Row]) -> list[Row]:
+    """Sort rows by group, in the order of :data:`GROUPS`, and keep rows with the same name together."""
+    groups = list(dict.fromkeys((*GROUPS, *(row.group for row in rows))))
+    names = list(dict.fromkeys((row.group, row.name) for row in rows))
+    return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))
+
+
+def as_json(rows: Sequence[Row], world_size: int) -> str:
+    counts = {str(status): sum(row.status is status for row in rows) for status in Status}
+    content = {
+        "ok": exit_code(rows) == 0,
+        "world_size": world_size,
+        "counts": counts,
+        "rows": [row.as_json() for row in rows],
+    }
+    return json.dumps(content, indent=2)
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """The report as a table: a heading for each group, then each row with its finding and fix."""
+    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
+    names = max((len(row.name) for row in rows), default=0)
+    lines: list[str] = []
+    for group, members in groupby(rows, key=lambda row: row.group):
+        lines += ["", group]
+        for row in members:
+            lines += _lines(row, names, width)
+    return "\n".join([*lines[1:], "", verdict(rows)])
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    counts = {status: sum(row.status is status for row in rows) for status in Status}
+    parts = [f"{counts[status]} {status}" for status in Status if counts[status]]
+    failed = counts[Status.FAIL]
+    head = f"{counted(failed, 'check')} failed" if failed else "ready"
+    return f"{head}: {', '.join(parts)}"
+
+
+def _lines(row: Row, names: int, width: int) -> list[str]:
+    who = f" [{ranks_text(row.ranks)}]" if row.ranks else ""
+    head = f"  {row.status:<{_MARGIN}}{row.name:<{names}}  "
+    blank = " " * len(head)
+    text = _wrapped(f"{row.found}{who}", head, blank, width)
+    return text + (_wrapped(f"fix: {row.fix}", blank, blank + "      ", width) if row.fix else [])
+
+
+def _wrapped(text: str, head: str, blank: str, width: int) -> list[str]:
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=blank, **options)

@@ -24,7 +24,7 @@ from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.corpus_checks import token_id_lines
 from ppfleetx.data.gpt_dataset import MODES, split_ranges
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.indexed import TokenStore
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.long_run import checkpoint_bytes
 from ppfleetx.planner.prediction import run_prediction
@@ -109,11 +109,8 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums until ``end`` (monotonic), and say how much was compared.
-
-    Raises:
-        DataError: a block is damaged.
-    """
+    """Compare a corpus with its checksums until ``end`` (monotonic), and say how much was compared. Raises
+    DataError if a block is damaged."""
     is_whole = True
     for suffix, one in sums.files.items():
         path, numbers = Path(f"{sums.prefix}{suffix}"), spread(len(one.crcs), _BLOCKS)
@@ -302,11 +299,8 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def write_speed(directory: Path) -> float:
-    """Measure how fast one process writes and flushes a file in ``directory``, in bytes per second.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Measure how fast one process writes and flushes a file in ``directory``, in bytes per second. Raises
+    OSError if the file cannot be written."""
     piece = os.urandom(_PIECE_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         begin = time.perf_counter()

@@ -20,10 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.counts import counted
-from ppfleetx.doctor.check import Row, Status, Target, fail
+from ppfleetx.doctor.check import Row, Status, Target, exit_code, fail, in_groups
 from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
-from ppfleetx.doctor.report import exit_code, in_groups
 from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
 from ppfleetx.utils.peers import START_VARIABLE
 
@@ -115,17 +114,10 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine the launcher's requirements and the nodes, then start the ranks. Returns the rows and the job's
-    size.
-
-    Args:
-        command: the command that starts all ranks of this machine, and ends when they have ended.
-        nproc: number of processes on this machine; None: one per card.
-        nodes: number of machines; None: one. PADDLE_NNODES takes precedence, as in the launcher.
-        master: the ``HOST:PORT`` where machines meet. PADDLE_MASTER takes precedence, as in the launcher.
-        seconds: the time that machines and processes wait for each other.
-        logs_there: directory for the ranks' logs; None: they are not kept.
-    """
+    """Examine the launcher's requirements and the nodes, then start the ranks with ``command``, which ends
+    when they have ended. Returns the rows and the job's size. PADDLE_NNODES and PADDLE_MASTER take
+    precedence, as in the launcher; ``nproc`` None: one per card. ``seconds`` is the time that machines and
+    processes wait for each other."""
     named = os.environ.get("PADDLE_NNODES", "")
     nodes = int(named) if named.isdigit() else nodes or 1
     master = os.environ.get("PADDLE_MASTER") or master

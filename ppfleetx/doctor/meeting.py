@@ -38,11 +38,8 @@ class Answer:
 def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
-    """Meet the other members at ``point``.
-
-    Raises:
-        RendezvousError: a member does not arrive, or the address cannot be used.
-    """
+    """Meet the other members at ``point``. Raises RendezvousError if a member does not arrive, or the address
+    cannot be used."""
     member = Member(name, number)
     if is_host:
         return Host(receive(point, size, member, seconds))
@@ -76,17 +73,9 @@ class Host:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Exchange values, and return the values of all members by number. All members must call this in the
-        same order.
-
-        Args:
-            value: this member's value.
-            seconds: the time to wait while no member makes progress. Each value and each :meth:`announce` is
-                progress.
-
-        Raises:
-            RendezvousError: the host is gone.
-        """
+        """Exchange values, and return those of all members by number. All members must call this in the same
+        order; it waits ``seconds`` while no member makes progress, by a value or :meth:`announce`. Raises
+        RendezvousError if the host is gone."""
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
             for number, guest in self._guests.items():

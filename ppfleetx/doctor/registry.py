@@ -36,17 +36,9 @@ class Each(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table.
-
-    Attributes:
-        group: heading in the report.
-        module, function: where the check is defined in this package.
-        title: name of the row that is reported if the check itself cannot run.
-        need: its requirement.
-        each: the processes that run it.
-        seconds: time limit; the check then runs in its own thread. The target's patience applies if it is
-            shorter. None: the check only computes, and needs no limit.
-    """
+    """One line of the table: heading, where the check is defined, the row that is reported if the check
+    itself cannot run, its requirement, the processes that run it, and the time limit in its own thread (the
+    target's patience applies if it is shorter; None: it only computes)."""
 
     group: str
     module: str

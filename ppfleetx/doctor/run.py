@@ -24,11 +24,10 @@ from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
-from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, within
+from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
 from ppfleetx.doctor.files import nearest_directory
 from ppfleetx.doctor.meeting import Answer, Guest, Host, open_meeting
 from ppfleetx.doctor.registry import CHECKS, Check, examine
-from ppfleetx.doctor.report import in_groups, joined
 
 LOCAL_SECONDS = 1200.0
 """Time limit for all checks that a process runs on its own; each check also has its own limit."""
@@ -100,11 +99,8 @@ class Job:
         self._share(own, _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
-        """Exchange rows with the other processes.
-
-        Raises:
-            RendezvousError: rank 0 is gone; this process keeps its own rows.
-        """
+        """Exchange rows with the other processes. Raises RendezvousError if rank 0 is gone; this process
+        keeps its own rows."""
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:

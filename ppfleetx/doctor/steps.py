@@ -19,8 +19,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.module.build import build_module
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import is_card
-from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.distributed.device import allow_tf32, is_card
 from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped
 from ppfleetx.parallel.parallelize import parallelize
 

@@ -102,14 +102,9 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all groups: the first group of every prompt, then the second group of every prompt, and so on.
-
-    Args:
-        active: groups that are not finished; the groups of a prompt are in order.
-        log_probs: ``[groups * N, V]`` of the next token after each beam.
-        history: tokens so far of each of the ``groups * N`` rows.
-        step: new tokens so far.
-    """
+    """Advance all groups: the first group of every prompt, then the second of every prompt, and so on.
+    ``active`` are groups that are not finished; ``log_probs [groups * N, V]`` of the next token after each
+    beam; ``step`` new tokens so far."""
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
     taken: dict[int, list[int]] = {group.prompt: [] for group in active}
@@ -144,7 +139,6 @@ class _Candidates:
 
 
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
-    """The likeliest continuations, given log-probabilities ``[groups * N, V]`` of the next token."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))

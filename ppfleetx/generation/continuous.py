@@ -247,12 +247,10 @@ class ContinuousBatch:
         self._visible = self._visible[order]
 
     def _are_long(self, lengths: np.ndarray) -> np.ndarray:
-        """Whether rows of these ``lengths [b]`` have the angles of long rows."""
         switch = self._model.switch_length
         return np.zeros(len(lengths), dtype=bool) if switch is None else lengths > switch
 
     def _free_end(self) -> None:
-        """Free the columns after the last one that any row uses."""
         used = 1 + int(np.flatnonzero(self._visible.any(axis=0))[-1])
         self._cache.shorten(used)
         self._visible = self._visible[:, :used]
@@ -299,16 +297,8 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Extend the rows of ``cache``, which are equal, by the tokens of ``rows``.
-
-        Args:
-            rows: the new tokens of each.
-            cache: their cache; in the end all tokens are in it.
-            lengths: ``[b]``, see :meth:`GrowingCache.extend`.
-
-        Returns:
-            The logits ``[b, V]`` after the last tokens, and the columns ``[b, n]`` that rows may attend to.
-        """
+        """Extend the rows of ``cache``, which are equal, by the tokens of ``rows``. Returns the logits ``[b,
+        V]`` after the last tokens, and the columns ``[b, n]`` that rows may attend to."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]
@@ -321,7 +311,6 @@ class ContinuousBatch:
         return logits, visible
 
     def _add(self, cache: JoinableCache, visible: np.ndarray) -> None:
-        """Append the rows of ``cache`` with the columns ``visible [b, n]``."""
         self._cache.add_rows(cache)
         old, new = (
             np.pad(rows, ((0, 0), (self._cache.length - rows.shape[1], 0)))

@@ -163,7 +163,6 @@ def _has_hooks(layer: nn.Layer) -> bool:
 
 
 def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
-    """The norms of a block in the order of `BlockWeights.add_norm`."""
     attention = block.attention
     return (
         block.input_norm,

@@ -15,10 +15,9 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
-from ppfleetx.generation.assistant import Assistant, ProposedRows
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
-from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
+from ppfleetx.generation.prompt_lookup import MOST_ROWS, Assistant, ProposedRows, decode_with_lookup
 from ppfleetx.generation.row_options import RowOptions, check_ids, ended_by
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
@@ -93,15 +92,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of a prompt. Comparison ignores the scores, which rounding changes.
-
-    Attributes:
-        text: the new text, without the prompt, the end token and the stop string.
-        ids: the new token ids as the model gave them, including the end token.
-        finish_reason: ``stop`` (end token or stop string) or ``length``.
-        logprobs: the score of each id, if ``cfg.logprobs`` asks for them.
-        score: in beam search, the log-probability divided by the length penalty, by which results are ranked.
-    """
+    """One continuation of a prompt: ``text`` without the prompt, the end token and the stop string; ``ids``
+    as the model gave them, including the end token; ``finish_reason`` ``stop`` (end token or stop string) or
+    ``length``; the score of each id, if ``cfg.logprobs`` asks for them; in beam search the log-probability
+    divided by the length penalty. Comparison ignores the scores, which rounding changes."""
 
     text: str
     ids: tuple[int, ...]
@@ -130,20 +124,14 @@ class TextGenerator(ABC):
         batch_rows: int = 16,
         first_prompt: int = 0,
     ) -> list[list[Generation]]:
-        """Continue each prompt ``cfg.num_return_sequences`` times.
+        """Continue each prompt, a text for `Tokenizer.encode_prompt` or token ids,
+        ``cfg.num_return_sequences`` times. An empty prompt starts from BOS or the end-of-text token.
 
-        Args:
-            prompts: texts, which `Tokenizer.encode_prompt` encodes, or token ids, which are used unchanged.
-                An empty prompt starts from BOS or the end-of-text token.
-            seed: used if ``cfg.seed`` is None.
-            on_text: called with text as it is generated, see :data:`OnText`.
-            batch_rows: number of sequences to generate at the same time (at least all sequences of one
-                prompt). Apart from float rounding it does not affect the result.
-            first_prompt: number of the first prompt in a larger list; random numbers depend on it.
-
-        Raises:
-            ConfigError: an option does not fit the model or the prompts.
-            DataError: a prompt is neither a text nor a list of the tokenizer's ids.
+        ``seed`` is used if ``cfg.seed`` is None; random numbers also depend on ``first_prompt``, the number
+        of the first prompt in a larger list. ``batch_rows`` sequences are generated at the same time (at
+        least all of one prompt), which apart from float rounding does not affect the result. Raises
+        ConfigError if an option does not fit the model or the prompts, DataError if a prompt is neither a
+        text nor a list of ids.
         """
         if cfg.stop is not None and isinstance(self.tokenizer, NoTokenizer):
             raise ConfigError(
@@ -218,17 +206,13 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Continues prompts with a model, using the model's weights at the time the generator is created.
+    """Continues prompts with a model, whole in this process, using its weights at the time the generator is
+    created.
 
-    Args:
-        model: the model, with all its stages in this process.
-        tokenizer: None: prompts and results are token ids.
-        vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. All ranks of this group must
-            generate from the same prompts at the same time, and get the same results.
-        load_assistant: loads the model that ``Generation.assistant_model`` names.
-
-    Raises:
-        DataError: the tokenizer has ids outside the model's vocabulary.
+    Without a tokenizer, prompts and results are token ids. All ranks of a ``vocab_group`` must generate from
+    the same prompts at the same time, and get the same results. ``load_assistant`` loads the model that
+    ``Generation.assistant_model`` names. Raises DataError if the tokenizer has ids outside the model's
+    vocabulary.
     """
 
     def __init__(

@@ -14,11 +14,69 @@ import numpy as np
 import paddle
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ppfleetx.generation.assistant import ProposedRows
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.search import OnToken, Row, Rules, process
 from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.generation.text import NoTokenizer
 from ppfleetx.resilience.activity import GENERATING, PROGRESS
+
+
+class Assistant:
+    """A model that proposes the next tokens of another model's rows, by greedy search. Rows longer than
+    ``max_positions`` get no proposals."""
+
+    def __init__(self, model: NextTokenModel, max_positions: int, tokenizer: Tokenizer | NoTokenizer) -> None:
+        self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
+
+    def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
+        """Raise ConfigError unless the model to assist has the same tokens."""
+        if isinstance(tokenizer, NoTokenizer) or isinstance(self._tokenizer, NoTokenizer):
+            raise ConfigError(
+                "both models need a tokenizer: their token ids must mean the same",
+                key="Generation.assistant_model",
+                value=place,
+            )
+        if tokenizer.fingerprint != self._tokenizer.fingerprint:
+            raise ConfigError(
+                f"its tokenizer {self._tokenizer.place} is not the model's, {tokenizer.place}; an assistant "
+                "must have the same tokens",
+                key="Generation.assistant_model",
+                value=place,
+            )
+
+
+class ProposedRows:
+    """Rows for which an assistant proposes tokens, with the assistant's cache of these rows."""
+
+    def __init__(self, assistant: Assistant) -> None:
+        self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
+
+    def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """Propose up to ``counts[i]`` tokens after ``rows[i]``.
+
+        ``rows`` continue the rows of the previous call, in the same order, with wrong proposals removed.
+        """
+        longest = max(len(row) for row in rows)
+        most = min(max(counts), self._assistant.max_positions - longest)
+        if most < 1:
+            return [[] for _ in rows]
+        proposals: list[list[int]] = [[] for _ in rows]
+        logits = self._batch.logits_after(rows)
+        while True:
+            tokens = np.asarray(logits.argmax(-1))
+            for proposed, token in zip(proposals, tokens.tolist(), strict=True):
+                proposed.append(token)
+            if len(proposals[0]) == most:
+                return [proposed[:count] for proposed, count in zip(proposals, counts, strict=True)]
+            self._batch.append([[token] for token in tokens.tolist()])
+            logits = self._batch.next_logits()
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self._batch.num_rows:
+            self._batch.select(rows)
+
 
 _WEIGHTS = 32
 """The fixed cost of a pass (mostly reading weights), in positions that take as long to compute. Measured with
@@ -84,13 +142,8 @@ class _GuessedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Take the row's new tokens: the correct guesses, and the token after them.
-
-        Args:
-            logits: ``[1 + s, b, V]`` after the last token of each row of the batch, and after each guess.
-            likeliest: ``[1 + s, b]`` the likeliest tokens.
-            i: index of this row in the batch.
-        """
+        """Take the row's new tokens: the correct guesses, and the token after them. Row ``i`` of the batch
+        has ``logits [1 + s, b, V]`` after its last token and after each guess."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -111,7 +164,6 @@ class _GuessedRow:
 
     @property
     def width(self) -> int:
-        """How many tokens to guess next."""
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
 
     def guess(self) -> int:
@@ -124,7 +176,6 @@ class _GuessedRow:
         return len(guesses)
 
     def first_guesses(self, count: int) -> list[int]:
-        """Keep only the first ``count`` guesses, and return them."""
         self._guesses = self._guesses[:count]
         return self._guesses
 

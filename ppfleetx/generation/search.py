@@ -84,14 +84,9 @@ def decode(
     on_token: OnToken | None = None,
     num_top: int | None = None,
 ) -> list[Row]:
-    """Extend every row of the session until it ends. Finished rows leave the batch.
-
-    Args:
-        max_new_tokens: limit of new tokens for each prompt, at least 1.
-        copies: number of continuations of each prompt; the rows of prompt ``i`` begin at ``i * copies``. Each
-            prompt is run only once.
-        num_top: number of the likeliest tokens to list with the score of each token; None: no scores.
-    """
+    """Extend every row of the session until it ends; finished rows leave the batch. ``max_new_tokens`` are
+    limits of each prompt, at least 1. A prompt is run only once for its ``copies``, rows from ``i * copies``
+    on. ``num_top`` alternatives are listed with each token's score; None: no scores."""
     logits = session.next_logits()
     if copies > 1:
         repeated = np.repeat(np.arange(session.num_rows), copies)
@@ -131,13 +126,9 @@ def process(
     limits: np.ndarray,
     rules: Rules,
 ) -> paddle.Tensor:
-    """Apply the rows' options, then the minimum length, then forced tokens.
-
-    Args:
-        logits: ``[b, V]``; beam search passes log-probabilities.
-        tokens: returns the ids of each row, including its prompt; called only if an option depends on them.
-        limits: ``[b]`` limit of new tokens of each row.
-    """
+    """Apply the rows' options, then the minimum length, then forced tokens to ``logits [b, V]`` (beam search:
+    log-probabilities). ``tokens``, called only if an option depends on them, returns the ids of each row with
+    its prompt; ``limits [b]`` of new tokens."""
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
     if rules.end_ids and num_new < rules.min_new_tokens:

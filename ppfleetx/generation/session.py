@@ -25,20 +25,11 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 class NextTokenModel:
     """A staged model that computes only the logits after the last position.
 
-    The logits have no columns for vocabulary padding, so a padding id can never be chosen. The matrix of a
-    tied head is copied, so later changes of the weights have no effect on it.
-
-    Args:
-        vocab_size: only ids below this are generated.
-        vocab_group: tensor-parallel ranks, each with its columns of the head. They must call all methods
-            together, and all get the same logits.
-
-    Attributes:
-        switch_length: rows longer than this have other angles (LongRoPE), which makes their cached keys
-            useless; None: there is no such length.
-        head_matrix: the copy ``[h, V]``; None if the head is not tied.
-        small_head: the copy with its scales if the matrix is quantised; ``head_matrix`` then holds its
-            integers.
+    The logits have no columns for vocabulary padding, so only ids below ``vocab_size`` can be chosen. The
+    matrix of a tied head is copied to ``head_matrix [h, V]`` (its integers if it is quantised; ``small_head``
+    then has the scales), so later changes of the weights have no effect on it. Tensor-parallel ranks of
+    ``vocab_group`` must call all methods together, and all get the same logits. Rows longer than
+    ``switch_length`` have other angles (LongRoPE), which makes their cached keys useless.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
@@ -73,18 +64,10 @@ class NextTokenModel:
         num_last: int = 1,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Compute the logits after new ``tokens [b, s]`` int64, which extend the n columns of ``cache``.
-
-        Args:
-            visible: ``[b, n + s]`` bool, the columns that each row may attend to. In the first pass the other
-                columns must be padding on the left.
-            num_last: number of last positions L to compute logits for.
-            row_lengths: see :meth:`GrowingCache.extend`.
-
-        Returns:
-            ``[b, V]`` float32 after the last token; with ``num_last`` L, ``[L * b, V]`` for the last L
-                positions, ordered by position.
-        """
+        """The logits ``[b, V]`` float32 after new ``tokens [b, s]`` int64, which extend the n columns of
+        ``cache``; with ``num_last`` L, ``[L * b, V]`` for the last L positions, ordered by position.
+        ``visible [b, n + s]`` are the columns that each row may attend to; in the first pass the others must
+        be padding on the left."""
         *_, head = self.model.stages
         hidden = self.hidden_states(tokens, position_ids, visible, cache, row_lengths)
         last = hidden[-num_last:].flatten(0, 1) if len(hidden) > num_last else hidden.flatten(0, 1)
@@ -208,7 +191,6 @@ class DecodingSession:
         return self._model.with_cache(tokens, position_ids, visible, self._cache)
 
     def _outgrows(self, length: int) -> bool:
-        """Whether the next pass is the first in which a row has the angles of long rows."""
         switch = self._model.switch_length
         return switch is not None and bool((length - self._padding == switch + 1).any())
 

@@ -104,12 +104,8 @@ class NoTokenizer:
 
 
 class RowText:
-    """Decodes one row token by token.
-
-    Args:
-        stops: stop strings; the row ends before the first of them.
-        prompt: ids of the prompt, which may affect how the text begins.
-        emit: called with each piece of text once it is certain to be part of the result.
+    """Decodes one row token by token; it ends before the first of its ``stops``. The ids of the prompt may
+    affect how the text begins. ``emit`` gets each piece of text once it is certain to be part of the result.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppfleetx.distributed.tf32 import exact_products
+from ppfleetx.distributed.device import exact_products
 from ppfleetx.resilience.activity import PROGRESS
 
 _SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels

@@ -179,7 +179,7 @@ def test_killed_at_random_moments(tmp_path):
     code = SAVER.format(repository=str(REPOSITORY), tests=str(Path(__file__).parent))
     save(tmp_path, step=0, state={"run": 0})
     rng = random.Random(time.time_ns())
-    for _ in range(10):
+    for _ in range(6):
         start = newest_good(tmp_path).state["run"]
         command = [sys.executable, "-c", code, str(tmp_path), str(start)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -2,8 +2,7 @@
 
 import json
 import re
-import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,24 +14,29 @@ from ppfleetx.checkpoint.inspect import (
     table,
     tensors_of,
 )
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.commands.main import call
+from ppfleetx.config.errors import UserError
 from tests.checkpoint.checkpoints import save, slices
 from tests.conversion import hf_dirs
-from tests.helpers import programs
-
-TOOLS = Path(__file__).parents[2] / "tools"
 
 
-def run(tool, *arguments):
-    done = programs.run([sys.executable, TOOLS / tool, *map(str, arguments)], timeout=60)
-    assert "Traceback" not in done.stderr
-    return done
+@pytest.fixture
+def run(capsys):
+    """``run(verb, *arguments)``: the exit code, and what was printed."""
+
+    def call_verb(verb, *arguments):
+        return call(verb, list(map(str, arguments))) or 0, capsys.readouterr().out
+
+    return call_verb
 
 
-def inspect(*arguments):
-    return run("inspect_checkpoint.py", *arguments)
+@pytest.fixture
+def inspect(run):
+    return partial(run, "inspect")
 
 
-def test_summary_and_table(tmp_path):
+def test_summary_and_table(tmp_path, inspect):
     save(tmp_path, 7, state={"train": {"consumed_samples": 56}, "schedule": {"max_lr": 1e-3}}, plan={"mp": 2})
     checkpoint = open_for_inspection(tmp_path)
     facts = summary(checkpoint)
@@ -44,37 +48,37 @@ def test_summary_and_table(tmp_path):
     assert len(lines) == 2 and lines[1].split() == [
         "decoder.layers.0.mlp.fc1.bias/moment1", "16", "F32", "64", "B", "1", "1"
     ]  # fmt: skip
-    shown = inspect(tmp_path)
-    assert shown.returncode == 0
+    code, shown = inspect(tmp_path)
+    assert code == 0
     for text in ("step               7", "max_lr 0.001", "12x4", "mp 2"):
-        assert text in shown.stdout
-    assert json.loads(inspect(tmp_path, "--json").stdout)["step"] == 7
+        assert text in shown
+    assert json.loads(inspect(tmp_path, "--json")[1])["step"] == 7
 
 
-def test_verify_tells_sound_from_damaged(tmp_path):
+def test_verify_tells_sound_from_damaged(tmp_path, inspect):
     """``test_faults.py`` damages every file at random places."""
     step_dir = save(tmp_path, 1)
-    sound = inspect(step_dir, "--verify")
-    assert sound.returncode == 0 and "sound" in sound.stdout
+    code, said = inspect(step_dir, "--verify")
+    assert code == 0 and "sound" in said
     file = next(step_dir.rglob("model.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    done = inspect(step_dir, "--verify")
-    assert done.returncode == 1 and "damaged" in done.stdout
+    code, said = inspect(step_dir, "--verify")
+    assert code == 1 and "damaged" in said
 
 
-def test_diff_lists_what_differs(tmp_path):
+def test_diff_lists_what_differs(tmp_path, inspect):
     one, two, other = save(tmp_path / "a", 1), save(tmp_path / "b", 1), tmp_path / "c"
-    assert inspect("--diff", one, two).returncode == 0
+    assert inspect("--diff", one, two)[0] == 0
     changed = list(slices(1))
     changed[0].array()[0, 0] += 0.5
     changed.pop()
     other = save(other, 1, tensors=changed)
-    done = inspect("--diff", one, other)
-    assert done.returncode == 1
-    assert "model embedding.word_embeddings.weight: largest difference 0.5\n" in done.stdout
-    assert re.search(r"optimizer decoder\.final_norm\.weight/beta1_pow: only in .*/a/", done.stdout)
-    assert "2 tensors differ" in done.stdout
-    assert inspect("--diff", one, other, "--filter", "fc1").returncode == 0
+    code, said = inspect("--diff", one, other)
+    assert code == 1
+    assert "model embedding.word_embeddings.weight: largest difference 0.5\n" in said
+    assert re.search(r"optimizer decoder\.final_norm\.weight/beta1_pow: only in .*/a/", said)
+    assert "2 tensors differ" in said
+    assert inspect("--diff", one, other, "--filter", "fc1")[0] == 0
 
 
 def test_vocabulary_padding_is_no_difference(tmp_path):
@@ -84,8 +88,6 @@ def test_vocabulary_padding_is_no_difference(tmp_path):
     def saved(where, rows):
         padded = np.zeros((rows, 4), np.float32)
         padded[:10] = values[:10]
-        from ppfleetx.checkpoint.slices import TensorSlice
-
         piece = TensorSlice(name, "model", "F32", padded.shape, (0, 0), padded.shape, padded, vocab_dim=0)
         return open_for_inspection(save(where, tensors=[piece], vocab_size=10))
 
@@ -102,20 +104,19 @@ def test_vocabulary_padding_is_no_difference(tmp_path):
         (["/nowhere", "--filter", "("], "regular expression"),
     ],
 )
-def test_mistakes_end_with_code_2(arguments, message):
-    done = inspect(*arguments)
-    assert done.returncode == 2 and message in done.stderr
+def test_mistakes_are_named(inspect, arguments, message):
+    with pytest.raises(UserError, match=message):
+        inspect(*arguments)
 
 
-def test_convert_tool_from_the_command_line(tmp_path):
+def test_conversions_from_the_command_line(tmp_path, run, inspect):
     source = hf_dirs.write(tmp_path / "hf", "hf_llama")
-    done = run("convert_checkpoint.py", "--from", "hf", "--to", "ppfleetx", "--input", source,
-               "--output", tmp_path / "ours", "--check-logits")  # fmt: skip
-    assert done.returncode == 0 and "logits of source and result differ by at most" in done.stdout
-    ours = ("convert_checkpoint.py", "--from", "ppfleetx", "--to", "ppfleetx", "--input", tmp_path / "ours")
-    done = run(*ours, "--output", tmp_path / "cut", "--plan", "mp=2")
-    assert done.returncode == 0
-    assert inspect("--diff", tmp_path / "ours", tmp_path / "cut").returncode == 0
+    code, said = run("convert", "--from", "hf", "--to", "ppfleetx", "--input", source,
+                     "--output", tmp_path / "ours", "--check-logits")  # fmt: skip
+    assert code == 0 and "logits of source and result differ by at most" in said
+    ours = ("convert", "--from", "ppfleetx", "--to", "ppfleetx", "--input", tmp_path / "ours")
+    assert run(*ours, "--output", tmp_path / "cut", "--plan", "mp=2")[0] == 0
+    assert inspect("--diff", tmp_path / "ours", tmp_path / "cut")[0] == 0
     for bad in (["--plan", "dp=2"], ["--merge", "--plan", "mp=2"], ["-o", "Model.num_layers=3"]):
-        done = run(*ours, "--output", tmp_path / "bad", *bad)
-        assert done.returncode == 2 and done.stderr.startswith("error: ")
+        with pytest.raises(UserError):
+            run(*ours, "--output", tmp_path / "bad", *bad)

@@ -20,8 +20,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, find_template
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel

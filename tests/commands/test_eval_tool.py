@@ -19,7 +19,7 @@ from ppfleetx.commands import evaluate
 from ppfleetx.commands.model_verbs import Evaluate
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

@@ -17,8 +17,7 @@ from ppfleetx.commands.model_verbs import LmEval
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.conversion.convert import Conversion, convert
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from tests.e2e.program import NANO
 

@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.tensors import load_model, model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

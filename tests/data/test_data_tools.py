@@ -1,31 +1,32 @@
 """Command lines around corpora: merge, convert, build the index ahead."""
 
+from __future__ import annotations
+
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from ppfleetx.commands.main import call
+from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.data.indexed import IndexedDataset
-
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-
-
-def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOLS / tool), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+from ppfleetx.data.prepare.stdlib_corpus import stdlib_files, write_stdlib_corpus
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 
-def test_merge(toy_prefix: str, write_corpus, toy_documents, tmp_path: Path) -> None:
+def run(verb: str, *arguments: object) -> None:
+    assert not call(verb, list(map(str, arguments)))
+
+
+def test_merge(toy_prefix: str, write_corpus, toy_documents, tmp_path: Path, capsys) -> None:
     (tmp_path / "parts").mkdir()
     write_corpus(toy_documents[:50], "parts/a")
     write_corpus(toy_documents[50:], "parts/b")
-    done = run("merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "all")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "2 corpora, 137 documents, 6,903 tokens" in done.stdout
+    run("merge-data", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "all")
+    assert "2 corpora, 137 documents, 6,903 tokens" in capsys.readouterr().out
     for suffix in ("bin", "idx"):
         assert (tmp_path / f"all.{suffix}").read_bytes() == Path(f"{toy_prefix}.{suffix}").read_bytes()
 
@@ -33,12 +34,11 @@ def test_merge(toy_prefix: str, write_corpus, toy_documents, tmp_path: Path) -> 
 def test_convert(tmp_path: Path) -> None:
     np.save(tmp_path / "x_ids.npy", np.arange(5, dtype=np.int32))
     np.savez(tmp_path / "x_idx.npz", lens=np.array([2, 3], np.int32), docs=np.array([0, 1, 2]))
-    done = run("convert_fleetx_data.py", "--input", tmp_path / "x", "--output-prefix", tmp_path / "y")
-    assert (done.returncode, done.stderr) == (0, "")
+    run("convert-data", "--input", tmp_path / "x", "--output-prefix", tmp_path / "y")
     assert IndexedDataset(tmp_path / "y").get(1).tolist() == [2, 3, 4]
 
 
-def test_the_index_is_built_ahead(toy_prefix: str, tmp_path: Path) -> None:
+def test_the_index_is_built_ahead(toy_prefix: str, tmp_path: Path, capsys) -> None:
     dataset = {
         "input_dir": toy_prefix,
         "split": [80, 20, 0],
@@ -52,26 +52,50 @@ def test_the_index_is_built_ahead(toy_prefix: str, tmp_path: Path) -> None:
         "Data": {"Train": {"dataset": dataset}, "Eval": {"dataset": dataset}, "Test": None},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    outputs = [run("build_index.py", "-c", tmp_path / "c.yaml") for _ in range(2)]
-    assert [o.returncode for o in outputs] == [0, 0], outputs[0].stderr
-    hashes = [
-        re.findall(r"(Train|Eval): \d+ samples prepared, order ([0-9a-f]{32})", o.stdout) for o in outputs
-    ]
+    hashes = []
+    for _ in range(2):
+        run("index", "-c", tmp_path / "c.yaml")
+        said = capsys.readouterr().out
+        hashes.append(re.findall(r"(Train|Eval): \d+ samples prepared, order ([0-9a-f]{32})", said))
     assert hashes[0] == hashes[1] and len(dict(hashes[0])) == 2
-    assert "Test: not configured" in outputs[0].stdout
+    assert "Test: not configured" in said
     assert len(list((tmp_path / "maps").glob("*.npy"))) == 6
 
 
-@pytest.mark.parametrize(
-    ("tool", "arguments"),
-    [
-        ("merge_datasets.py", ("--input", "nowhere", "--output-prefix", "out")),
-        ("convert_fleetx_data.py", ("--input", "nowhere", "--output-prefix", "out")),
-        ("build_index.py", ("-c", "nowhere.yaml")),
-    ],
-)
-def test_a_mistake_is_one_message(tool: str, arguments: tuple[str, ...]) -> None:
-    done = run(tool, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("verb", ["merge-data", "convert-data"])
+def test_a_corpus_that_is_not_there_is_named(verb: str) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        run(verb, "--input", "nowhere", "--output-prefix", "out")
+
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+
+def test_the_files_are_the_librarys_own():
+    files = stdlib_files()
+    parts = {part for path in files for part in path.parts}
+    assert {"argparse.py", "json", "asyncio"} <= parts
+    assert not {"site-packages", "test", "tests", "numpy"} & parts
+    assert files == stdlib_files() and len(files) > 400
+
+
+def test_the_corpus_is_shuffled_and_the_same_each_time(tmp_path):
+    num_documents, num_bytes = write_stdlib_corpus(tmp_path / "a.jsonl")
+    assert num_bytes > 8_000_000
+    write_stdlib_corpus(tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl exists already"):
+        write_stdlib_corpus(tmp_path / "b.jsonl")
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    paths = [json.loads(line)["path"] for line in (tmp_path / "a.jsonl").open(encoding="utf-8")]
+    assert len(paths) == num_documents == len(set(paths))
+    tail = {path[0] for path in paths[-40:]}
+    assert paths != sorted(paths) and len(tail) > 8  # not one end of the alphabet
+
+
+def test_a_tokenizer_is_trained(tmp_path):
+    (tmp_path / "a.txt").write_text("hello hello hello world world\n" * 5)
+    options = ("--input", tmp_path / "a.txt", "--vocab-size", "265", "--output", tmp_path / "t")
+    run("tokenizer", *options)
+    assert Tokenizer.load(tmp_path / "t").vocab_size == 265
+    with pytest.raises(UserError, match="--overwrite"):
+        run("tokenizer", *options)

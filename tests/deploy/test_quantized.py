@@ -29,9 +29,8 @@ from tests.deploy.server.in_process import serve
 PROMPTS = ["the cat", "and the other hat and the cat", "the"]
 WAYS = {
     ("gpt2_style", "int8"): {"to": "int8"},
-    ("llama_style", "int4"): {"to": "int4", "group": 16},
     ("gpt2_style", "w8a8"): {"to": "int8", "smooth": True, "samples": 16},
-    ("windowed", "int8"): {"to": "int8"},
+    ("windowed", "int4"): {"to": "int4", "group": 16},
     ("deepseek", "int4"): {"to": "int4", "group": 8},
 }
 STYLES = {**MODELS, "windowed": {**MODELS["llama_style"], "attention_window": 3}, "deepseek": DEEPSEEK}

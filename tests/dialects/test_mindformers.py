@@ -11,7 +11,7 @@ from ppfleetx.commands.translate import translation_of
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.mindformers import rules
+from ppfleetx.dialects.mindformers import dialect
 from ppfleetx.dialects.mindformers.dialect import MindFormersRun, run_of
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils import devices
@@ -145,7 +145,7 @@ def test_run_modes(tmp_path: Path) -> None:
 
 
 def test_sixteen_bits_and_memory_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "expected_device", lambda wanted: "gpu")
+    monkeypatch.setattr(dialect, "expected_device", lambda wanted: "gpu")
     cfg = loaded("run_gpt2_13b.yaml")
     assert cfg.Global.device == "auto", "the Paddle installed here has no npu"
     precision = cfg.Engine.mix_precision

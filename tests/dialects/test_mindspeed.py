@@ -11,9 +11,8 @@ from ppfleetx.commands.dialects import mindspeed
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.megatron.dialect import of_arguments
+from ppfleetx.dialects.mindspeed.dialect import TABLE, documented, of_file
 from ppfleetx.dialects.mindspeed.dialect import of_arguments as of_command
-from ppfleetx.dialects.mindspeed.dialect import of_file
-from ppfleetx.dialects.mindspeed.keys import TABLE, documented
 from tests.dialects.test_megatron import GUIDE
 
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "mindspeed"

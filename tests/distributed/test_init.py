@@ -12,8 +12,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed import init
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.device import OVERRIDE, allow_tf32
 from ppfleetx.distributed.init import init_distributed
-from ppfleetx.distributed.tf32 import OVERRIDE, allow_tf32
 
 NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
 

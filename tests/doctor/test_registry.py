@@ -9,10 +9,21 @@ from types import SimpleNamespace
 import pytest
 
 from ppfleetx.doctor import operators, registry
-from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, warn
+from ppfleetx.doctor.check import (
+    Row,
+    Status,
+    Target,
+    as_json,
+    as_table,
+    exit_code,
+    fail,
+    joined,
+    ok,
+    skipped,
+    warn,
+)
 from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
 from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
-from ppfleetx.doctor.report import as_json, as_table, exit_code, joined
 from ppfleetx.utils.gpu_operators import Kernel
 
 

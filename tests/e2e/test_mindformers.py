@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from tests.conversion import hf_dirs
 from tests.data.prepare.test_wikitext import TEXT
 from tests.e2e.conftest import ROOT, environment, losses

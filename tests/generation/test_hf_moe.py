@@ -37,9 +37,12 @@ def mixture(request) -> tuple[Generator, list[list[int]], list[list[int]]]:
     return Generator(model, cfg, None), [*prompts], [*following]
 
 
-@pytest.mark.parametrize("keys", [{}, {"use_cache": False}, {"prompt_lookup_num_tokens": 3}], ids=str)
-@pytest.mark.parametrize("batch_rows", [1, 7])
-def test_greedy_search(mixture, keys, batch_rows):
+@pytest.mark.parametrize(
+    ("batch_rows", "keys"),
+    [(1, {"prompt_lookup_num_tokens": 3}), (7, {}), (7, {"use_cache": False})],
+    ids=str,
+)
+def test_greedy_search(mixture, batch_rows, keys):
     generator, prompts, following = mixture
     cfg = GenerationConfig(decode_strategy="greedy_search", max_dec_len=24, **keys)
     found = generator.generate(prompts, cfg, batch_rows=batch_rows)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 
 ALPHABETS = [
     (0x00, 0x20),

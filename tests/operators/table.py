@@ -23,7 +23,7 @@ def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
     Args:
         small: names of quantised models (:func:`~tests.operators.scenarios.small_styles`) to be there too.
     """
-    from ppfleetx.data.tokenizer.training import train_tokenizer
+    from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
     from tests.generation.conftest import LLAMA_STYLE, write_run
 
     tokenizer, runs = train_tokenizer(["the cat and the hat and the other cat"] * 3, 300), {}

@@ -113,14 +113,9 @@ class CompiledTemplate:
             raise TemplateLimitError("it is nested too deeply") from None
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """Render the text, and find the parts of it that come from ``generation`` blocks.
-
-        Raises:
-            jinja2.TemplateError: the template has an error, or refuses the conversation
-                (:class:`AskedToStopError`).
-            TemplateLimitError: the template runs too long or makes something too large.
-            TypeError, ValueError, ...: an expression of the template fails.
-        """
+        """Render the text, and find the parts of it that come from ``generation`` blocks. Raises
+        jinja2.TemplateError, :class:`AskedToStopError` if it refuses the conversation, TemplateLimitError, or
+        any error of its own expressions."""
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():
             try:
                 for piece in self._template.generate(variables):

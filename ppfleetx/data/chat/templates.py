@@ -15,14 +15,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
-from ppfleetx.data.chat.sandbox import Span, TemplateLimitError
+from ppfleetx.data.chat.sandbox import AskedToStopError, CompiledTemplate, Span, TemplateLimitError
 from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
 from ppfleetx.utils.foreign_files import read_bounded
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
-    from ppfleetx.data.chat.sandbox import CompiledTemplate, Span
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -56,14 +58,9 @@ class ChatError(UserError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template that writes a conversation as the model expects it.
-
-    Attributes:
-        special_tokens: by the names that the template may use: ``bos_token``, ``eos_token`` and so on.
-        place: the origin of the template, for messages.
-        stops: texts that end an answer, in addition to the end tokens.
-        is_plain: whether this is the plain template, used if the model has none.
-    """
+    """A template that writes a conversation as the model expects it. ``special_tokens`` have the names that
+    it may use (``bos_token``, ``eos_token``, ...); ``place`` is its origin, for messages; ``stops`` are texts
+    that end an answer, in addition to the end tokens. The plain template is used if the model has none."""
 
     source: str
     special_tokens: Mapping[str, str]
@@ -86,10 +83,6 @@ class ChatTemplate:
             raise DataError(
                 f"{self.place}: has {len(self.source):,} characters; the most is {MAX_TEMPLATE:,}"
             )
-        from jinja2 import TemplateError
-
-        from ppfleetx.data.chat.sandbox import CompiledTemplate
-
         try:
             return CompiledTemplate(self.source)
         except (TemplateError, TemplateLimitError) as error:
@@ -105,22 +98,14 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render a conversation as text.
-
-        With ``add_generation_prompt``, it ends with the text after which an answer begins. Further variables
-        override the special tokens.
-
-        Raises:
-            ChatError: the template refuses the conversation, fails on it, or exceeds its limits.
-            DataError: the source is not a valid template.
-        """
+        """Render a conversation as text; with ``add_generation_prompt``, it ends with the text after which an
+        answer begins. Further variables override the special tokens. Raises ChatError if the template refuses
+        the conversation, fails on it, or exceeds its limits, DataError if it is no template."""
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
         """Like :meth:`render`, and find the parts that `generation` blocks mark."""
-        from jinja2 import TemplateError
-
         if not messages:
             raise ChatError("a conversation has at least one message")
         compiled = self._compiled
@@ -143,10 +128,6 @@ class ChatTemplate:
             raise ChatError(f"{self.place} fails on this conversation: {error}") from error
 
     def _said(self, error: Exception) -> str:
-        from jinja2.exceptions import SecurityError
-
-        from ppfleetx.data.chat.sandbox import AskedToStopError
-
         if isinstance(error, AskedToStopError):
             return f"{self.place} refuses the conversation: {error}"
         if isinstance(error, SecurityError):
@@ -171,12 +152,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
     """The tokenizer's chat template of this name (None: ``default``), or the plain one (:data:`PLAIN`) if it
-    has none.
-
-    Raises:
-        ConfigError: there is no template of this name, or there are several and none is the default.
-        DataError: the files name something that is not a template.
-    """
+    has none. Raises ConfigError if there is no such template, DataError if the files name something else."""
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
         eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}

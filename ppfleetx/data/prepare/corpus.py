@@ -117,15 +117,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of the corpus that one worker handles: whole documents of one file, or several whole files.
-
-    Attributes:
-        kind: the kind of document, as in `Source`.
-        paths: the file the data are from, or the files to read.
-        data: bytes of whole documents. None for kind "file"; of the other kinds, for a document that is too
-            long.
-        num_disk_bytes: the size of the chunk on disk (compressed, if the files are), for the progress bar.
-    """
+    """A piece of the corpus that one worker handles: ``data`` of whole documents of one file, or several
+    whole files to read (``data`` None). Of other kinds than "file", None stands for a document that is too
+    long. ``num_disk_bytes`` is its size on disk, compressed if the files are, for the progress bar."""
 
     kind: Kind
     paths: tuple[Path, ...]
@@ -251,11 +245,8 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus for training a tokenizer; documents with bad json or not in UTF-8 are
-    skipped.
-
-    Raises:
-        DataError: a file cannot be read, is damaged, or is of another kind; or there is no text at all.
-    """
+    skipped. Raises DataError if a file cannot be read, is damaged, or is of another kind; or there is no text
+    at all."""
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,15 +21,178 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype, refuse_to_replace
-from ppfleetx.data.prepare.corpus import Chunk, Source, read_chunks
-from ppfleetx.data.prepare.encode_chunk import ChunkEncoder, Problems
-from ppfleetx.data.text_files import MAX_LINE_BYTES
+from ppfleetx.data.prepare.corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
+from ppfleetx.data.text_files import MAX_LINE_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.processes import process_exists
 from ppfleetx.utils.progress import ProgressBar
+
+_PLACES_KEPT = 5  # of each kind of problem; all are counted
+_UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
+
+
+@dataclass
+class ChunkResult:
+    """The tokens of a chunk as bytes, which are cheap to send between processes: for each key, the tokens of
+    all documents in the dtype of the output, and the number of each, int32. ``num_seen`` counts lines,
+    paragraphs or files; ``skipped`` and ``places`` each kind of problem, and the positions (from 0) of its
+    first occurrences."""
+
+    tokens: dict[str, bytes] = field(default_factory=dict)
+    lengths: dict[str, bytes] = field(default_factory=dict)
+    num_documents: int = 0
+    num_text_bytes: int = 0
+    num_seen: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[int]] = field(default_factory=dict)
+
+    def skip(self, problem: str) -> None:
+        self.skipped[problem] += 1
+        places = self.places.setdefault(problem, [])
+        if len(places) < _PLACES_KEPT:
+            places.append(self.num_seen)
+
+    def arrays(self, dtype: np.dtype) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        return {
+            key: (np.frombuffer(self.tokens[key], dtype), np.frombuffer(self.lengths[key], np.int32))
+            for key in self.tokens
+        }
+
+
+class _Skip(Exception):  # noqa: N818 - control flow within this file
+    """Raised to skip a document; the message is the kind of problem."""
+
+
+class ChunkEncoder:
+    """Encodes the texts under ``keys`` of a chunk's documents; called in the workers. With ``append_eod``,
+    each document that has a token ends with the end-of-document token."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool, dtype: np.dtype
+    ) -> None:
+        self._tokenizer, self._keys, self.dtype = tokenizer, keys, dtype
+        self._eod = np.array([tokenizer.eod_id], dtype) if append_eod else None
+
+    def __call__(self, chunk: Chunk) -> ChunkResult:
+        result = ChunkResult()
+        parts: dict[str, list[np.ndarray]] = {key: [] for key in self._keys}
+        lengths: dict[str, list[int]] = {key: [] for key in self._keys}
+        for document in documents_of(chunk):
+            if document == b"":  # a file may contain nothing else
+                result.skip("empty")
+                result.num_seen += 1
+                continue
+            try:
+                if document is None:
+                    raise _Skip(f"longer than {chunk.max_document_bytes / 1e6:g} MB (--max-document-mb)")
+                texts = self._texts(document, is_json=chunk.kind == "json")
+                encoded = [self._encode(text) for text in texts]
+            except _Skip as problem:
+                result.skip(str(problem))
+            else:
+                for key, ids in zip(self._keys, encoded, strict=True):
+                    has_end = self._eod is not None and len(ids) > 0
+                    parts[key] += [ids, self._eod] if has_end else [ids]
+                    lengths[key].append(len(ids) + has_end)
+                result.num_documents += 1
+                result.num_text_bytes += sum(map(_num_bytes, texts))
+            result.num_seen += 1
+        for key in self._keys:
+            flat = np.concatenate(parts[key]) if parts[key] else np.empty(0)
+            result.tokens[key] = flat.astype(self.dtype).tobytes()
+            result.lengths[key] = np.array(lengths[key], np.int32).tobytes()
+        return result
+
+    def _texts(self, document: bytes, is_json: bool) -> list[str]:
+        try:
+            texts = _json_texts(document, self._keys) if is_json else [document.decode("utf-8")]
+        except UnicodeDecodeError:
+            raise _Skip("not UTF-8") from None
+        if not any(texts):
+            raise _Skip("empty")
+        return texts
+
+    def _encode(self, text: str) -> np.ndarray:
+        try:
+            return self._tokenizer.encode_to_numpy(text)
+        except DataError:
+            raise _Skip("holds half a surrogate pair") from None
+
+
+def _json_texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
+    if not line or line.isspace():
+        raise _Skip("empty")
+    try:
+        record = load_line(line)
+    except ValueError as error:
+        raise _Skip("not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON") from None
+    if not isinstance(record, dict):
+        raise _Skip("not a JSON object")
+    texts = []
+    for key in keys:
+        if key not in record:
+            raise _Skip(f"no key {key!r}")
+        if not isinstance(record[key], str):
+            raise _Skip(f"the value of {key!r} is not a string")
+        texts.append(record[key])
+    return texts
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
+class Problems:
+    """The documents that were skipped: how many, and the places of the first few."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.places: dict[str, list[str]] = {}
+        self._path: Path | None = None
+        self._num_seen = 0  # of this file
+        self._num_skipped = 0  # of these problems, since the last good document
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
+        """Add the problems of a chunk; chunks come in the order of the corpus. Raises DataError if ``strict``
+        is set, or if there are so many in a row that the file must be of another kind."""
+        if self._path != chunk.paths[0]:
+            self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
+        self.counts += result.skipped
+        for problem, positions in result.places.items():
+            places = self.places.setdefault(problem, [])
+            found = [self._place(chunk, position) for position in positions]
+            if strict:
+                raise DataError(f"{found[0]}: {problem}")
+            places += found[: _PLACES_KEPT - len(places)]
+        self._num_seen += result.num_seen
+        self._num_skipped = 0 if result.num_documents else self._num_skipped + result.num_seen
+        if self._num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
+            which = "first" if self._num_skipped == self._num_seen else "last"
+            count = f"{which} {self._num_skipped:,} {_UNITS[chunk.kind]}s"
+            raise DataError(f"{self._path}: none of its {count} is a document: {'; '.join(self.lines())}")
+
+    def _place(self, chunk: Chunk, position: int) -> str:
+        if chunk.kind == "file":
+            return str(chunk.paths[position])
+        return f"{chunk.paths[0]}, {_UNITS[chunk.kind]} {self._num_seen + position + 1}"
+
+    def lines(self) -> list[str]:
+        """Describe each kind of problem in one line, the most frequent first."""
+        lines = []
+        for problem, count in self.counts.most_common():
+            more = ["..."] if count > _PLACES_KEPT else []
+            lines.append(f"{count:,} {problem} ({'; '.join(self.places[problem] + more)})")
+        return lines
+
 
 _IN_FLIGHT_PER_WORKER = 3
 
@@ -146,20 +309,13 @@ def preprocess(
     max_document_bytes: int = MAX_LINE_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
-    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``.
+    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``, a pair for each key of its json
+    objects (plain text has the key "text").
 
-    Documents keep the order of the input. Documents that are empty or not text are left out, counted and
-    reported. The files appear when everything is written; a run that fails or is interrupted leaves nothing.
-
-    Args:
-        keys: the keys of the json objects to encode, each to its own pair. Plain text has the key "text".
-        append_eod: whether to write the end-of-document token after each document.
-        strict: whether a document that would be left out is an error.
-        max_document_bytes: the size of the longest document; longer ones are left out.
-        show_progress: True, False, or "auto" for terminals only.
-
-    Raises:
-        DataError: wrong input, existing output, no document at all, or a worker that died.
+    Documents keep the order of the input. Documents that are empty, not text, or longer than
+    ``max_document_bytes`` are left out, counted and reported, or with ``strict`` an error. The files appear
+    when everything is written; a run that fails or is interrupted leaves nothing. Raises DataError for wrong
+    input, existing output, no document at all, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)
@@ -217,7 +373,6 @@ def _check_keys(sources: Sequence[Source], keys: Sequence[str]) -> None:
 
 
 def _prepare_outputs(prefixes: Iterable[str], overwrite: bool) -> None:
-    """Refuse to replace a finished pair, and remove files that killed runs left behind."""
     for prefix in prefixes:
         for path in (bin_path(prefix), idx_path(prefix)):
             _remove_leftovers(path)

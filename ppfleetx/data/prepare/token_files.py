@@ -12,8 +12,13 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
 from ppfleetx.data.corpus_formats import open_tokens
-from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, refuse_to_replace
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    TokenStore,
+    bin_path,
+    refuse_to_replace,
+)
 from ppfleetx.utils.foreign_files import opened
 from ppfleetx.utils.progress import ProgressBar
 

@@ -20,7 +20,7 @@ import numpy as np
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed import IndexedDatasetWriter, optimal_dtype, refuse_to_replace
-from ppfleetx.data.tasks.detokenize import detokenizer
+from ppfleetx.data.tasks.evaluation import detokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")

@@ -26,17 +26,11 @@ _BINARY = ("0", "1")
 class GlueTask:
     """One task and the layout of its files. Fields are separated by tabs; quotes have no special meaning.
 
-    Attributes:
-        name: the name in ``Data.*.dataset.name``.
-        title: GLUE's own name of the task, used for the submission file.
-        texts: the header names of the one or two texts.
-        label: the header name of the label.
-        labels: the possible labels, in the order of the classes; empty if the label is a number from 0 to 5.
-        headerless: the columns, by name, of files without a header.
-        has_bad_rows: whether the official train and dev files have rows with a wrong number of fields, which
-            are left out.
-        original: for each part, the file of the dataset that GLUE took the task from. It is read if there is
-            no ``{part}.tsv``.
+    ``title`` is GLUE's own name, used for the submission file; ``texts`` and ``label`` are header names;
+    ``labels`` the possible labels in the order of the classes, empty for a number from 0 to 5; ``headerless``
+    the columns of files without a header. The official train and dev files of some tasks have rows with a
+    wrong number of fields, which are left out (``has_bad_rows``). ``original`` names, for each part, the file
+    of the dataset that GLUE took the task from; it is read if there is no ``{part}.tsv``.
     """
 
     name: str
@@ -120,11 +114,8 @@ class GlueExamples:
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
     """Read ``{directory}/{part}.tsv``, or the corresponding original file. Most test files lack labels.
-
-    Raises:
-        DataError: the file is missing, is not UTF-8 or has no labels, or a line has a wrong number of fields
-            or an unknown label. The message names file and line.
-    """
+    Raises DataError, which names file and line, if the file is missing, is not UTF-8 or has no labels, or a
+    line has a wrong number of fields or an unknown label."""
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
     rows = _rows(path, digest.update)

@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import DataError, shown
-from ppfleetx.data.chat.templates import ASSISTANT
+from ppfleetx.config.errors import DataError, UserError, shown
+from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
 from ppfleetx.data.text_files import load_object, read_records, refuse_surrogates, text_of
 from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
+    from ppfleetx.data.chat.templates import Message
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -124,21 +126,12 @@ class RecordDataset:
     ) -> None:
         self.max_seq_len, self.tokenizer, self.path = cfg.max_seq_len, tokenizer, path
         self.length_multiple = length_multiple
-        decisive = [
-            cfg.name,
-            digest,
-            tokenizer.fingerprint,
-            cfg.max_seq_len,
-            cfg.prompt_field,
-            cfg.response_field,
-        ]
+        fields = [cfg.max_seq_len, cfg.prompt_field, cfg.response_field]
+        decisive = [cfg.name, digest, tokenizer.fingerprint, *fields]
         if tokenizer.prefix_ids:  # runs without a multiple keep their older fingerprints
             decisive.append(tokenizer.prefix_ids)
         decisive += more  # everything else that determines the samples, as JSON values
         self.fingerprint = blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
-
-    def __len__(self) -> int:
-        raise NotImplementedError
 
     @property
     def samples_per_epoch(self) -> float:
@@ -190,12 +183,9 @@ class GlueDataset(RecordDataset):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return example ``index``, or for `PADDING` a sample that does not count.
-
-        Returns:
-            ``tokens`` int64 [s], ``lengths`` int64 [] (real tokens), ``labels`` int64 [] (float32 of a
-            regression; 0 without labels), ``loss_mask`` float32 [], ``sample_ids`` int64 [].
-        """
+        """Example ``index``, or for `PADDING` one that does not count: ``tokens`` int64 [s], ``lengths``
+        int64 [] (real tokens), ``labels`` int64 [] (float32 of a regression; 0 without labels), ``loss_mask``
+        float32 [], ``sample_ids`` int64 []."""
         ids = self.encode(self.texts[max(index, 0)])
         label = 0 if self.labels is None else self.labels[max(index, 0)]
         return {
@@ -241,11 +231,8 @@ class PromptResponseDataset(RecordDataset):
     before the prompt. The loss counts where a token of the response or the end-of-document token is
     predicted. A sample that is too long first loses the beginning of its prompt, but not BOS, until one token
     is left; then the end of its response, and the end-of-document token. If the prompt has no token, the
-    sample begins with the end-of-document token.
-
-    Raises:
-        DataError: the file is missing, or a line is not an object with two texts. The message names file and
-            line.
+    sample begins with the end-of-document token. Raises DataError if the file is missing, or a line is not an
+    object with two texts. The message names file and line.
     """
 
     @os_errors(DataError)
@@ -304,3 +291,89 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
     record = load_object(line, place, " and ".join(fields))
     hint = ". ChatDataset reads such conversations" if is_conversation(record) else ""
     return tuple(text_of(record, field, place, hint) for field in fields)
+
+
+class ChatDataset(RecordDataset):
+    """Conversations, for causal language modelling with the loss on the assistant's turns.
+
+    A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides about BOS
+    and about the end of a turn. A conversation that is too long loses its oldest turns, but not the system
+    message. If one question with its answer is still too long, its end is cut off. Raises DataError if the
+    file is missing, or a record is not a conversation with an answer. The message names file and line;
+    ConfigError if there is no such template.
+    """
+
+    @os_errors(DataError)
+    def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1) -> None:
+        path = record_file(cfg)
+        self.template = template_of(cfg, tokenizer)
+        self._lines, digest = _read(path)
+        more = [self.template.source, dict(self.template.special_tokens)]
+        super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
+        self._has_told = False
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def describe(self) -> str:
+        return f"{super().describe()}, written with {self.template.place}"
+
+    def __getitem__(self, index: int) -> Sample:
+        """Conversation ``index``, or for `PADDING` a sample whose loss mask is 0, with the arrays of
+        ``PromptResponseDataset``. Raises DataError, with file and line, if the template refuses the
+        conversation."""
+        number, line = self._lines[max(index, 0)]
+        place = f"{self.path}:{number}"
+        record = read_conversation(line, place)
+        try:
+            ids, learnt = self._fitting(record[MESSAGES], record.get("tools"), place)
+        except UserError as error:
+            raise DataError(f"{place}: {error}") from error
+        mask = np.zeros(self.max_seq_len, np.float32)
+        if index != PADDING:
+            mask[: len(ids) - 1] = learnt[1:]
+        return self.causal_sample(ids, mask, index)
+
+    def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
+        kept = messages
+        while True:
+            text, spans = render_with_answers(self.template, kept, tools=tools)
+            ids, learnt = self.tokenizer.encode_marked(text, spans)
+            shorter = _without_oldest(kept)
+            if len(ids) <= self.max_seq_len + 1 or shorter is None:
+                break
+            kept = shorter
+        if len(kept) < len(messages) or len(ids) > self.max_seq_len + 1:
+            self._warn_cut(place, len(messages) - len(kept), len(ids))
+        return ids[: self.max_seq_len + 1], learnt[: self.max_seq_len + 1]
+
+    def _warn_cut(self, place: str, left_out: int, length: int) -> None:
+        if self._has_told:
+            return
+        self._has_told = True
+        what = f"{counted(left_out, 'message')} at the beginning" if left_out else "its end"
+        if length > self.max_seq_len + 1:
+            what = f"{what}, and its end" if left_out else what
+        get_logger().warning(
+            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (logged once)"
+        )
+
+
+def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
+    """Drop the first exchange after the system message; None if only one is left."""
+    head = 1 if messages[0]["role"] == "system" else 0
+    questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
+    following = next((i for i in questions if i > head), None)
+    if following is None or not any(one["role"] == ASSISTANT for one in messages[following:]):
+        return None
+    return [*messages[:head], *messages[following:]]
+
+
+def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
+    digest = blake2b(digest_size=16)
+    lines = list(read_records(path, digest.update))
+    for number, line in lines:
+        read_conversation(line, f"{path}:{number}")
+    if not lines:
+        raise DataError(f"{path} holds no record")
+    return lines, digest.hexdigest()

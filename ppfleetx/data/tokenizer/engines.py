@@ -90,9 +90,7 @@ def _is_crossed(
 
 
 def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
-    """Encode ``text`` as one piece: repeatedly join the neighbours with the lowest rank, the leftmost
-    first.
-    """
+    """Encode ``text`` as one piece: repeatedly join the leftmost neighbours with the lowest rank."""
     parts = [text[i : i + 1] for i in range(len(text))]
     never = len(rank) + max(rank.values(), default=0) + 1
     while len(parts) > 1:
@@ -169,19 +167,13 @@ class TokenizersEngine:
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Everything in the file ``written`` that determines the ids, as JSON data independent of its
-        format.
-        """
+        """Everything in the file ``written`` that determines the ids, as JSON data."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text. Raises UnicodeEncodeError for a lone surrogate.
-
-        Args:
-            special: whether special tokens in the text become their ids.
-            continues: whether the text follows other text, so that no space is put before it.
-        """
+        """Encode a text. ``special``: special tokens in it become their ids; ``continues``: it follows other
+        text, so that no space is put before it. Raises UnicodeEncodeError for a lone surrogate."""
         text.encode("utf-8")  # the library's message for a lone surrogate does not explain it
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
@@ -296,7 +288,6 @@ class TiktokenEngine:
 
 
 def _has_long_run(text: str) -> bool:
-    """Whether a text has more white space in a row than tiktoken can process."""
     if len(text) < _LONG_RUN:
         return False
     return any(run.end() - run.start() >= _LONG_RUN for run in _WHITE_SPACE.finditer(text))

@@ -190,15 +190,10 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """The files of a tokenizer by name: ``tokenizer.json`` and its side files; for a tokenizer like
-    GPT-2's also ``vocab.json`` and ``merges.txt``.
-
-    Hugging Face ``transformers`` loads a directory of these files with ``AutoTokenizer.from_pretrained``.
-
-    Args:
-        written: the result of `read_files`. A missing ``tokenizer_config.json`` is added.
-        eod: the end-of-document token; None if the vocabulary has none.
-    """
+    """The files of a tokenizer by name: ``tokenizer.json`` and its side files (a missing
+    ``tokenizer_config.json`` is added); for a tokenizer like GPT-2's also ``vocab.json`` and ``merges.txt``.
+    ``AutoTokenizer.from_pretrained`` loads a directory of these files. ``eod`` is None if the vocabulary has
+    no end-of-document token."""
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
     if _is_like_gpt2(definition):

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,11 @@ import numpy as np
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.tokenizer.engines import build_engine
 from ppfleetx.data.tokenizer.files import (
+    BYTE_CHARACTERS,
     END_OF_DOCUMENT,
     TokenizerFiles,
     file_texts,
+    make_definition,
     read_files,
     read_vocab_and_merges,
     token_to_bytes,
@@ -267,13 +269,9 @@ class Tokenizer:
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
-
-        Args:
-            add_special_tokens: whether to put `prefix_ids` and `suffix_ids` around the text.
-            parse_special_tokens: whether special tokens in the text become their ids, unless the directory
-                says ``split_special_tokens``.
-        """
+        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default:
+        `prefix_ids` and `suffix_ids` are put around it, and special tokens in it become their ids, unless the
+        directory says ``split_special_tokens``."""
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
@@ -283,11 +281,8 @@ class Tokenizer:
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text with its special tokens, and mark the tokens with characters in ``spans``, (first
-        character, one after the last) each. Nothing is put before or after the text.
-
-        Returns:
-            The ids, int64 ``[n]``, and the marks, bool ``[n]``.
-        """
+        character, one after the last) each. Nothing is put around the text. Returns the ids, int64 ``[n]``,
+        and the marks, bool ``[n]``."""
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 
@@ -361,3 +356,59 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
             "(Model.vocab_size). Name the tokenizer that the model was trained with (Data.tokenizer.dir); a "
             f"new model gets -o Model.vocab_size={count}"
         )
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    min_frequency: int = 2,
+    special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
+) -> Tokenizer:
+    """Learn merges from ``texts``, which are read once and not stored. The same texts give the same
+    tokenizer.
+
+    Ids are laid out as in GPT-2: the bytes, the merges in the order learned, then the special tokens, of
+    which the first one ends documents. There are fewer than ``vocab_size`` if no remaining pair of neighbours
+    occurs ``min_frequency`` times. Raises DataError if the vocabulary is too small, or there is no text.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers, trainers
+
+    smallest = 256 + len(special_tokens)
+    if vocab_size < smallest:
+        raise DataError(
+            f"vocabulary of {vocab_size}: at least {smallest} tokens are needed, for 256 bytes and "
+            f"{', '.join(special_tokens)}"
+        )
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(special_tokens),
+        min_frequency=min_frequency,
+        initial_alphabet=BYTE_CHARACTERS,
+        show_progress=False,
+    )
+    counted = _Counted(texts)
+    library.train_from_iterator(counted, trainer)
+    if not counted.characters:
+        raise DataError("there is no text to train a tokenizer on")
+    trained = [list(pair) for pair in json.loads(library.to_str())["model"]["merges"]]
+    vocab = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
+    for left, right in trained:
+        vocab.setdefault(left + right, len(vocab))
+    for token in special_tokens:
+        vocab[token] = len(vocab)
+    definition = make_definition(vocab, trained, list(special_tokens))
+    return Tokenizer(definition, eod_token=special_tokens[0], place="the trained tokenizer")
+
+
+class _Counted:
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.characters = 0
+
+    def __iter__(self):
+        for text in self._texts:
+            self.characters += len(text)
+            yield text

@@ -15,10 +15,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, JsonResponse, to_json
 from ppfleetx.deploy.server.scheduler import Scheduler
-from ppfleetx.deploy.server.work import Embedded, Event, Failed, Job, Progress, Scored, Work
+from ppfleetx.deploy.server.work import Embedded, Event, Failed, Job, Metrics, Progress, Scored, Work
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import FinishReason
 from ppfleetx.generation.text import text_bytes

@@ -29,7 +29,6 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, token_text
 from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
-from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.protocol import (
     AnyRequest,
@@ -47,6 +46,7 @@ from ppfleetx.deploy.server.texts import (
     embeddings_response,
     vectors_of,
 )
+from ppfleetx.deploy.server.work import Metrics
 from ppfleetx.utils.log import get_logger
 
 _BODY_SECONDS = 30.0
@@ -69,14 +69,11 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a JSON request.
+    """The body of a JSON request. The required content type keeps out web pages of other origins: browsers
+    let them send other types without asking this server.
 
-    The required content type keeps out web pages of other origins: browsers let them send other types without
-    asking this server.
-
-    Raises:
-        ApiError: 415 if it is not JSON; 413 if it is larger than ``max_bytes``; 408 if it did not arrive; 499
-            if the client left.
+    Raises ApiError: 415 if it is not JSON; 413 if it is larger than ``max_bytes``; 408 if it did not arrive;
+    499 if the client left.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -314,7 +311,6 @@ async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:
 
 
 def _named(service: Service, wanted: GenerationRequest, kind: str) -> tuple[str, str]:
-    """The model's name, and an id for an answer."""
     return wanted.model or service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}"
 
 

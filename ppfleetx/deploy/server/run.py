@@ -123,16 +123,13 @@ def build_service(
     api_key: str | None,
     adapters: Mapping[str, TrainedAdapters] | None = None,
 ) -> Service:
-    """Build the parts of the server around a loaded model.
-
-    Raises:
-        ConfigError: ``Serve.chat_template`` cannot be used.
-        CheckpointError: an adapter belongs to layers that the model does not have, or to experts.
-    """
+    """Build the parts of the server around a loaded model. Raises ConfigError if ``Serve.chat_template``
+    cannot be used; CheckpointError if an adapter belongs to layers that the model does not have, or to
+    experts."""
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
+    from ppfleetx.deploy.server.work import Metrics
     from ppfleetx.generation.adapters import Adapters
 
     model = generator.next_token_model.model
@@ -171,7 +168,6 @@ def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
 
 
 def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template named in ``Serve.chat_template``, or the model's own. Errors in it are reported now."""
     from ppfleetx.data.chat.templates import chosen_template
 
     try:

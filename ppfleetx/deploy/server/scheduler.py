@@ -13,9 +13,18 @@ import paddle
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import ApiError
-from ppfleetx.deploy.server.work import Embedded, Event, Failed, Progress, Running, Scored, Waiting, Work
+from ppfleetx.deploy.server.work import (
+    Embedded,
+    Event,
+    Failed,
+    Metrics,
+    Progress,
+    Running,
+    Scored,
+    Waiting,
+    Work,
+)
 from ppfleetx.generation.adapters import Adapters
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.protocol import ApiError
@@ -57,16 +60,9 @@ Event = Progress | Scored | Embedded | Failed
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt of a request.
-
-    Attributes:
-        number: number of the prompt in its request; with the seed it determines the random numbers.
-        first_index: number of its first continuation among all continuations of the request.
-        copies: number of continuations.
-        max_new_tokens: limit of new tokens, which fits the model; 0: nothing is generated.
-        num_top: the number of alternatives to list with each token's score; None: no scores.
-        adapter: name of the adapter that answers; None: the base does.
-    """
+    """One prompt of a request. With the seed, ``number``, its place in the request, determines the random
+    numbers; ``first_index`` counts continuations over the request. ``num_top`` alternatives are listed with
+    each token's score (None: no scores). ``adapter`` None: the base answers."""
 
     number: int
     first_index: int
@@ -164,3 +160,54 @@ class Running:
         if self.guesses:
             self._width = next_width(self._width, right, most, right == len(self.guesses))
         self.guesses = []
+
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of its own, so that one process can run several servers.
+
+    Tokens and steps are counted for each model that requests can name: the base, and the adapters over it.
+    """
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+
+        def made(kind: type, name: str, text: str, **more: Any) -> Any:
+            return kind(f"ppfleetx_{name}", text, registry=self._registry, **more)
+
+        self.requests = made(
+            Counter,
+            "requests",
+            "Completion requests by HTTP status; 499: the client left, and a stream that broke off counts "
+            "by why it did.",
+            labelnames=["status"],
+        )
+        by_model = {"labelnames": ["model"]}
+        self.prompt_tokens = made(Counter, "prompt_tokens", "Prompt tokens that were run.", **by_model)
+        self.reused_tokens = made(
+            Counter,
+            "reused_prompt_tokens",
+            "Prompt tokens that were not run, because an earlier sequence had begun with them.",
+            **by_model,
+        )
+        self.prefix_tokens = made(
+            Gauge,
+            "prefix_cache_tokens",
+            "Positions whose keys and values are held for prompts to come (Serve.prefix_cache_tokens).",
+        )
+        self.generated_tokens = made(Counter, "generated_tokens", "Tokens that were generated.", **by_model)
+        self.steps = made(Counter, "steps", "Steps of the model's batch.", **by_model)
+        self.running = made(Gauge, "sequences_running", "Sequences in the batch after the last step.")
+        self.waiting = made(Gauge, "sequences_waiting", "Sequences that wait for a place in the batch.")
+        arrival = "From a completion request's arrival to its"
+        self.request_seconds = made(Histogram, "request_seconds", f"{arrival} end.", buckets=_SECONDS)
+        self.first_token_seconds = made(
+            Histogram, "first_token_seconds", f"{arrival} first token.", buckets=_SECONDS
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

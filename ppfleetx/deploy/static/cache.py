@@ -48,16 +48,10 @@ class LoopCache:
 
 
 class RoomCache:
-    """The cache of one iteration of a loop with memory allocated in advance. The new column is written in
-    place.
-
-    Copying all keys and values in every iteration would cost a batch of 8 a tenth of its time.
-
-    Args:
-        past: keys and values ``[b, g, k, d]``, zero from ``column`` on. They are written in place.
-        column: ``[1]`` the index of the new column.
-        visible: ``[b, k]``, the columns that a row may attend to.
-    """
+    """The cache of one iteration of a loop with memory allocated in advance. The new column, ``column [1]``,
+    is written in place into keys and values ``past [b, g, k, d]``, which are zero from it on; copying all of
+    them in every iteration would cost a batch of 8 a tenth of its time. ``visible [b, k]`` are the columns
+    that a row may attend to."""
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
         self.past, self.column, self.extended = past, column, []

@@ -69,13 +69,8 @@ class Matrix:
 
 
 class SmallMatrix(Matrix):
-    """A constant low-bit matrix. Our own operators use it as stored. Without them it is dequantised when the
-    program is loaded, and then used like any other matrix.
-
-    Attributes:
-        stored: the matrix.
-        as_stored: its weights and scales in panels, set by :meth:`begin`; None if it is dequantised.
-    """
+    """A constant low-bit matrix. Our own operators use it as ``stored``, in panels set by :meth:`begin`.
+    Without them it is dequantised when the program is loaded, and then used like any other matrix."""
 
     def __init__(self, stored: QuantizedMatrix) -> None:
         super().__init__(stored.weight)
@@ -124,14 +119,10 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose how products are computed from here on.
-
-    Args:
-        panels: the result of :meth:`Matrix.make_panels` for each of ``matrices``; if empty, the matrices are
-            used.
-        single_axis: the axis of the activations ``[s, b, k]`` that has size 1 with panels: 0 for one position
-            of many rows, 1 for many positions of one row.
-    """
+    """Choose how products are computed from here on: with ``panels``, the result of
+    :meth:`Matrix.make_panels` for each of ``matrices``, or if empty with the matrices. ``single_axis`` is the
+    axis of the activations ``[s, b, k]`` that has size 1 with panels: 0 for one position of many rows, 1 for
+    many positions of one row."""
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis
 

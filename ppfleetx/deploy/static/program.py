@@ -109,19 +109,11 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
 def save_program(
     next_token: NextTokenModel, max_positions: int, path: Path, *, use_panels: bool = True
 ) -> None:
-    """Write ``{path}.json`` and ``{path}.pdiparams``. The model can no longer be trained afterwards.
+    """Write ``{path}.json`` and ``{path}.pdiparams``. The model, which is whole in this process, can no
+    longer be trained afterwards.
 
     With panels, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` have been compiled, a second program
     is written that uses them and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
-
-    Args:
-        next_token: the whole model in this process, with its vocabulary.
-        max_positions: number of the model's positions.
-        path: path without a suffix.
-        use_panels: see :class:`GenerationProgram`.
-
-    Raises:
-        RuntimeError: the two programs would need different weights, which is a bug.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -152,14 +144,9 @@ class GenerationProgram(nn.Layer):
     """Continues a batch of prompts.
 
     The loop ends when every row has ended, at an end token or at its own limit. A finished row stays in the
-    batch; the tokens after its end are meaningless.
-
-    Args:
-        next_token: the model and its vocabulary. The model's linears are replaced.
-        max_positions: number of the model's positions.
-        use_panels: whether products with several rows, or several positions of one row, use a second copy of
-            the matrices that is faster on CPUs. The copy is made when the program is loaded, and is not in
-            the file.
+    batch; the tokens after its end are meaningless. The model's linears are replaced. With ``use_panels``,
+    products with several rows, or several positions of one row, use a second copy of the matrices that is
+    faster on CPUs; it is made when the program is loaded, and is not in the file.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
@@ -253,17 +240,8 @@ class GenerationProgram(nn.Layer):
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
         """Run the loop after the first ``token [b]``. Returns prompts and new tokens, ``[b, n + up to t]``.
-
-        Args:
-            tokens: prompts ``[b, n]``.
-            token: the first new token ``[b]``.
-            past: keys and values of the prompts.
-            padding: ``[b, 1]``.
-            limits: ``[b]`` limit of new tokens.
-            rules: end_ids, min_new_tokens, repetition_penalty.
-            sampling: exponentials, temperature, top_k, top_p.
-            panels: the panels of each of ``self.matrices``; if empty, the matrices themselves are used.
-        """
+        ``rules`` are end_ids, min_new_tokens, repetition_penalty; ``sampling`` exponentials, temperature,
+        top_k, top_p; ``panels`` those of ``self.matrices``, or none."""
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
         exponentials, temperature, top_k, top_p = sampling
@@ -307,13 +285,8 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the loop for a single row, which has no padding. Returns ``[n + up to t]``. If the last tokens
-        of the row have occurred before, several guesses are verified in one pass. The other arguments are the
-        same as for ``_decode``.
-
-        Args:
-            most_guesses: ``[1]`` limit of guesses per pass.
-        """
+        """Like ``_decode``, for a single row without padding; returns ``[n + up to t]``. If the last tokens
+        of the row have occurred before, up to ``most_guesses [1]`` guesses are verified in one pass."""
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
         most_guesses = paddle.where(
@@ -373,7 +346,6 @@ class GenerationProgram(nn.Layer):
         rules: tuple[paddle.Tensor, ...],
         sampling: tuple[paddle.Tensor, ...],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Choose the token ``[1]`` after ``history [n]``."""
         use_panels(self.matrices, [])
         step = paddle.full([1], step, "int64")
         position = paddle.full([1, 1], history.shape[0] - 1, "int64")
@@ -384,15 +356,9 @@ class GenerationProgram(nn.Layer):
     def _run_model(
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model. Returns logits ``[b, V]`` after the last tokens, and extended keys and values.
-
-        Args:
-            state: tokens and positions ``[b, s]``; for prompts also the column in which each begins, ``[b,
-                s]``.
-            cache: the cache of earlier columns.
-            last_only: whether to return only the last logits; if False, return the logits ``[s, V]`` after
-                each token of a single row.
-        """
+        """Run the model on ``state``: tokens and positions ``[b, s]``, for prompts also the column in which
+        each begins. Returns logits ``[b, V]`` after the last tokens, or with ``last_only`` False ``[s, V]``
+        after each token of a single row, and extended keys and values."""
         embedding, *trunk, head = self.model.stages
         position_ids = state[1]
         state = embedding(state, cache)
@@ -434,7 +400,6 @@ class GenerationProgram(nn.Layer):
         top_k: paddle.Tensor,
         top_p: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Choose one token per row, ``[b]``."""
         if top_k == 1:
             token = logits.argmax(-1)
         else:

@@ -17,14 +17,8 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find the latest earlier occurrence of the longest possible end of ``history [n]``.
-
-    Args:
-        history: at least two tokens.
-
-    Returns:
-        The place of its last token, and its length, 0 to 3.
-    """
+    """Find the latest earlier occurrence of the longest possible end of ``history [n]``, n >= 2. Returns the
+    place of its last token, and its length, 0 to 3."""
     size = history.shape[0]
     # Padding with -1, which is not a token and so never matches.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.parse import parse_yaml, read_text, read_yaml, shown_path
-from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
+from ppfleetx.config.reading.parse import read_yaml, shown_path
+from ppfleetx.dialects.given import (
+    Given,
+    given_arguments,
+    given_in,
+    given_in_file,
+    normal_name,
+    without_launcher,
+    world_of,
+)
 from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.expert_rules import experts
@@ -67,7 +75,7 @@ def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Tran
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:
-        given += _deepspeed(one)
+        given += given_in_file(Path(str(one.value)), f"{_DEEPSPEED}.", named=one)
     return translate(TITLE, place, given, ALL_KEYS, rules(world_size))
 
 
@@ -83,18 +91,6 @@ def of_file(path: Path, argv: Sequence[str]) -> Translation:
     if others:
         result.notes.append(f"MODEL_ARGS is read; {', '.join(others)}: of the program around it")
     return result
-
-
-def _deepspeed(one: Given) -> Iterator[Given]:
-    path = Path(str(one.value))
-    text = read_text(path, key=one.key, value=str(one.value), place=one.place)
-    # JSON may be indented with tabs, which YAML does not allow; its strings contain none.
-    tree = parse_yaml(text.replace("\t", " "), shown_path(path), with_lines=True, is_ours=False)
-    if tree is None or not isinstance(tree.value, dict):
-        raise ConfigError(
-            "is not a mapping of DeepSpeed's keys", key=one.key, value=one.value, place=one.place
-        )
-    yield from given_in(tree, f"{_DEEPSPEED}.")
 
 
 DIALECT = Dialect(

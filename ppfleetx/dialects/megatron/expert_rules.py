@@ -17,12 +17,7 @@ _DEEPSPEED = (
     "enable_expert_tensor_parallelism",
 )  # fmt: skip
 """Arguments that only Megatron-DeepSpeed has."""
-_LOSSES = {
-    "aux_loss": "switch",
-    "seq_aux_loss": "sequence",
-    "global_aux_loss": "switch",
-    "none": "none",
-}
+_LOSSES = {"aux_loss": "switch", "seq_aux_loss": "sequence", "global_aux_loss": "switch", "none": "none"}
 _MAX_PATTERN = 10_000
 
 
@@ -46,7 +41,6 @@ def experts(run: Translation) -> None:
 
 
 def _num_experts(run: Translation) -> int:
-    """Translate the number of experts. With 0 or 1, the network is dense."""
     value = run.value("num_experts", 0)
     numbers = set(value if isinstance(value, list) else [value])
     if len(numbers) != 1:
@@ -78,9 +72,7 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
 
 
 def _pattern(run: Translation, total: int) -> list[int]:
-    """Return 1 for each layer that is a mixture, else 0: every n-th layer from layer 0 on, or a list of 0 and
-    1.
-    """
+    """1 for each layer that is a mixture, else 0: every n-th from layer 0 on, or as listed."""
     value = run.value("moe_layer_freq", 1)
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
@@ -137,7 +129,6 @@ def _widths(run: Translation) -> None:
 
 
 def _choice(run: Translation, is_deepspeed: bool) -> None:
-    """Translate the number of experts for a token, and their weights."""
     name = "topk" if is_deepspeed else "moe_router_topk"
     top_k = run.integer(name, 1 if is_deepspeed else 2, least=1)
     run.put("Model.moe.top_k", top_k, name)

@@ -43,7 +43,6 @@ def option(name: str, run: Translation) -> str:
 
 
 def network(run: Translation) -> None:
-    """Translate heads, positions, norms, activation and window."""
     _heads(run)
     _positions(run)
     _norms(run)
@@ -109,17 +108,12 @@ def _positions(run: Translation) -> None:
             "position_embedding_type alibi has the same biases in all layers",
         )
     if "max_position_embeddings" not in run:
-        run.put(
-            "Model.max_position_embeddings",
-            run.integer("seq_length", least=1),
-            "seq_length",
-            why="max_position_embeddings is not given",
-        )
+        why, length = "max_position_embeddings is not given", run.integer("seq_length", least=1)
+        run.put("Model.max_position_embeddings", length, "seq_length", why=why)
     _rope_scaling(run)
 
 
 def _norms(run: Translation) -> None:
-    """Translate gains around 0 and the norm of the word embeddings, which is always a LayerNorm there."""
     key, kind = "Model.normalization", run.native.get("Model.normalization")
     kind = "LayerNorm" if kind is None else kind.value
     names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
@@ -167,12 +161,8 @@ def _activation(run: Translation) -> None:
         run.put("Model.hidden_act", act, name)
     unfused = ("no_bias_gelu_fusion", "disable_bias_linear")
     if not chosen and any(run.flag(name, False) for name in unfused):
-        run.put(
-            "Model.hidden_act",
-            "gelu_exact",
-            *unfused,
-            why="where bias and GeLU are not fused, Megatron's GeLU is the exact one",
-        )
+        why = "where bias and GeLU are not fused, Megatron's GeLU is the exact one"
+        run.put("Model.hidden_act", "gelu_exact", *unfused, why=why)
 
 
 def _window(run: Translation) -> None:
@@ -242,23 +232,16 @@ def data(run: Translation) -> None:
     if not single and "train_data_path" not in run:
         raise ConfigError("is missing", key=option("data_path", run), place=run.place)
     split = run.text("split", "969, 30, 1") if single else None
-    if single and not _shares(split, run)[1]:
+    if single and not _evaluation_share(split):
         evaluates = False
-    sources = {
-        "Train": "data_path" if single else "train_data_path",
-        "Eval": "data_path" if single else "valid_data_path",
-    }
-    for order, (section, name) in enumerate(sources.items()):
+    for order, (section, own_name) in enumerate((("Train", "train_data_path"), ("Eval", "valid_data_path"))):
+        name = "data_path" if single else own_name
         if name not in run or (section == "Eval" and not evaluates):
             continue
         own = [1.0 if place == order else 0.0 for place in range(3)]
         _split_data(run, section, name, split or own)
     if evaluates and "Data.Eval.dataset.input_dir" in run.native:
-        run.put(
-            "Engine.eval_iters",
-            run.integer("eval_iters", 100),
-            "eval_iters",
-        )
+        run.put("Engine.eval_iters", run.integer("eval_iters", 100), "eval_iters")
 
 
 def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
@@ -279,17 +262,16 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
     run.put(f"{prefix}.eod_id", run.integer("eos_token_id", least=0), "eos_token_id")
 
 
-def _shares(split: str, run: Translation) -> tuple[float, float]:
-    """The first two shares. The loader refuses invalid shares later, with the same place."""
+def _evaluation_share(split: str) -> float:
+    """The second share. The loader refuses invalid shares later, with the same place."""
     try:
         numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
-        return 1.0, 1.0
-    return (*numbers, 0.0, 0.0)[0], (*numbers, 0.0, 0.0)[1]
+        return 1.0
+    return (*numbers, 0.0, 0.0)[1]
 
 
 def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None]:
-    """The prefixes, and their weights if each prefix has a number before it."""
     value = run.value(name)
     words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
     if not words:

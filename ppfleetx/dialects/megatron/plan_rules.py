@@ -53,18 +53,11 @@ def _context(run: Translation) -> None:
         )
 
 
-_RINGS = (
-    "megatron_cp_algo",
-    "hybrid_cp_algo",
-    "adaptive_cp_algo",
-    "hybrid_adaptive_cp_algo",
-    "colossalai_cp",
-    "flash_sp",
-)
+_HYBRIDS = ("hybrid_cp_algo", "adaptive_cp_algo", "hybrid_adaptive_cp_algo")
+_RINGS = ("megatron_cp_algo", *_HYBRIDS, "colossalai_cp", "flash_sp")
 
 
 def _chunks(run: Translation) -> None:
-    """Translate virtual stages, the layers of each chunk, and empty places."""
     stages = run.integer(PIPELINE, 1, least=1)
     layers = run.integer("num_layers", least=1)
     rows = _counts(run, "num_layer_list")
@@ -94,7 +87,6 @@ def _chunks(run: Translation) -> None:
 
 
 def _counted_ends(run: Translation, stages: int, layers: int, virtual: int) -> None:
-    """Translate a split into stages in which embedding and loss count as one layer each."""
     names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     first, last = (int(run.flag(name, False)) for name in names)
     if stages < 2 or not first + last:
@@ -252,9 +244,7 @@ def _granularity(run: Translation) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _listed(run: Translation) -> None:
-    """Translate counts of layers per chunk: ``recompute`` recomputes whole layers, ``select_recompute`` only
-    the attention core.
-    """
+    """Counts of layers per chunk: ``recompute`` of whole layers, ``select_recompute`` of attention cores."""
     found = {}
     for name in ("recompute", "select_recompute"):
         if run.value(name) in (None, False):

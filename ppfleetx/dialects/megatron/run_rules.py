@@ -44,12 +44,8 @@ def batches(run: Translation) -> None:
     if "train_samples" in run:
         if "train_iters" in run:
             raise run.conflict(("train_iters", "train_samples"), "the length is given in one way")
-        run.put(
-            "Engine.max_steps",
-            int(_steps(run, "train_samples", least=1)),
-            "train_samples",
-            "global_batch_size",
-        )
+        steps = int(_steps(run, "train_samples", least=1))
+        run.put("Engine.max_steps", steps, "train_samples", "global_batch_size")
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:

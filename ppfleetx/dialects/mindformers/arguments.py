@@ -65,14 +65,8 @@ FLAGS = KeyTable(
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line and the configuration that it names.
-
-    Attributes:
-        tree: the configuration, with all flags and options applied.
-        path: the YAML file.
-        checks: whether ``--check`` was given.
-        unused: the given flags that have no meaning here.
-    """
+    """The configuration of a YAML file with all flags and options applied, whether ``--check`` was given, and
+    the given flags that have no meaning here."""
 
     tree: Node
     path: Path
@@ -123,7 +117,6 @@ def _options(one: Given | None) -> list[str]:
 
 
 def usage() -> str:
-    """The text that ``--help`` prints."""
     rows = [f"  {key.name:20} {key.says}" for key in FLAGS.keys]
     return "\n".join(["usage: run_mindformer.py --config FILE [--flag VALUE ...]", "", *rows])
 

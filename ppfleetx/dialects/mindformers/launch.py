@@ -29,23 +29,18 @@ _Number = Annotated[int, Field(ge=0, lt=MAX_RANKS), PlainSerializer(str)]  # a t
 
 
 class Device(BaseModel):
-    """One device: its number on its host, its address, and its rank in the job."""
-
     device_id: _Number
     device_ip: str = ""
     rank_id: _Number
 
 
 class Server(BaseModel):
-    """One host: its address and its devices."""
-
     server_id: Annotated[str, Field(min_length=1)]
     device: Annotated[list[Device], Field(min_length=1)]
     host_nic_ip: Any = "reserve"  # written by others, and read by nobody
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of this host, in ascending order."""
         return sorted(device.rank_id for device in self.device)
 
 
@@ -59,12 +54,10 @@ class RankTable(BaseModel):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the job."""
         return sum(len(server.device) for server in self.server_list)
 
 
 def read_rank_table(path: Path) -> RankTable:
-    """Read a rank table and check it."""
     place = str(path)
     try:
         table = RankTable.model_validate_json(read_text(path))
@@ -151,14 +144,8 @@ _RANGE = re.compile(r"[\[(]\s*(\d{1,7})\s*,\s*(\d{1,7})\s*[\])]", re.ASCII)
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes to start on this host.
-
-    Attributes:
-        launcher: the arguments of ``paddle.distributed.launch``.
-        program: the arguments of ``run_mindformer.py``.
-        world_size: the number of ranks of the job, on all hosts.
-        says: a line for the user.
-    """
+    """The processes to start on this host: arguments of ``paddle.distributed.launch`` and of
+    ``run_mindformer.py``, the number of ranks on all hosts, and a line for the user."""
 
     launcher: tuple[str, ...]
     program: tuple[str, ...]

@@ -10,14 +10,86 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.parse import read_yaml, shown_path
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
+from ppfleetx.dialects.keys import Key, KeyTable, nearest_names, read_file, tables_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
-from ppfleetx.dialects.megatron.dialect import FLAGS, MANY
+from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, TABLES
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.network_rules import TENSOR
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
-from ppfleetx.dialects.mindspeed.keys import ALIASES, LLM, PRECISION, TABLE, documented, plain
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
+
+LLM, PRECISION = "model_config.llm", "accelerate_config.precision"
+_FILE = read_file("mindspeed")
+OWN = tables_of(_FILE)["own"]
+_SECTIONS = {
+    "model_config": "model experts recomputation",
+    "model_config.moe_config": "experts",
+    "training_config": "training profiler parallelism others",
+    "dataset_config": "data",
+    "optimizer_config": "optimizer training parallelism others",
+    "parallel_config": "parallelism recomputation",
+}  # for each section, the tables of Megatron whose keys it may contain
+# The sections of the example's train_config block may also be at the top level.
+_PREFIXES = ("train_config.ms_training_config.", "train_config.")
+
+
+ALIASES: dict[str, str] = {
+    f"{section}.{key.name}": key.name
+    for section, tables in _SECTIONS.items()
+    for table in tables.split()
+    for key in TABLES[table]
+} | _FILE["aliases"]
+"""The argument of Megatron for each dotted name of MindSpeed-Core-MS with the same meaning."""
+
+
+def plain(name: str) -> str:
+    """Remove the ``train_config`` block around a section, or around training keys, from ``name``."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return rest if rest.split(".")[0] in _SECTIONS else f"training_config.{rest}"
+    return name
+
+
+class _Names(KeyTable):
+    """Keys under their names in MindSpeed-Core-MS, or under Megatron's names if they are outside sections."""
+
+    def __init__(self) -> None:
+        own = {key.name for key in OWN}
+        super().__init__([*OWN, *ALL_KEYS.keys])
+        self._names = [*own, *(name for name in ALIASES if name not in own)]
+        self._own = own
+
+    def find(self, name: str) -> Key | None:
+        name = plain(name)
+        if name in self._own:
+            return super().find(name)
+        if name in ALIASES:
+            return super().find(ALIASES[name])
+        return super().find(name) or (None if "." in name else super().find(normal_name(name)))
+
+    def is_block(self, name: str) -> bool:
+        prefix = f"{plain(name)}."
+        in_train = name == "train_config" or plain(name) in ("training_config.ms_training_config",)
+        return in_train or super().is_block(name) or any(one.startswith(prefix) for one in self._names)
+
+    def nearest(self, name: str) -> str:
+        return nearest_names(plain(name), self._names)
+
+
+TABLE = _Names()
+
+
+def documented() -> dict[str, KeyTable]:
+    """The tables of the page: for each block, Megatron's keys under their names here, and the other keys."""
+    groups: dict[str, list[Key]] = {}
+    own = {key.name: key for key in OWN}
+    for name in [*(name for name in ALIASES if name not in own), *own]:
+        key = own.get(name) or replace(ALL_KEYS.find(ALIASES[name]), name=name)
+        groups.setdefault(name.split(".")[0], []).append(key)
+    return {name: KeyTable(keys) for name, keys in groups.items()}
+
 
 TITLE = "MindSpeed-Core-MS"
 FILE_OPTIONS = ("yaml_cfg", "config_path", "config")
@@ -99,7 +171,6 @@ def _without_empty_text(one: Given) -> Given:
 
 
 def _implied(given: list[Given]) -> Iterator[Given]:
-    """Yield values that follow from given keys, or from their absence."""
     names = {ALIASES.get(plain(one.key), normal_name(one.key)): one for one in given if one.value is not None}
     if "seq_length" not in names and "max_position_embeddings" in names:
         one = names["max_position_embeddings"]
@@ -116,35 +187,19 @@ DIALECT = Dialect(
     of_arguments=of_arguments,
     programs=frozenset({"msrun", "pretrain_gpt.py"}),
     keys_of_files=frozenset(
-        {
-            "train_config",
-            "accelerate_config",
-            "model_config",
-            "training_config",
-            "optimizer_config",
-            "dataset_config",
-            "parallel_config",
-        }
+        {"train_config", "accelerate_config", *(key for key in _SECTIONS if "." not in key)}
     ),
     options=frozenset(FILE_OPTIONS),
 )
 
 
-_FUSED = (
-    "flash_attention",
-    "rope",
-    "rmsnorm",
-    "swiglu",
-    "masked_softmax",
-    "gradient_accumulation",
-    "layernorm",
-)
+_NORMS = ("rmsnorm", "layernorm")
+_FUSED = ("flash_attention", "rope", "swiglu", "masked_softmax", "gradient_accumulation", *_NORMS)
 _FLOAT32 = ("float32", "fp32")
 _WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _network(run: Translation) -> None:
-    """Translate the blocks of ``model_config.llm``, and initial weights."""
     _attention(run)
     unit, padded = f"{LLM}.tokenizer.divided_by", "padded_vocab_size"
     if unit in run and padded in run:
@@ -168,7 +223,6 @@ def _attention(run: Translation) -> None:
 
 
 def _precision(run: Translation) -> None:
-    """Translate the keys of ``accelerate_config.precision`` besides the two types."""
     softmax, residual, fused = (
         f"{PRECISION}.{name}" for name in ("softmax_compute_dtype", "residual-connection", "fused_operators")
     )
@@ -190,9 +244,7 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """Translate ``load_checkpoint``: it gives weights to a new run or, with ``resume_training``, resumes the
-    run.
-    """
+    """``load_checkpoint`` gives weights to a new run or, with ``resume_training``, resumes the run."""
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

@@ -2,19 +2,265 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.parse import parse_yaml, read_text, shown_path
-from ppfleetx.dialects.given import Given, given_arguments, given_in, without_launcher, world_of
+from ppfleetx.config.reading.parse import shown_path
+from ppfleetx.dialects.given import (
+    Given,
+    given_arguments,
+    given_in_file,
+    weighted_corpora,
+    without_launcher,
+    world_of,
+)
 from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
-from ppfleetx.dialects.paddleformers import rules
-from ppfleetx.dialects.paddleformers.rules import CONFIG
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
+from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
+
+_SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
+_DATA = ("data_parallel_size", "data_parallel_degree")
+
+CONFIG = "config.json"
+_KINDS = ("gpt2", "llama")
+_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
+
+
+def network(run: Translation) -> None:
+    """Translate the kind of network that ``config.json`` describes."""
+    kind_key = f"{CONFIG}.model_type"
+    if kind_key not in run:
+        return
+    kind = run.value(kind_key)
+    if kind not in _KINDS:
+        raise run.error(
+            kind_key,
+            f"must be one of {', '.join(_KINDS)}; convert the weights of another network (ppfleetx "
+            "convert) and name the result, whose config.yaml is read",
+        )
+    origins = run.origins(kind_key)
+    act = _ACTIVATIONS[run.choice(f"{CONFIG}.activation_function", _ACTIVATIONS, "gelu_new")]
+    shape = {
+        "gpt2": {
+            "position_embedding_type": "learned_absolute",
+            "normalization": "LayerNorm",
+            "hidden_act": act,
+        },
+        "llama": {
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+            "hidden_act": "swiglu",
+            "add_bias_linear": False,
+        },
+    }[kind]
+    for key, value in shape.items():
+        run.put(f"Model.{key}", value, *origins)
+    tied = f"{CONFIG}.tie_word_embeddings"
+    run.put("Model.tie_word_embeddings", run.flag(tied, kind == "gpt2"), tied, kind_key)
+    default = 0.1 if kind == "gpt2" else 0.0
+    hidden, embedded = f"{CONFIG}.resid_pdrop", f"{CONFIG}.embd_pdrop"
+    _unless(run, "Model.hidden_dropout_prob", run.number(hidden, default), hidden)
+    _unless(run, "Model.embedding_dropout_prob", run.number(embedded), embedded)
+    names = (f"{CONFIG}.attn_pdrop", f"{CONFIG}.attention_dropout")
+    attention = next((run.number(name) for name in names if name in run), default)
+    _unless(run, "Model.attention_probs_dropout_prob", attention, *names)
+
+
+def balancing(run: Translation) -> None:
+    """Translate the update of a router's bias, for networks with such a bias."""
+    name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
+    if run.value(has_bias) is True:
+        run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
+
+
+def _unless(run: Translation, key: str, value: float, *names: str) -> None:
+    """Set a native value, unless an argument of the run has set it."""
+    if key not in run.native:
+        run.put(key, value, *names)
+
+
+def plan_rule(world_size: int | None) -> Rule:
+    """Make the rule for degrees in a job of ``world_size`` processes; None if unknown."""
+
+    def plan(run: Translation) -> None:
+        degrees = [
+            run.native[key].value if (key := f"Distributed.{axis}_degree") in run.native else 1
+            for axis in ("mp", "pp", "sep")
+        ]
+        if run.value("sequence_parallel") in (True, 1) and degrees[0] > 1:
+            run.put("Model.sequence_parallel", True, "sequence_parallel")
+        model = math.prod(degrees)
+        if world_size is not None and world_size % model:
+            raise ConfigError(
+                f"the job has {world_size} processes, which {model} (tensor x pipeline x sep) do not divide",
+                key="tensor_model_parallel_size",
+                place=run.place,
+            )
+        _sharding(run, None if world_size is None else world_size // model)
+
+    return plan
+
+
+def _sharding(run: Translation, replicas: int | None) -> None:
+    words = str(run.value("sharding", "")).split()
+    if strange := [word for word in words if word not in ("stage1", "stage2", "stage3", "offload")]:
+        raise run.error("sharding", f"{strange[0]!r} is not one of stage1, stage2, stage3 and offload")
+    stages = [int(word[-1]) for word in words if word != "offload"]
+    if len(stages) > 1 or (words and not stages):
+        raise run.error("sharding", "names one stage, e.g. 'stage2 offload'")
+    if not stages:
+        return
+    origins = run.origins("sharding", *_SHARDING)
+    degrees = [value for name in _SHARDING if (value := run.integer(name, -1, least=-1)) > 0]
+    if len(set(degrees)) > 1:
+        raise run.conflict(_SHARDING, "names of one degree differ")
+    degree = degrees[0] if degrees else replicas
+    if degree is None:
+        run.notes.append(
+            "the states are shared out over all data-parallel ranks there; how many is not known here: give "
+            "sharding_parallel_size"
+        )
+        return
+    if replicas is not None and replicas % degree:
+        raise run.conflict(
+            ("sharding", *_SHARDING), f"{degree} do not divide the {replicas} data-parallel ranks"
+        )
+    run.put("Distributed.sharding.sharding_degree", degree, *origins)
+    run.put("Distributed.sharding.sharding_stage", stages[0], *origins)
+    if "offload" in words and degree > 1:
+        run.put("Distributed.sharding.sharding_offload", True, *origins)
+    if "Distributed.dp_degree" not in run.native and replicas is not None:
+        run.put("Distributed.dp_degree", replicas // degree, "sharding", *_DATA)
+
+
+def batches(run: Translation) -> None:
+    """Check the length, and translate the steps of a profile."""
+    if run.integer("max_steps", -1) < 1:
+        raise ConfigError(
+            "must be given: a run here is as long as its steps", key="max_steps", place=run.place
+        )
+    names = ("profile_step_start", "profile_step_end")
+    if run.flag("profile", False):
+        steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]
+        run.put("Profiler.scheduler", steps, *names)
+
+
+def precision(run: Translation) -> None:
+    """Translate the device and the type of computation."""
+    written = run.choice("device", (GPU, NPU, XPU, CPU), GPU)
+    chosen, instead = of_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
+    if run.flag("no_cuda", False):
+        chosen = "cpu"
+    run.put("Global.device", chosen, "device", "no_cuda", why=instead)
+    on = {name: dtype for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if run.flag(name, False)}
+    if len(on) > 1:
+        raise run.conflict(tuple(on), "a run computes in one precision; give one of these")
+    level = run.choice("fp16_opt_level", ("O0", "O1", "O2"), "O1")
+    if not on or level == "O0":
+        return
+    name, dtype = next(iter(on.items()))
+    on_cpu = expected_device(chosen) == CPU
+    origins, prefix = run.origins(name), "Engine.mix_precision"
+    run.put(f"{prefix}.enable", not on_cpu, *origins, why="a CPU computes in float32" if on_cpu else "")
+    run.put(f"{prefix}.dtype", dtype, *origins)
+    run.put(f"{prefix}.level", level, "fp16_opt_level")
+    if on_cpu:
+        run.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
+
+
+def optimizer(run: Translation) -> None:
+    """Translate the warm-up."""
+    steps, ratio = run.integer("warmup_steps", 0, least=0), run.number("warmup_ratio", 0.0, least=0.0)
+    if steps:
+        run.put("Optimizer.lr.warmup_steps", steps, "warmup_steps")
+    elif ratio:
+        number = math.ceil(ratio * run.integer("max_steps"))
+        run.put("Optimizer.lr.warmup_steps", number, "warmup_ratio", "max_steps")
+
+
+def data(run: Translation) -> None:
+    """Translate the corpora, and whether there is an evaluation."""
+    if "input_dir" not in run:
+        raise ConfigError("is missing", key="input_dir", place=run.place)
+    strategy = run.choice("evaluation_strategy", ("no", "steps"))
+    asks = strategy == "steps" or (strategy is None and run.flag("do_eval", False))
+    freq = run.integer("eval_steps", least=1) if asks else None
+    if asks and freq is None:
+        freq = run.integer("logging_steps", 5)
+    why = "" if asks else "no evaluation is asked for"
+    run.put("Engine.eval_freq", freq or 0, "eval_steps", "do_eval", "evaluation_strategy", why=why)
+    for section in ("Train", "Eval") if asks else ("Train",):
+        _corpus(run, f"Data.{section}.dataset")
+    if asks:
+        number = run.integer("eval_iters", 0) or run.integer("max_evaluate_steps", 0)
+        run.put("Engine.eval_iters", number if number > 0 else 10, "eval_iters", "max_evaluate_steps")
+    name = "tokenizer_name_or_path"
+    if name in run:
+        text = run.text(name)
+        if os.path.isdir(text):  # noqa: PTH112 - Path.is_dir raises for names that no file can have
+            run.put("Data.tokenizer.dir", text, name)
+        else:
+            run.notes.append(f"{name} {text} is not a directory here; a corpus of token ids needs none")
+
+
+def _corpus(run: Translation, prefix: str) -> None:
+    origins, words = run.origins("input_dir"), run.text("input_dir").replace(",", " ").split()
+    names, weights = weighted_corpora(words)
+    if len(names) > 1:
+        run.put(f"{prefix}.weights", weights, *origins)
+    run.put(f"{prefix}.input_dir", names if len(names) > 1 else names[0], *origins)
+    split = run.value("split", "949,50,1")
+    run.put(f"{prefix}.split", split, "split")
+    lengths = ("max_seq_length", "max_seq_len")
+    given = next((run.integer(name, least=1) for name in lengths if name in run), 1024)
+    run.put(f"{prefix}.max_seq_len", given, *lengths)
+    run.put(f"{prefix}.cache_dir", run.text("data_cache"), "data_cache")
+    run.put(f"{prefix}.eod_mask_loss", run.flag("eod_mask_loss"), "eod_mask_loss")
+
+
+def checkpoints(run: Translation) -> None:
+    """Translate when a run is saved, and the checkpoint that it starts from."""
+    prefix = "Engine.save_load"
+    if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
+        run.put(f"{prefix}.save_steps", 0, "save_strategy")
+    else:
+        run.put(f"{prefix}.save_steps", run.integer("save_steps", 500, least=1), "save_steps")
+    if run.flag("load_best_model_at_end", False):
+        run.put(f"{prefix}.keep_best", "loss", "load_best_model_at_end")
+    resume = run.value("resume_from_checkpoint")
+    if isinstance(resume, bool):
+        run.put(f"{prefix}.resume", "auto" if resume else False, "resume_from_checkpoint")
+    elif resume is not None:
+        run.put(f"{prefix}.ckpt_dir", run.text("resume_from_checkpoint"), "resume_from_checkpoint")
+    if run.value("continue_training") in (True, 1):
+        names = ("model_name_or_path", "continue_training")
+        run.put(f"{prefix}.init_from", run.text("model_name_or_path"), *names)
+
+
+def recomputation(run: Translation) -> None:
+    """Translate the recomputation of activations in the backward pass."""
+    words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
+    granularity = run.choice("recompute_granularity", words)
+    if not run.flag("recompute", "recompute" not in run and granularity is not None):
+        return
+    names = ("recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
+    run.put("Model.use_recompute", True, *names[:2])
+    run.put("Model.recompute_granularity", words[granularity or "full"], *names[:2])
+    if run.choice("recompute_method", ("uniform", "block")) != "block":
+        return
+    count = run.integer("recompute_num_layers", least=1)
+    layers, stages = (run.native.get(key) for key in ("Model.num_layers", "Distributed.pp_degree"))
+    if count is None or layers is None or type(layers.value) is not int:
+        raise run.error("recompute_method", "needs recompute_num_layers")
+    each = -(-layers.value // (1 if stages is None else stages.value))
+    chosen = [layer for layer in range(min(layers.value, 10_000)) if layer % each < count]
+    run.put("Model.recompute_layers", chosen, *names[2:])
+
 
 TITLE = "PaddleFormers"
 TABLES = tables_of(read_file("paddleformers"))
@@ -25,7 +271,7 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
     """Translate a file, and arguments, which override the file."""
-    given = list(_read(path, ""))
+    given = list(given_in_file(path))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
 
@@ -47,7 +293,7 @@ def _translated(given: list[Given], place: str, world_size: int | None) -> Trans
     named = [one for one in given if one.key.lstrip("-") == _MODEL and one.value is not None]
     if not named:
         raise ConfigError("is missing; the network is that of its config.json", key=_MODEL, place=place)
-    network = list(_network(named[-1]))
+    network = list(_keys_of_network(named[-1]))
     ours = {one.key: one for one in network if one.key.startswith(f"{_OURS}.")}
     world_size = world_size or world_of(os.environ)
 
@@ -64,15 +310,15 @@ def _translated(given: list[Given], place: str, world_size: int | None) -> Trans
 
 def _rules(world_size: int | None) -> list[Rule]:
     return [
-        rules.network,
-        rules.balancing,
-        rules.batches,
-        rules.precision,
-        rules.optimizer,
-        rules.data,
-        rules.checkpoints,
-        rules.plan_rule(world_size),
-        rules.recomputation,
+        network,
+        balancing,
+        batches,
+        precision,
+        optimizer,
+        data,
+        checkpoints,
+        plan_rule(world_size),
+        recomputation,
     ]
 
 
@@ -87,24 +333,14 @@ def _arguments(argv: Sequence[str]) -> Iterable[Given]:
     return given_arguments(words, frozenset())
 
 
-def _read(path: Path, prefix: str, *, one: Given | None = None) -> Iterator[Given]:
-    entry = {} if one is None else {"key": one.key, "value": str(one.value), "place": one.place}
-    # JSON may be indented with tabs, which YAML does not allow; its strings contain none.
-    text = read_text(path, **entry).replace("\t", " ")
-    tree = parse_yaml(text, shown_path(path), with_lines=True, is_ours=False)
-    if tree is None or not isinstance(tree.value, dict):
-        raise ConfigError("is not a mapping of keys", place=shown_path(path))
-    yield from given_in(tree, prefix)
-
-
-def _network(one: Given) -> Iterator[Given]:
+def _keys_of_network(one: Given) -> Iterator[Given]:
     """Read the keys of the network from the directory that ``model_name_or_path`` names."""
     directory = Path(str(one.value))
     if os.path.isfile(directory / _OURS):  # noqa: PTH113 - Path.is_file raises for names that no file can have
-        keys = _read(directory / _OURS, f"{_OURS}.", one=one)
+        keys = given_in_file(directory / _OURS, f"{_OURS}.", named=one)
         yield from (key for key in keys if key.key.startswith(f"{_OURS}.Model.") and key.value is not None)
     elif os.path.isfile(directory / CONFIG):  # noqa: PTH113
-        yield from _read(directory / CONFIG, f"{CONFIG}.", one=one)
+        yield from given_in_file(directory / CONFIG, f"{CONFIG}.", named=one)
     else:
         raise ConfigError(
             f"is not a directory with {CONFIG} here. Nothing is downloaded: take the files of the model to a "
@@ -124,12 +360,6 @@ DIALECT = Dialect(
     programs=frozenset({"run_pretrain.py", "paddleformers-cli"}),
     keys_of_files=frozenset(key.name for group in TABLES.values() for key in group if "." not in key.name),
     options=frozenset(
-        {
-            "per_device_train_batch_size",
-            "tensor_parallel_degree",
-            "sharding_parallel_size",
-            _MODEL,
-            "input_dir",
-        }
+        {"per_device_train_batch_size", "tensor_parallel_degree", "input_dir", _MODEL, _SHARDING[0]}
     ),
 )

@@ -33,11 +33,8 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """The tensor's own memory as a flat array, without a copy.
-
-    Raises:
-        CommError: the element type is not supported, or the memory is not contiguous.
-    """
+    """The tensor's own memory as a flat array, without a copy. Raises CommError if the element type is not
+    supported, or the memory is not contiguous."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"no communication of {tensor.dtype} tensors")
@@ -51,14 +48,9 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 class TensorMemory:
-    """The memory of one operation's tensors, kept alive until :meth:`finish`.
-
-    Strided tensors (such as transposed gradients) are communicated through a contiguous copy.
-
-    Attributes:
-        takes_strided: False refuses strided tensors, as NCCL does. Tests set it to find, on a CPU, code that
-            would fail on a GPU.
-    """
+    """The memory of one operation's tensors, kept alive until :meth:`finish`. Strided tensors (such as
+    transposed gradients) are communicated through a contiguous copy, or with ``takes_strided`` False refused,
+    as by NCCL: tests find, on a CPU, code that would fail on a GPU."""
 
     takes_strided = True
 

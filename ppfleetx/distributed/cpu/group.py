@@ -25,8 +25,7 @@ from ppfleetx.distributed.cpu.arrays import (
     byte_view,
     reduce_in_order,
 )
-from ppfleetx.distributed.cpu.inbox import BufferPool
-from ppfleetx.distributed.cpu.operation import Operation, Steps
+from ppfleetx.distributed.cpu.operation import BufferPool, Operation, Steps
 from ppfleetx.distributed.cpu.transport import Mesh
 from ppfleetx.distributed.cpu.wire import CODES, POINT_TO_POINT, Key, Signature
 from ppfleetx.resilience.flight_recorder import OPERATIONS
@@ -456,7 +455,6 @@ class CpuProcessGroup:
         self._release(theirs)
 
     def _pieces(self, array: np.ndarray) -> list[np.ndarray]:
-        """Split ``array`` into nearly equal pieces, one per member."""
         return [array[a:b] for a, b in itertools.pairwise(bounds(array.size, self._size))]
 
     def _others(self) -> list[int]:

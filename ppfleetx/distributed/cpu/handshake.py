@@ -39,12 +39,8 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Meet all other ranks of the job and connect to each.
-
-    Raises:
-        ConfigError: this process cannot listen on the address.
-        StartError: a rank does not arrive, does not answer or does not know the token.
-    """
+    """Meet all other ranks of the job and connect to each. Raises ConfigError if this process cannot listen
+    on the address; StartError if a rank does not arrive, does not answer or does not know the token."""
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
     except OSError as error:
@@ -82,12 +78,9 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Learn the job's token and the addresses on which all ranks listen; ``own`` is this rank's.
-
-    Raises:
-        ConfigError: the environment does not say where the ranks meet.
-        StartError: a rank did not arrive in time or has ended, or the ranks cannot meet there.
-    """
+    """Learn the job's token and the addresses on which all ranks listen; ``own`` is this rank's. Raises
+    ConfigError if the environment does not say where the ranks meet; StartError if a rank did not arrive in
+    time or has ended, or the ranks cannot meet there."""
     point, seconds = meeting_point(), start_timeout()
     member = Member("rank {} at {}:{}".format(rank, *own), rank, own)
     try:
@@ -127,14 +120,9 @@ def _accept(
 
 
 def local_address() -> str:
-    """The address at which the other ranks can reach this one.
-
-    It is the address of the interface ``GLOO_SOCKET_IFNAME``, as in Paddle's Gloo, or else the host in
-    ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets.
-
-    Raises:
-        ConfigError: the interface has no address.
-    """
+    """The address at which the other ranks can reach this one: that of the interface ``GLOO_SOCKET_IFNAME``,
+    as in Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises
+    ConfigError if the interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"

@@ -23,8 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ppfleetx.distributed.cpu.handshake import connect_ranks
-from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
-from ppfleetx.distributed.cpu.operation import Operation, Progress
+from ppfleetx.distributed.cpu.operation import BufferPool, Inbox, Operation, Progress
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     ACK,
@@ -75,11 +74,8 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank to all others in the job.
-
-        Raises:
-            ConfigError, StartError: see :func:`connect_ranks`.
-        """
+        """Connect this rank to all others in the job. Raises ConfigError, StartError: see
+        :func:`connect_ranks`."""
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
@@ -142,12 +138,7 @@ class Mesh:
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> Callable[[], None] | None:
         """Send ``view``. Call the returned function before changing its memory; if it is None, change it at
-        any time.
-
-        Raises:
-            PeerLostError: the connection is gone.
-            CommTimeoutError: the peer no longer reads.
-        """
+        any time. Raises PeerLostError, or CommTimeoutError if the peer no longer reads."""
         peer = self.peers.get(dst)
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
@@ -256,12 +247,9 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``, and advance the program's other operations meanwhile.
-
-        Raises:
-            PeerLostError, OutOfStepError, CommTimeoutError: the operation cannot complete. The message names
-                the missing rank and the operations.
-        """
+        """Wait for ``operation``, and advance the program's other operations meanwhile. Raises PeerLostError,
+        OutOfStepError, CommTimeoutError if the operation cannot complete. The message names the missing rank
+        and the operations."""
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
             while not operation.done:
@@ -277,11 +265,8 @@ class Mesh:
                         raise
 
     def advance(self, operation: Operation) -> None:
-        """Advance an operation that this thread has marked ``busy``, and remove it when it is done.
-
-        Raises:
-            CommError: the operation failed. It keeps the error for the thread that waits for it.
-        """
+        """Advance an operation that this thread has marked ``busy``, and remove it when it is done. Raises
+        CommError if the operation failed. It keeps the error for the thread that waits for it."""
         try:
             operation.advance()
         except BaseException as error:
@@ -410,11 +395,8 @@ class EndedRanks:
 
 
 def time_limit() -> float:
-    """The time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
-
-    Raises:
-        ConfigError: the variable is not a number of at least 0.
-    """
+    """The time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none). Raises
+    ConfigError if the variable is not a number of at least 0."""
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 

@@ -26,10 +26,7 @@ _AFTER_THE_END_SECONDS = 5.0
 
 def silence_limit() -> float:
     """Seconds without a sign of life after which a host counts as lost (``PADDLE_CPU_COMM_SILENCE``, 30).
-
-    Raises:
-        ConfigError: the variable is not a number of at least 3.
-    """
+    Raises ConfigError if the variable is not a number of at least 3."""
     return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
 
 

@@ -113,11 +113,7 @@ class Peer:
         self.direct_sent = self.direct_acknowledged = 0
 
     def receive(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes.
-
-        Raises:
-            EOFError: the connection is closed.
-        """
+        """Fill ``view`` with the next bytes. Raises EOFError if the connection is closed."""
         while view.nbytes:
             count = self.connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)
             if count == 0:
@@ -125,24 +121,14 @@ class Peer:
             view = view[count:]
 
     def receive_header(self) -> tuple[int, ...]:
-        """The fields of the next frame's header.
-
-        Raises:
-            EOFError: the connection is closed.
-        """
+        """The fields of the next frame's header. Raises EOFError if the connection is closed."""
         header = bytearray(HEADER.size)
         self.receive(memoryview(header))
         return HEADER.unpack(header)
 
     def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
-        """Send one frame. This blocks only while the peer's reader thread is busy.
-
-        Args:
-            patience: seconds to wait for another thread that is sending; -1: no limit.
-
-        Raises:
-            OSError: the connection is gone, or the other thread did not finish in time.
-        """
+        """Send one frame; this blocks only while the peer's reader thread is busy, and up to ``patience``
+        seconds (-1: no limit) for another thread that is sending. Raises OSError."""
         if not self._sending.acquire(timeout=patience):
             raise TimeoutError("another thread is still sending")
         try:
@@ -200,11 +186,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def read_memory(pid: int, address: int, view: memoryview) -> None:
-    """Fill ``view`` from ``address`` in the memory of process ``pid`` (process_vm_readv(2)).
-
-    Raises:
-        OSError: the kernel does not allow it, or the process has ended.
-    """
+    """Fill ``view`` from ``address`` in the memory of process ``pid`` (process_vm_readv(2)). Raises OSError
+    if the kernel does not allow it, or the process has ended."""
     target, done = address_of(view), 0
     while done < view.nbytes:
         left = view.nbytes - done

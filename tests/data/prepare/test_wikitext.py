@@ -10,8 +10,7 @@ import pytest
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.data.prepare.wikitext import passages, prepare_wikitext
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = """\
  \n = Robert Boulter = \n \n

@@ -42,7 +42,10 @@ SMALL = {
     "int4": WeightsConfig(bits=4, group_size=8),
     "w8a8": WeightsConfig(bits=8, activation_bits=8),
 }
-CASES = [(name, None) for name in MODELS] + [("deepseek", way) for way in SMALL]
+CASES = [
+    *(("softmax", None), ("adapters", None)),
+    *(("not_normalized", "int8"), ("deepseek", "int4"), ("deepseek", "w8a8")),
+]
 
 
 class Logits(nn.Layer):

@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
-from ppfleetx.deploy.static.token_choice import FEWEST_ALIKE, follow, last_occurrence
+from ppfleetx.deploy.static.token_choice import FEWEST_ALIKE, follow, last_occurrence, nucleus_by_buckets
 from ppfleetx.generation import prompt_lookup
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
@@ -33,17 +33,16 @@ def test_guesses_are_those_of_the_generator() -> None:
     assert 50 < found < 250
 
 
-@pytest.mark.parametrize("most", [1, 3, 16])
-def test_tokens_of_a_single_prompt_are_those_without_guesses(each: Exported, most: int) -> None:
+def test_tokens_of_a_single_prompt_are_those_without_guesses(each: Exported) -> None:
     """Also at the last position of the model, which the second to last text gets to."""
     texts = ["the cat", "hat and hat and hat and hat and", "a", "é" * 29, "cat cat cat cat"]
-    plain, ours = (
+    plain, *guessing = (
         GenerationConfig(decode_strategy="greedy_search", prompt_lookup_num_tokens=guesses)
-        for guesses in (0, most)
+        for guesses in (0, 1, 3, 16)
     )
     expected = each.generator.generate(texts, plain)
-    assert each.engine.generate(texts, ours, batch_rows=1) == expected
-    assert each.engine.generate(texts, plain, batch_rows=1) == expected
+    for options in (plain, *guessing):
+        assert each.engine.generate(texts, options, batch_rows=1) == expected
     assert len(expected[3][0].ids) == 6
 
 
@@ -126,3 +125,27 @@ def inputs(tokens: list[int], **given: int) -> dict[str, np.ndarray]:
         **{name: np.ones(1, np.float32) for name in ("repetition_penalty", "temperature", "top_p")},
         **{name: np.array([value]) for name, value in values.items()},
     }
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.001, 0.1, 0.6, 3.0, 30.0, 300.0])
+@pytest.mark.parametrize("vocab", [7, 300, 20011])
+def test_p_is_reached_with_the_last_token_and_not_before(scale: float, vocab: int) -> None:
+    """From equal probabilities, which are all in one bucket, to one of nearly 1; sums in float64."""
+    logits = np.random.default_rng(3).normal(size=(5, vocab)).astype(np.float32) * scale
+    probabilities = paddle.nn.functional.softmax(paddle.to_tensor(logits), axis=-1).numpy()
+    rounding = vocab * 2.0**-24  # of a float32 sum of so many terms to 1, one after the other
+    for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999, 1.0 - 2**-24):
+        weights = nucleus_by_buckets(paddle.to_tensor(probabilities), paddle.full([1], top_p)).numpy()
+        kept = weights > 0
+        np.testing.assert_array_equal(weights[kept], probabilities[kept])
+        smallest = np.where(kept, probabilities, np.inf).min(-1)
+        assert (np.where(kept, 0, probabilities).max(-1) <= smallest).all()
+        mass = weights.sum(-1, dtype=np.float64)
+        assert (mass >= top_p - rounding).all()
+        assert (mass - smallest < top_p + rounding).all()
+
+
+def test_of_equal_ones_the_lower_ids_stay() -> None:
+    probabilities = paddle.to_tensor([[0.1, 0.2, 0.2, 0.3, 0.2]])
+    weights = nucleus_by_buckets(probabilities, paddle.to_tensor([0.6]))
+    np.testing.assert_array_equal(weights.numpy(), np.float32([[0, 0.2, 0.2, 0.3, 0]]))

@@ -12,7 +12,7 @@ import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.config.registries import ACTIVATIONS, NORMS
-from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.distributed.device import allow_tf32
 from ppfleetx.nn.kernels import KernelOptions, reference_attention
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.loss import token_loss

@@ -11,7 +11,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle.base import core
 
-from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.distributed.device import allow_tf32
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from tests.device.cases.numbers import number, on
 from tests.device.place import DETERMINISTIC

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.sections.root import InferenceConfig
-from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.distributed.device import allow_tf32
 from tests.deploy.exports import STYLES, configuration
 
 PROMPTS = ("the cat", "and the other", "hat the cat and the hat")

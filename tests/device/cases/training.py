@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.distributed.device import allow_tf32
 
 
 def train(**arguments: Any) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
-from ppfleetx.distributed.cpu.operation import STARTED_SUMS, Operation, Progress
+from ppfleetx.distributed.cpu.operation import STARTED_SUMS, BufferPool, Inbox, Operation, Progress
 from ppfleetx.distributed.cpu.wire import Signature
 from tests.helpers.waiting import wait_for
 
