@@ -128,6 +128,20 @@ def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
     return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
 
 
+def sequence_length(cfg: RunConfig) -> int:
+    """The tokens of a training sequence; without a training set, the largest number of positions the model
+    takes.
+    """
+    return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
+
+
+def expert_message_bytes(cfg: RunConfig) -> float:
+    """Mean bytes of hidden states that a rank sends to each rank along ep in a mixture of experts."""
+    model, plan = cfg.Model, cfg.plan
+    rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
+    return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
+
+
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
     """The rules on sequence lengths that ``plan`` breaks, for every length that the run uses."""
     written_as = CONFIG_KEYS["seq_len"]

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from ppfleetx.config.mesh import Mesh
+from ppfleetx.config.mesh import Mesh, levels_of
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.resilience.flight_recorder import RECORD
 
 DATA_AXES = ("dp", "sharding")
 """Axes whose ranks read different samples."""
+
+LEVELS = ("between nodes", "within nodes")
+"""The levels of an exchange, in the order in which its rows travel."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,45 @@ class ParallelContext:
         """Return this context with a group for each of ``needed``. This is a collective: creating a group
         involves all ranks, and ``needed`` must be the same on each.
         """
-        from paddle import distributed
-
         groups = dict(self.groups)
         for axes in needed:
             axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
             name = "+".join(axes)
             if not axes or axes == ("dp", "sep") or name in groups:
                 continue
-            made = {ranks: distributed.new_group(list(ranks)) for ranks in self.mesh.groups_over(axes)}
-            groups[name] = made[self.mesh.ranks_over(self.rank, axes)]
-            RECORD.names = {**RECORD.names, groups[name].id: name}
+            groups[name] = self._new_group(name, self.mesh.groups_over(axes))
         return self if groups == self.groups else replace(self, groups=groups)
+
+    def with_levels(self, axis: str, per_node: int) -> ParallelContext:
+        """Return this context with the groups of ``axis`` for exchanges on two levels, if its ranks lie on
+        several nodes (:func:`~ppfleetx.config.mesh.levels_of`). A collective, like :meth:`with_groups`.
+
+        Args:
+            per_node: ranks on each node.
+        """
+        split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
+        if None in split:
+            return self
+        names = [f"{axis} {level}" for level in LEVELS]
+        made = {
+            name: self._new_group(name, chain.from_iterable(lists))
+            for name, lists in zip(names, zip(*split, strict=True), strict=True)
+        }
+        return replace(self, groups={**self.groups, **made})
+
+    def levels_of(self, axis: str) -> tuple[Any, Any] | None:
+        """The groups that :meth:`with_levels` made for ``axis``; None if there are none."""
+        between, within = (self.groups.get(f"{axis} {level}") for level in LEVELS)
+        return None if between is None else (between, within)
+
+    def _new_group(self, name: str, lists: Iterable[Sequence[int]]) -> Any:
+        """Make a process group of each of ``lists``, and return the one with this rank."""
+        from paddle import distributed
+
+        made = [distributed.new_group(list(ranks)) for ranks in lists]
+        mine = next(group for group in made if self.rank in group.ranks)
+        RECORD.names = {**RECORD.names, mine.id: name}
+        return mine
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
         """Sum ``values`` over the ranks of ``axes`` in float64. All these ranks get the same result."""

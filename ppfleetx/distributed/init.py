@@ -9,11 +9,14 @@ import paddle
 
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.mesh import SMALL_MESSAGE
 from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.rules import expert_message_bytes
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import choose_device, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
+from ppfleetx.distributed.together import ranks_per_node
 from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 
@@ -31,6 +34,12 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
         ctx = start_fleet(cfg.plan, cfg.batch, device)
         if cfg.Model.moe is not None:
             ctx = ctx.with_groups([("ep",), ("emp",)])
+            if (
+                cfg.plan.ep > 1
+                and expert_message_bytes(cfg) < SMALL_MESSAGE
+                and (size := ranks_per_node(ctx))
+            ):
+                ctx = ctx.with_levels("ep", size)
     seed_everything(cfg.Global.seed)
     if cfg.plan.mp > 1:
         register_sliced_stream(cfg.Global.seed)

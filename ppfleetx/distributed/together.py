@@ -115,8 +115,18 @@ def local_rank() -> int:
     return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
 
 
+def ranks_per_node(ctx: ParallelContext) -> int | None:
+    """The number of ranks that the launcher started on each node; None if it did not say, or nodes differ."""
+    sizes = np.unique(gather_numbers(ctx, [_local_size()]))
+    return int(sizes[0]) if len(sizes) == 1 and sizes[0] else None
+
+
+def _local_size() -> int:
+    return int(os.environ.get("PADDLE_LOCAL_SIZE") or 0)
+
+
 def _has_other_nodes(ctx: ParallelContext) -> bool:
-    return int(os.environ.get("PADDLE_LOCAL_SIZE") or 0) != ctx.world_size
+    return _local_size() != ctx.world_size
 
 
 def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:

@@ -6,10 +6,16 @@ that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped: ranks
 rows, then the rows. If the matrices of an expert are also sliced, the ranks along ``emp`` gather each other's
 rows, and add up the outputs of their slices.
 
+With several nodes, small messages travel on two levels (hierarchical all-to-all: Nie et al., "HetuMoE", and
+Hwang et al., "Tutel", 2022). A rank sends the rows for all experts of a node in one message, to the rank that
+has its own place on that node. The ranks of the node then exchange what they got. Numbers of rows travel the
+same way. Experts get the same rows in the same order as on one level.
+
 The backward pass is the same exchange in the other direction. All ranks take part in every exchange, even
 without rows to send or receive.
 
 Shape letters: n rows of this rank, h hidden size, E experts of a layer.
+Axes of tables of row counts: a nodes, i places on a node.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import paddle
 from paddle import distributed
 from paddle.autograd import PyLayer
 
-from ppfleetx.distributed.collectives import gather_rows, start_alltoall_rows
+from ppfleetx.distributed.collectives import alltoall_rows, gather_rows, start_alltoall_rows
 from ppfleetx.distributed.transfer import read, upload
 
 
@@ -79,10 +85,15 @@ class ParallelExperts(ExpertExchange):
         ep: ranks among which the experts are divided; None: every rank has all of them.
         emp: ranks that slice each expert's matrices; None: experts are whole.
         alike: ranks that hold the same rows; None: there are none.
+        levels: to exchange on two levels, the ranks of ``ep`` with this rank's place on every node, and those
+            on this rank's node (:func:`~ppfleetx.config.mesh.levels_of`).
     """
 
-    def __init__(self, *, ep: Any = None, emp: Any = None, alike: Any = None) -> None:
-        self._ep, self._emp, self._alike = ep, emp, alike
+    def __init__(
+        self, *, ep: Any = None, emp: Any = None, alike: Any = None, levels: tuple[Any, Any] | None = None
+    ) -> None:
+        self._between, self._within = levels or (ep, None)
+        self._emp, self._alike = emp, alike
 
     @property
     def adds_output_bias(self) -> bool:  # type: ignore[override]
@@ -99,9 +110,9 @@ class ParallelExperts(ExpertExchange):
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
-        if self._ep is None and self._emp is None:
+        if self._between is None and self._emp is None:
             return super().dispatch(rows, counts)
-        return _Travel(rows, Route.of(counts, self._ep, self._emp))
+        return _Travel(rows, Route.of(counts, self._between, self._within, self._emp))
 
 
 class _Travel(Journey):
@@ -125,59 +136,89 @@ class _Travel(Journey):
 class Route:
     """The route of the rows of one dispatch.
 
-    A rank that would send or receive nothing sends itself a row of zeros for its last expert, because
-    Paddle's exchanges and operators do not accept empty tensors on every device.
+    On one level, every rank along ``ep`` is a node of its own, and ``within`` is None.
+
+    A rank that would send, pass on or receive nothing sends itself a row of zeros for its last expert,
+    because Paddle's exchanges and operators do not accept empty tensors on every device.
 
     Attributes:
-        sent: rows for each rank along ``ep``.
-        table: ``[emp, ep, experts of this rank]``: the rows that each rank along ``emp`` received from each
-            rank along ``ep``.
+        sent: rows for each node.
+        passing: ``[a, i]``: the rows from this rank's place on each node for each place on its own node.
+        table: ``[emp, i, a, experts of this rank]``: the rows that each rank along ``emp`` received from each
+            rank along ``ep``, in the order in which they arrive.
         zeros_at: index of the row of zeros among the rows sent; None: there is none.
-        ep, emp: the groups, or None.
+        between, within, emp: the groups, or None.
     """
 
     sent: np.ndarray
+    passing: np.ndarray
     table: np.ndarray
     zeros_at: int | None
-    ep: Any
+    between: Any
+    within: Any
     emp: Any
 
     @classmethod
-    def of(cls, counts: paddle.Tensor, ep: Any, emp: Any) -> Route:
+    def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
         """Exchange the row counts: one message along each axis, and one wait for the device."""
-        size, me = (1, 0) if ep is None else (ep.nranks, ep.rank)
-        slices, num_experts = 1 if emp is None else emp.nranks, counts.shape[0]
-        table = counts
-        if ep is not None:
-            table = paddle.empty_like(counts)
-            distributed.alltoall_single(table, counts, group=ep)
-        lacks = paddle.logical_or(counts.sum() == 0, table.sum() == 0).astype(counts.dtype)
-        last = (me + 1) * num_experts // size - 1  # where the last expert's rows from this rank are counted
-        table = table + lacks * upload(np.eye(1, num_experts, last, dtype=np.int64)[0])
+        (nodes, node), (places, place), (slices, _) = map(_size_and_rank, (between, within, emp))
+        num_experts, to_itself = counts.shape[0], np.zeros([nodes, places], np.int64)
+        to_itself[node, place] = 1
+        passing = _exchanged(counts, between)
+        table = passing.reshape([nodes, places, -1]).transpose([1, 0, 2])
+        table = _exchanged(table.reshape([-1]), within)
+        lacks = paddle.logical_or(counts.sum() == 0, table.sum() == 0)
+        if within is not None:
+            lacks = paddle.logical_or(lacks, passing.sum() == 0)
+        lacks = lacks.astype(counts.dtype).reshape([1])
+        extra = np.zeros([places, nodes, num_experts // (nodes * places)], np.int64)
+        extra[place, node, -1] = 1
+        table = table + lacks * upload(extra.reshape(-1))
         if emp is not None:
             own, table = table, paddle.empty([slices * num_experts], counts.dtype)
             distributed.stream.all_gather(table, own, group=emp)
-        lacking, known, received = np.split(
-            read(paddle.concat([lacks.reshape([1]), counts, table])), [1, 1 + num_experts]
+        lacking, known, passed, received = np.split(
+            read(paddle.concat([lacks, counts, passing, table])), [1, 1 + num_experts, 1 + 2 * num_experts]
         )
-        sent = known.reshape(size, -1).sum(1)
-        sent[me] += lacking[0]
-        zeros_at = int(known[: last + 1].sum()) if lacking[0] else None
-        return cls(sent, received.reshape(slices, size, -1), zeros_at, ep, emp)
+        to_itself *= lacking
+        of_ranks = known.reshape(nodes * places, -1).sum(1)
+        zeros_at = int(of_ranks[: node * places + place + 1].sum()) if lacking[0] else None
+        return cls(
+            of_ranks.reshape(nodes, places).sum(1) + to_itself.sum(1),
+            passed.reshape(nodes, places, -1).sum(2) + to_itself,
+            received.reshape(slices, places, nodes, -1),
+            zeros_at,
+            between,
+            within,
+            emp,
+        )
 
     @property
     def local_counts(self) -> np.ndarray:
-        return self.table.sum((0, 1))
+        return self.table.sum((0, 1, 2))
 
     @property
     def _received(self) -> np.ndarray:
-        """The number of rows received from each rank along ``ep``."""
-        return self.table[0 if self.emp is None else self.emp.rank].sum(1)
+        """The number of rows received from each place on this node."""
+        return self.table[0 if self.emp is None else self.emp.rank].sum((1, 2))
 
     @property
     def _longest(self) -> int:
         """The largest number of rows any rank along ``emp`` received; every rank pads to it."""
-        return int(self.table.sum((1, 2)).max())
+        return int(self.table.sum((1, 2, 3)).max())
+
+    @cached_property
+    def _by_place(self) -> paddle.Tensor:
+        """The positions, among the rows that this rank passes on, of the rows for each place."""
+        return upload(self._passing_order())
+
+    @cached_property
+    def _by_node(self) -> paddle.Tensor:
+        """The inverse of :attr:`_by_place`."""
+        return upload(self._passing_order().argsort())
+
+    def _passing_order(self) -> np.ndarray:
+        return sorted_by_expert(self.passing[None, None], 0)  # places take the part of experts
 
     @cached_property
     def _order(self) -> paddle.Tensor:
@@ -197,26 +238,34 @@ class Route:
         if self.zeros_at is not None:
             zeros = paddle.zeros([1, *rows.shape[1:]], rows.dtype)
             rows = _joined(rows[: self.zeros_at], zeros, rows[self.zeros_at :])
-        return message.start(rows, self.sent, self._received, self.ep)
+        return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Gather the rows received along ``ep`` over all ranks along ``emp``, sorted by expert."""
+        """Pass the rows on within the node, and gather the rows received over all ranks along ``emp``, sorted
+        by expert."""
+        if self.within is not None:
+            rows = rows.index_select(self._by_place)
+            rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
         if self.emp is not None:
             rows = gather_rows(rows, self._longest, self.emp)
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Reduce-scatter the outputs over the ranks along ``emp``: the inverse of :meth:`spread`."""
+        """Reduce-scatter the outputs over the ranks along ``emp``, and return them to the ranks that passed
+        the rows on: the inverse of :meth:`spread`."""
         rows = rows.index_select(self._place)
-        if self.emp is None:
+        if self.emp is not None:
+            total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
+            distributed.stream.reduce_scatter(total, rows, group=self.emp)
+            rows = total[: int(self._received.sum())]
+        if self.within is None:
             return rows
-        total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
-        distributed.stream.reduce_scatter(total, rows, group=self.emp)
-        return total[: int(self._received.sum())]
+        rows = alltoall_rows(rows, self._received, self.passing.sum(0), self.within)
+        return rows.index_select(self._by_node)
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
         """Start sending outputs back; :meth:`at_home` waits for them."""
-        return message.start(rows, self._received, self.sent, self.ep)
+        return message.start(rows, self.passing.sum(1), self.sent, self.between)
 
     def at_home(self, message: Message) -> paddle.Tensor:
         rows = message.wait()
@@ -226,7 +275,7 @@ class Route:
 
 
 class Message:
-    """An all-to-all along ``ep`` that has been started."""
+    """An all-to-all between nodes that has been started."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], paddle.Tensor] | None = None
@@ -250,18 +299,31 @@ def _joined(*parts: paddle.Tensor) -> paddle.Tensor:
     return paddle.concat(some) if some else parts[0]
 
 
+def _size_and_rank(group: Any) -> tuple[int, int]:
+    return (1, 0) if group is None else (group.nranks, group.rank)
+
+
+def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """All-to-all of equally many ``numbers`` for each member."""
+    if group is None:
+        return numbers
+    received = paddle.empty_like(numbers)
+    distributed.alltoall_single(received, numbers, group=group)
+    return received
+
+
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
-    """The indices that reorder rows from (source, expert) to (expert, slice, source) order; the rows of
-    slice ``j`` begin at ``j * stride``.
+    """The indices that reorder rows from (slice, place, node, expert) to (expert, slice, node, place) order;
+    the rows of slice ``j`` begin at ``j * stride``.
 
     Args:
-        table: ``[slice, source, expert]``, numbers of rows.
+        table: ``[slice, place, node, expert]``, numbers of rows.
     """
     slices = len(table)
     lengths = table.reshape(slices, -1)
     begins = lengths.cumsum(1) - lengths + stride * np.arange(slices)[:, None]
     begins, lengths = (
-        array.reshape(table.shape).transpose(2, 0, 1).reshape(-1) for array in (begins, lengths)
+        array.reshape(table.shape).transpose(3, 0, 2, 1).reshape(-1) for array in (begins, lengths)
     )
     ends = lengths.cumsum()
     return np.repeat(begins - (ends - lengths), lengths) + np.arange(int(lengths.sum()))

@@ -80,6 +80,7 @@ def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
     (``distributed/init.py``)."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     groups = {"ep": ctx.groups.get("ep"), "emp": ctx.groups.get("emp"), "alike": alike}
+    groups["levels"] = ctx.levels_of("ep")  # None with ep None
     return ParallelExperts(**groups) if any(groups.values()) else ExpertExchange()
 
 

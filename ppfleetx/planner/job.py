@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from ppfleetx.config.plan import ParallelPlan, Workload
-from ppfleetx.config.rules import expert_sizes
+from ppfleetx.config.rules import expert_sizes, sequence_length
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -313,13 +313,6 @@ def _moments(cfg: RunConfig) -> float:
     elements = sum(math.prod(spec.shape) for spec in trained)
     states = sum(math.prod(spec.shape) * cfg.Optimizer.states_of(spec.name, spec.kind) for spec in trained)
     return states / elements if elements else 0.0
-
-
-def sequence_length(cfg: RunConfig) -> int:
-    """The tokens of a training sequence; without a training set, the largest number of positions the model
-    takes.
-    """
-    return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 
 def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ppfleetx.config.mesh import Mesh
+from ppfleetx.config.mesh import SMALL_MESSAGE, Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.planner.cards import Card
 
@@ -118,21 +118,36 @@ def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     return _one_way(num_bytes, group, cluster)
 
 
-def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Time for every rank to exchange ``num_bytes`` evenly with all others."""
+def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, levels: int = 1) -> float:
+    """Time for every rank to exchange ``num_bytes`` evenly with all others.
+
+    Args:
+        levels: 2: all rows for a node go in one message, and once more within the node
+            (``nn/expert_exchange.py``). As many bytes leave the node, in fewer messages.
+    """
     if group.size == 1:
         return 0.0
     card = cluster.card
     nodes = group.size / group.inside
     outside = num_bytes * (group.size - group.inside) / group.size
-    within = num_bytes * (group.inside - 1) / group.size
+    within = num_bytes * (group.inside - 1) / (group.size if levels == 1 else group.inside)
     seconds = within / card.link_bandwidth(group.inside) + card.link_latency_us * _MICRO
+    if levels == 2:
+        seconds += card.memory_seconds(2 * num_bytes)  # sorted by destination on the way
     if outside:
+        messages = group.size - group.inside if levels == 1 else nodes - 1
         seconds += (
             outside * group.sharing * group.inside / cluster.collective_bandwidth(nodes)
-            + card.network_latency_us * _MICRO
+            + messages * card.network_latency_us * _MICRO
         )
     return seconds
+
+
+def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """:func:`all_to_all_seconds` on the number of levels that the engine chooses."""
+    has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
+    levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1
+    return all_to_all_seconds(num_bytes, group, cluster, levels=levels)
 
 
 def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> float:

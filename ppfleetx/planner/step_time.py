@@ -24,6 +24,7 @@ from ppfleetx.planner.network import (
     Cluster,
     all_reduce_seconds,
     all_to_all_seconds,
+    expert_all_to_all_seconds,
     gather_seconds,
     group_of,
     message_seconds,
@@ -377,7 +378,7 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
     slices' results. If tensor-parallel ranks hold the same positions, a gather of their results is added.
     """
     plan, sent = job.plan, mlp.sent_bytes(job.work)
-    seconds = 2 * all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
+    seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
     seconds += 2 * gather_seconds(sent * plan.emp, group_of(plan, "emp", cluster), cluster)
     if not plan.sequence_parallel:
         seconds += gather_seconds(job.hidden_bytes, group_of(plan, "mp", cluster), cluster)

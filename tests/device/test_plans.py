@@ -188,6 +188,24 @@ def test_experts_with_such_libraries(limited, device, plan):
     assert found.first == 0 and found.worst <= TOLERANCE, found
 
 
+@pytest.mark.parametrize("limits", [{}, {"ascend": 1}], ids=["", "as Ascend's library"])
+@pytest.mark.parametrize("plan", [Plan(dp=4, ep=4), Plan(sharding=4, sharding_stage=2, ep=4)], ids=str)
+def test_experts_on_two_levels(here, device, need_cards, tmp_path_factory, plan, limits):
+    """Two of four cards pretend to be in another machine."""
+    need_cards(4)
+    if limits and not here.is_reference:
+        pytest.skip("a real card has the limits that it has")
+    environment = reference.strict(**limits, timeout_s=60) if here.is_reference else here.environment
+    pools = Pools(device=device, PADDLE_LOCAL_SIZE="2", **environment)
+    directory, train = tmp_path_factory.mktemp("levels"), "tests.device.cases.training:train_on_two_levels"
+    try:
+        nodes = Comparison(pools, directory, short=True, train=train)
+        found = nodes.run(plan, "moe", "sgd", extra={"Global.device": device})
+    finally:
+        pools.close()
+    assert found.first == 0 and found.worst <= TOLERANCE, found
+
+
 @pytest.fixture(scope="module")
 def train_in_16_bits(comparison, device):
     """``train_in_16_bits(plan, model, dtype, level, name)``: results by rank, of each run once."""

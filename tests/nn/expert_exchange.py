@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-EXPERTS, WIDTH, INNER = 4, 6, 8
+EXPERTS, WIDTH, INNER = 8, 6, 8
 
 ROUTES = {
     "any": lambda rank, rng: rng.integers(0, EXPERTS, 5 + 3 * rank),
     "one expert": lambda rank, rng: np.full(6, 2),
     "one rank has no rows": lambda rank, rng: rng.integers(0, EXPERTS, 7 if rank else 0),
+    "first half of the experts": lambda rank, rng: rng.integers(0, EXPERTS // 2, 9 * (rank % 2)),
     "no rows": lambda rank, rng: np.zeros(0, np.int64),
 }
 """The experts of the rows of each rank, by the name of the case."""
@@ -79,17 +83,9 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
     from paddle import distributed
 
     from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
-    from tests.distributed.cpu.cases import group_of
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    along = {
-        "ep": [[p * emp + j for p in range(ep)] for j in range(emp)],
-        "emp": np.arange(size).reshape(ep, emp).tolist(),
-    }
-    groups = {}
-    for axis, lists in along.items():
-        made = {tuple(ranks): group_of(ranks) for ranks in lists if len(ranks) > 1}
-        groups[axis] = next((group for ranks, group in made.items() if rank in ranks), None)
+    groups = groups_along(ep, emp)
     at_ep, at_emp = divmod(rank, emp)
     params = parameters(ep, at_ep, emp, at_emp)
     outputs, gradient, grads = run(ParallelExperts(**groups), *case_of(route, rank), params)
@@ -110,6 +106,61 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
     pairs = [(outputs, whole[0][back][here]), (gradient, whole[1][back][here])]
     pairs += [(grads[name], cut[name]) for name in cut]
     return max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0)
+
+
+def groups_along(ep: int, emp: int) -> dict[str, Any]:
+    """This rank's groups along both axes."""
+    ranks = np.arange(ep * emp).reshape(ep, emp)
+    return {"ep": _mine(ranks.T.tolist()), "emp": _mine(ranks.tolist())}
+
+
+def _mine(lists: Sequence[Sequence[int]]) -> Any:
+    from paddle import distributed
+
+    from tests.distributed.cpu.cases import group_of
+
+    made = {tuple(ranks): group_of(list(ranks)) for ranks in lists if len(ranks) > 1}
+    return next((group for ranks, group in made.items() if distributed.get_rank() in ranks), None)
+
+
+def levels_apart(ep: int, emp: int, route: str, per_node: int) -> list[list[int]]:
+    """Group sizes of all all-to-alls, on one level and on two, whose results have the same bits."""
+    from paddle import distributed
+
+    from ppfleetx.config.mesh import levels_of
+    from ppfleetx.nn.expert_exchange import ParallelExperts
+
+    groups, along = groups_along(ep, emp), np.arange(ep * emp).reshape(ep, emp).T
+    split = [levels_of(ranks.tolist(), per_node) for ranks in along]
+    levels = tuple(_mine([*chain(*lists)]) for lists in zip(*split, strict=True))
+    at_ep, at_emp = divmod(distributed.get_rank(), emp)
+    found, sizes = [], []
+    for exchange in (ParallelExperts(**groups), ParallelExperts(**groups, levels=levels)):
+        with _noted_all_to_alls() as calls:
+            params = parameters(ep, at_ep, emp, at_emp)
+            outputs, gradient, grads = run(exchange, *case_of(route, distributed.get_rank()), params)
+        found.append([outputs, gradient, *grads.values()])
+        sizes.append(calls)
+    for one, two in zip(*found, strict=True):
+        assert np.array_equal(one, two)
+    return sizes
+
+
+@contextmanager
+def _noted_all_to_alls() -> Iterator[list[int]]:
+    from paddle import distributed
+
+    sizes, original = [], distributed.stream.alltoall_single
+
+    def noting(*arguments: Any, **more: Any) -> Any:
+        sizes.extend(a.nranks for a in (*arguments, *more.values()) if hasattr(a, "nranks"))
+        return original(*arguments, **more)
+
+    distributed.stream.alltoall_single = noting
+    try:
+        yield sizes
+    finally:
+        distributed.stream.alltoall_single = original
 
 
 def halves() -> list[Any]:

@@ -1,4 +1,4 @@
-"""A mixture of experts whose tokens all go to one of them."""
+"""A mixture of experts whose tokens all go to one of them, and experts on several nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.helpers.ranks import Pools
+from tests.parity.comparison import Comparison
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, ep=2)], ids=str)
@@ -23,7 +25,46 @@ def test_a_run_whose_tokens_all_go_to_one_expert_goes_on_and_says_so(comparison,
     assert "3 of 4 get none" in said[0] and not any(others)
 
 
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    """``two_nodes(size)``: comparisons whose ranks believe that half of them run on another machine."""
+    pools = {size: Pools(PADDLE_LOCAL_SIZE=str(size // 2)) for size in (4, 8)}
+    directory, train = tmp_path_factory.mktemp("nodes"), "tests.parallel.test_experts:train_on_two_levels"
+    yield lambda size: Comparison(pools[size], directory, short=True, train=train)
+    for each in pools.values():
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        (Plan(dp=4, ep=4), "moe"),
+        (Plan(sharding=4, sharding_stage=3, ep=4), "moe_bias"),
+        (Plan(dp=2, mp=2, ep=4, expert_mp=1, sequence_parallel=True), "moe"),
+        (Plan(dp=4, mp=2, ep=4), "moe_bias"),
+        (Plan(dp=4, pp=2, ep=4, pp_schedule="zb_h1"), "moe"),
+    ],
+    ids=str,
+)
+def test_experts_on_two_nodes_train_as_on_one(comparison, two_nodes, plan, model):
+    nodes = two_nodes(plan.world_size)
+    nodes.check(plan, model)
+    one, two = (each.run_plan(plan, model, "adamw", steps=2) for each in (comparison, nodes))
+    for key in ("loss", "grad_norm", "metrics"):
+        assert [rank[key] for rank in two] == [rank[key] for rank in one], key
+
+
 # -- in the ranks
+
+
+def train_on_two_levels(**arguments: Any) -> dict[str, Any]:
+    from ppfleetx.resilience.flight_recorder import RECORD
+    from tests.parity import training
+
+    result = training.train(**arguments)
+    if arguments["world_size"] > 1:
+        assert {"ep between nodes", "ep within nodes"} <= set(RECORD.names.values())
+    return result
 
 
 def all_to_one_expert(plan: dict[str, Any], world_size: int) -> dict[str, Any]:

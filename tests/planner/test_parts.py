@@ -6,7 +6,9 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.mesh import SMALL_MESSAGE
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.rules import expert_message_bytes
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
@@ -14,7 +16,13 @@ from ppfleetx.planner import shipped_cards
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
-from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
+from ppfleetx.planner.network import (
+    Cluster,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    expert_all_to_all_seconds,
+    group_of,
+)
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
@@ -85,6 +93,27 @@ def test_experts_exchange_rows_and_need_memory_for_more_than_the_mean():
         for each in (work, replace(work, imbalance=1.0))
     )
     assert work.imbalance == EXPERT_IMBALANCE and worst > mean
+
+
+def test_small_messages_between_experts_travel_on_two_levels():
+    """On 4 nodes of 8 cards: 3 messages between nodes, not 24, and the bytes once more within a node."""
+    card = load_card("A100-80GB")
+    cluster, plan = Cluster(card), ParallelPlan(sharding=32, ep=32)
+    group = group_of(plan, "ep", cluster)
+    for size, levels in ((32 * 1e5, 2), (32 * 3e6, 1)):
+        flat, chosen = (way(size, group, cluster) for way in (all_to_all_seconds, expert_all_to_all_seconds))
+        assert chosen == all_to_all_seconds(size, group, cluster, levels=levels) <= flat
+    saved = all_to_all_seconds(32, group, cluster) - all_to_all_seconds(32, group, cluster, levels=2)
+    assert saved == pytest.approx((21 * card.network_latency_us - card.kernel_latency_us) * 1e-6, rel=1e-3)
+    of_node = group_of(ParallelPlan(sharding=8, ep=8), "ep", cluster)
+    assert expert_all_to_all_seconds(1e3, of_node, cluster) == all_to_all_seconds(1e3, of_node, cluster)
+
+
+def test_the_engine_and_the_planner_know_the_same_messages():
+    cfg = load_config("ppfleetx/configs/nlp/moe/pretrain_deepseek_v3_ep64_pp16.yaml", world_size=2048)
+    job = job_of(cfg, load_card("H100-80GB"))
+    sent = next(block.mlp for block in job.spec.blocks[::-1]).sent_bytes(job.work)
+    assert expert_message_bytes(cfg) == sent / 64 > SMALL_MESSAGE
 
 
 def test_a_search_divides_experts():

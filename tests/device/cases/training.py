@@ -18,6 +18,14 @@ def train(**arguments: Any) -> dict[str, Any]:
     return training.train(**arguments)
 
 
+def train_on_two_levels(**arguments: Any) -> dict[str, Any]:
+    """``tests.parallel.test_experts:train_on_two_levels`` with exact float32 products."""
+    from tests.parallel import test_experts
+
+    allow_tf32(False)
+    return test_experts.train_on_two_levels(**arguments)
+
+
 def train_in_16_bits(**arguments: Any) -> dict[str, Any]:
     """``tests.parity.low_precision:train``."""
     from tests.parity import low_precision
