@@ -140,6 +140,8 @@ def test_a_group_that_takes_nothing_is_refused_by_name():
     with pytest.raises(ConfigError) as found:
         group_rows(OptimizerConfig(groups=[{"parameters": "decoder.layer.*"}]), specs)
     assert found.value.key == "Optimizer.groups[0]"
+    with pytest.raises(ConfigError, match=r"groups\[0\]\.parameters = 'decoder\.layer\.\*'"):
+        group_rows(OptimizerConfig(groups=[{"parameters": ["*.mlp.*", "decoder.layer.*"]}]), specs)
     rows = group_rows(OptimizerConfig(name="Muon", groups=[{"kinds": ["norm"], "lr_factor": 2}]), specs)
     assert [(row.name, row.optimizer) for row in rows] == [
         ("Optimizer.groups[0]", "AdamW"),
