@@ -65,7 +65,7 @@ class GroupRow:
 def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRow]:
     """The groups of the section's ``groups``, then the rest, for all parameters of the model. Raises
     ConfigError if a pattern matches no parameter, or a group contains none, or none that its optimizer can
-    update."""
+    update, or ``name`` is Muon and it moves nothing."""
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     trained = [spec for spec in specs if spec.trains]
     for spec in trained:
@@ -93,6 +93,12 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
                 value="Muon",
             )
         rows += _rows(key, own, own.optimizer or cfg.name, found)
+    if cfg.name == "Muon" and not any(row.optimizer == "Muon" for row in rows):
+        raise ConfigError(
+            "finds no matrix of a block to move (adapters do not count); take AdamW",
+            key="Optimizer.name",
+            value="Muon",
+        )
     return rows
 
 
