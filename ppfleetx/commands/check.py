@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -35,6 +36,7 @@ _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
 _MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
+_BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
@@ -297,15 +299,33 @@ def _group_lines(cfg: RunConfig) -> list[str]:
     by_layer = [] if decay == 1.0 else [_line("layer decay", f"{decay:g} towards the input, of the rates")]
     if len(rows) == 1:
         return by_layer
-    return by_layer + [
-        _line(
-            "optimizer" if number == 0 else "",
+    lines = []
+    for row in rows:
+        lines.append(
             f"{row.optimizer}{f', {row.settings}' if row.settings else ''}: "
-            f"{counted(len(row.names), 'parameter')} of {human_count(row.num_elements)} ({row.name}), "
-            f"{row.names[0]}{' ...' if len(row.names) > 1 else ''}",
+            f"{counted(len(row.names), 'parameter')} of {human_count(row.num_elements)} ({row.name})"
         )
-        for number, row in enumerate(rows)
-    ]
+        lines += [f"  {name}" for name in _of_all_blocks(row.names)]
+    return by_layer + [_line("" if number else "optimizer", text) for number, text in enumerate(lines)]
+
+
+def _of_all_blocks(names: Iterable[str]) -> list[str]:
+    """Write the same parameter of several blocks once: ``decoder.layers.0-11.mlp.fc1.weight``."""
+    blocks: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        found = _BLOCK.match(name)
+        before, number, after = found.groups() if found else (name, "-1", "")
+        blocks.setdefault((before, after), []).append(int(number))
+    return [f"{before}{_runs(numbers)}{after}" for (before, after), numbers in blocks.items()]
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Numbers as ranges: ``0-2,5``; empty for the -1 of a parameter outside the blocks."""
+    present = {number for number in numbers if number >= 0}
+    starts = sorted(n for n in present if n - 1 not in present)
+    ends = sorted(n for n in present if n + 1 not in present)
+    runs = zip(starts, ends, strict=True)
+    return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in runs)
 
 
 def _schedule(cfg: RunConfig) -> str:

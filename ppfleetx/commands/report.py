@@ -80,8 +80,10 @@ class RunFiles:
     @property
     def seconds(self) -> float:
         """The total time of the recorded steps and evaluations."""
-        last, total = 0, sum(record["seconds"] for record in self.of_kind("eval"))
-        for record in self.of_kind("train"):
+        steps, total = self.of_kind("train"), sum(record["seconds"] for record in self.of_kind("eval"))
+        # A run that resumed another directory's checkpoint has no records of the steps before it.
+        last = max(0, steps[0]["step"] - self.cfg.Engine.logging_freq)
+        for record in steps:
             total += record["batch_cost"] * (record["step"] - last)
             last = record["step"]
         return total

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig, is_hidden
@@ -63,15 +64,15 @@ class GroupRow:
 
 def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRow]:
     """The groups of the section's ``groups``, then the rest, for all parameters of the model. Raises
-    ConfigError if a group contains no parameter, or none that its optimizer can update."""
+    ConfigError if a pattern matches no parameter, or a group contains none, or none that its optimizer can
+    update, or ``name`` is Muon and it moves nothing."""
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
-    for spec in specs:
-        if spec.trains:
-            number = next(
-                (n for n, group in enumerate(cfg.groups) if group.takes(spec.name, spec.kind)),
-                len(cfg.groups),
-            )
-            members[number].append(spec)
+    trained = [spec for spec in specs if spec.trains]
+    for spec in trained:
+        number = next(
+            (n for n, group in enumerate(cfg.groups) if group.takes(spec.name, spec.kind)), len(cfg.groups)
+        )
+        members[number].append(spec)
     rows = []
     for number, found in enumerate(members):
         own = cfg.groups[number] if number < len(cfg.groups) else ParamGroupConfig.model_construct()
@@ -82,6 +83,9 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
                 key=key,
                 value=", ".join(own.patterns or own.kinds or ()),
             )
+        for pattern in own.patterns:
+            if not any(fnmatchcase(spec.name, pattern) for spec in trained):
+                raise ConfigError("matches no trainable parameter", key=f"{key}.parameters", value=pattern)
         if own.optimizer == "Muon" and not any(map(is_hidden_matrix, found)):
             raise ConfigError(
                 "matches no matrix of a block, and Muon moves nothing else",
@@ -89,6 +93,12 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
                 value="Muon",
             )
         rows += _rows(key, own, own.optimizer or cfg.name, found)
+    if cfg.name == "Muon" and not any(row.optimizer == "Muon" for row in rows):
+        raise ConfigError(
+            "finds no matrix of a block to move (adapters do not count); take AdamW",
+            key="Optimizer.name",
+            value="Muon",
+        )
     return rows
 
 

@@ -16,6 +16,7 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.reading.parse import Sections
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB, Card, load_card
 from ppfleetx.planner.job import job_of
@@ -27,6 +28,7 @@ from ppfleetx.utils.devices import CPU
 
 _HEAD_SIZE = 64
 _WARMUP_STEPS = 2000
+MAX_TOKENS_PER_PARAM = 1_000_000  # the batch grows with the tokens, and the search with the batch
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,12 @@ class Dial:
 
     @cached_property
     def num_params(self) -> int:
-        return parameter_count(ModelConfig(**self.model))
+        """The parameters of the model.
+
+        Raises:
+            ConfigError: a size of the model is too large.
+        """
+        return parameter_count(section_of(ModelConfig, self.model))
 
     @property
     def tokens(self) -> float:
@@ -150,8 +157,12 @@ def recipe(dial: Dial, per_node: int = 8) -> Recipe:
     """Make the configuration for a dial, with the best plan.
 
     Raises:
-        ConfigError: no plan fits.
+        ConfigError: no plan fits, or the model or the run is too large.
     """
+    if dial.tokens_per_param > MAX_TOKENS_PER_PARAM:
+        raise ConfigError(
+            f"must be at most {MAX_TOKENS_PER_PARAM:,}", key="--tokens-per-param", value=dial.tokens_per_param
+        )
     values = _values(dial)
     written = UnresolvedConfig(*read_config(Sections(values, "the recipe")))
     whole = job_of(written.under(ParallelPlan(), 1, dial.batch, None), dial.kind)

@@ -125,6 +125,12 @@ def test_a_line_torn_by_a_kill_is_left_out(run):
     assert rows(page_of(run))["steps"] == ["4 of 8"]
 
 
+def test_steps_of_another_directory_take_no_time_in_this_one(run):
+    """The run resumed another run's checkpoint of step 500."""
+    write(run, [train(501), train(502), evaluation(502)])
+    assert rows(page_of(run, "--price", "3600"))["cost"][0].endswith("hours, 4.00 at 3600 each")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

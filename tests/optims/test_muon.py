@@ -7,7 +7,9 @@ import numpy as np
 import paddle
 import pytest
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.optimizer import MuonConfig, OptimizerConfig
 from ppfleetx.models.gpt.spec import parameter_specs
@@ -140,6 +142,8 @@ def test_a_group_that_takes_nothing_is_refused_by_name():
     with pytest.raises(ConfigError) as found:
         group_rows(OptimizerConfig(groups=[{"parameters": "decoder.layer.*"}]), specs)
     assert found.value.key == "Optimizer.groups[0]"
+    with pytest.raises(ConfigError, match=r"groups\[0\]\.parameters = 'decoder\.layer\.\*'"):
+        group_rows(OptimizerConfig(groups=[{"parameters": ["*.mlp.*", "decoder.layer.*"]}]), specs)
     rows = group_rows(OptimizerConfig(name="Muon", groups=[{"kinds": ["norm"], "lr_factor": 2}]), specs)
     assert [(row.name, row.optimizer) for row in rows] == [
         ("Optimizer.groups[0]", "AdamW"),
@@ -177,3 +181,25 @@ def test_muon_for_parameters_that_it_does_not_move_is_refused():
     with pytest.raises(ConfigError) as found:
         group_rows(cfg, parameter_specs(MODEL).values())
     assert found.value.key == "Optimizer.groups[0].optimizer"
+
+
+def test_muon_that_moves_nothing_is_refused():
+    """It would be AdamW under another name."""
+    adapters = ModelConfig(**MODEL.model_dump(exclude={"lora"}, exclude_unset=True), lora={"rank": 2})
+    taken = OptimizerConfig(name="Muon", groups=[{"kinds": ["matrix"], "optimizer": "SGD"}])
+    for cfg, model in ((OptimizerConfig(name="Muon"), adapters), (taken, MODEL)):
+        with pytest.raises(ConfigError) as found:
+            group_rows(cfg, parameter_specs(model).values())
+        assert found.value.key == "Optimizer.name"
+
+
+def test_check_names_every_parameter_of_a_group():
+    group = "{parameters: [decoder.layers.0.mlp.*, decoder.layers.2.mlp.*, decoder.layers.3.mlp.*]}"
+    keys = ["Optimizer.name=Muon", f"Optimizer.groups=[{group}]", "Model.num_layers=4"]
+    report = check_report(load_config("debug/gpt_nano", keys))
+    lines = [line.strip() for line in report[report.index("optimizer ") :].splitlines()]
+    assert lines[0].endswith("Muon: 6 parameters of 98.3 K (Optimizer.groups[0])")
+    assert lines[1:3] == [f"decoder.layers.0,2-3.mlp.{name}.weight" for name in ("fc1", "fc2")]
+    others = lines[next(n for n, line in enumerate(lines) if line.startswith("Muon") and "others" in line) :]
+    assert "decoder.layers.1.mlp.fc1.weight" in others and "decoder.layers.0-3.attention.qkv.weight" in others
+    assert "embedding.word_embeddings.weight" in others

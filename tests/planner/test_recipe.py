@@ -85,6 +85,9 @@ def test_the_command_writes_a_file_and_says_what_it_costs(tmp_path, capsys):
         (["--cards", "8xA100-80"], "--cards"),
         (["--depth", "60", "--cards", "1xV100-16GB"], "--cards"),
         (["--tokens-per-param", "0"], "--tokens-per-param"),
+        (["--tokens-per-param", "1e300"], "--tokens-per-param"),
+        (["--depth", "100000"], "num_layers = 100000"),
+        (["--seq-len", "100000000000"], "max_position_embeddings"),
         (["--price", "nan"], "--price"),
     ],
 )
