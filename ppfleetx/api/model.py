@@ -149,7 +149,7 @@ class GPT:
             cfg = load_config(source, place.overrides(settings_of(overrides), option="directory"))
             if cfg.Model.task.classifies:
                 rule = "a classifier has no next token; ppfleetx.load takes models that continue text"
-                raise ConfigError(rule, key="Model.module", value=cfg.Model.module)
+                raise cfg.error("Model.module", rule)
             return cls._restored(cfg, place.tokenizer)
 
     @classmethod

@@ -121,7 +121,7 @@ def build_module(cfg: RunConfig) -> GenerationModule:
         ConfigError: the network cannot run here or in one process, or it is not a language model.
     """
     if cfg.Model.task.classifies:
-        raise ConfigError("a classifier has no next token", key="Model.module", value=cfg.Model.module)
+        raise cfg.error("Model.module", "a classifier has no next token")
     if cfg.plan.world_size > 1:
         raise ConfigError(
             f"one process holds the whole model, which this plan ({cfg.plan}) is not", key="Distributed"

@@ -50,11 +50,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     if reasons := not_supported_reasons(cfg, device):
         raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
     if "Train" in reads and not cfg.Model.task.trains:
-        raise ConfigError(
-            "only evaluates (ppfleetx eval); to train use GPTModule",
-            key="Model.module",
-            value=cfg.Model.module,
-        )
+        raise cfg.error("Model.module", "only evaluates (ppfleetx eval); to train use GPTModule")
     if cfg.plan.world_size == 1:  # ranks of a job find this out together, later
         _look_for_files(cfg, reads)
     if "Train" in reads:
@@ -94,11 +90,11 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
             resolve_checkpoint(directory, verify=False)
 
 
-def made_directory(cfg: RunConfig, key: str, directory: str) -> Path:
+def made_directory(cfg: RunConfig, key: str) -> Path:
     """Create the directory that ``key`` of the configuration names, before any work is done."""
-    path = Path(directory)
+    path = Path(cfg.value_of(key))
     if rule := why_not_writable(path):
-        raise ConfigError(rule, key=key, value=path, place=cfg.origins.get(key))
+        raise cfg.error(key, rule)
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedO
 def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> SwitchedOff:
     """A rule that holds while ``key`` has ``value``."""
     why = f"{key} is {'null' if value is None else value}{consequence}"
-    return _off(keys, why, lambda cfg: _value(cfg, key) == value)
+    return _off(keys, why, lambda cfg: cfg.value_of(key) == value)
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
@@ -333,7 +332,7 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
     A default value in a file does not count, because the ``config.yaml`` of a run holds every key.
     """
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
-    value = _value(cfg, key)
+    value = cfg.value_of(key)
     if value is None:
         return False
     if any(map(is_argument, places)):
@@ -349,12 +348,7 @@ def _is_given(place: str) -> bool:
     return file.resolve().is_relative_to(_SHIPPED) or (file.parent / _MANIFEST).is_file()
 
 
-def _value(cfg: RunConfig, key: str) -> Any:
-    """The value of ``key``; None below a null section."""
-    return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), cfg)
-
-
 def _default(cfg: RunConfig, key: str) -> Any:
     section, _, name = key.rpartition(".")
-    parent = _value(cfg, section) if section else cfg
+    parent = cfg.value_of(section) if section else cfg
     return type(parent).model_fields[name].get_default(call_default_factory=True)
