@@ -1,16 +1,19 @@
-"""Options that the user has set but that have no effect because another key switches them off."""
+"""Notes about a valid configuration: options that another key switches off, and keys and libraries that a run
+would miss."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import Section
 from ppfleetx.config.reading.parse import is_of_a_model
 from ppfleetx.config.reading.tree import is_argument
-from ppfleetx.config.registries import DATASETS, OPTIMIZERS, SCHEDULES
+from ppfleetx.config.registries import DATASETS, LOGGERS, OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.compress import PruneConfig, QuantizationConfig
 from ppfleetx.config.sections.data import DatasetConfig, DataSplitConfig
 from ppfleetx.config.sections.engine import MixedPrecisionConfig, ProfilerConfig, SpikeConfig
@@ -352,3 +355,31 @@ def _default(cfg: RunConfig, key: str) -> Any:
     section, _, name = key.rpartition(".")
     parent = cfg.value_of(section) if section else cfg
     return type(parent).model_fields[name].get_default(call_default_factory=True)
+
+
+def missing(cfg: RunConfig) -> list[str]:
+    """Explain, in a sentence per key, which keys a run of ``cfg`` needs but does not set."""
+    splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
+    texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
+    if not texts or cfg.Data.tokenizer is not None:
+        return []
+    return [f"Data.tokenizer: the texts of Data.{texts[0]} need one (-o Data.tokenizer.dir=DIR)"]
+
+
+def absent_loggers(cfg: RunConfig) -> dict[str, str]:
+    """Return ``{logger: what to install}`` for each logger whose library is not installed, without importing
+    it.
+    """
+    found = {}
+    for item in cfg.Engine.loggers:
+        traits = LOGGERS.traits(item.name)
+        if traits.package is not None and importlib.util.find_spec(traits.package) is None:
+            found[item.name] = f"`pip install 'ppfleetx[{traits.extra}]'`, which brings {traits.package}"
+    return found
+
+
+def refuse_absent(cfg: RunConfig) -> None:
+    """Raise ConfigError for the first logger whose library is not installed, with what to install."""
+    for name, wanted in absent_loggers(cfg).items():
+        place = cfg.origins.get("Engine.loggers")
+        raise ConfigError(f"needs {wanted}", key="Engine.loggers", value=name, place=place)
