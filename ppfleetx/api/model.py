@@ -393,11 +393,8 @@ def load(
 
 
 def ready(cfg: RunConfig) -> ParallelContext:
-    """Import Paddle, and select the device. The state of random generators does not change.
-
-    Raises:
-        ConfigError: there is no such device, or the model cannot run there.
-    """
+    """Import Paddle, and select the device. The state of random generators does not change. Raises
+    ConfigError if there is no such device, or the model cannot run there."""
     place = cfg.origins.get("Global.device")
     device = expected_device(cfg.Global.device, place)
     if reasons := not_supported_reasons(cfg, device):

@@ -378,11 +378,8 @@ def write_generations(
     prompts: Sequence[str],
     results: Sequence[Sequence[Generation]],
 ) -> None:
-    """Let the main rank write prompts and results to the jsonl file ``output``; None writes no file.
-
-    Raises:
-        ConfigError: on every rank, if the file cannot be written.
-    """
+    """Let the main rank write prompts and results to the jsonl file ``output``; None writes no file. Raises
+    ConfigError on every rank, if the file cannot be written."""
     if output is None:
         return
     lines = []

@@ -31,11 +31,8 @@ def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
     """Read the configuration, refuse it if it cannot run, and only then load Paddle and choose the device.
-    ``reads`` has the sections of ``Data`` that the program will read.
-
-    Raises:
-        UserError: something is wrong, missing or not supported; raised before any work on a device.
-    """
+    ``reads`` has the sections of ``Data`` that the program will read. Raises UserError if something is wrong,
+    missing or not supported; raised before any work on a device."""
     return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
 
 

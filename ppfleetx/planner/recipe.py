@@ -47,11 +47,7 @@ class Dial:
 
     @cached_property
     def kind(self) -> Card:
-        """The card.
-
-        Raises:
-            ConfigError: there is no such card.
-        """
+        """The card. Raises ConfigError if there is no such card."""
         return load_card(self.card, key="--cards")
 
     @property
@@ -147,11 +143,7 @@ class Recipe:
 
 
 def recipe(dial: Dial, per_node: int = 8) -> Recipe:
-    """Make the configuration for a dial, with the best plan.
-
-    Raises:
-        ConfigError: no plan fits.
-    """
+    """Make the configuration for a dial, with the best plan. Raises ConfigError if no plan fits."""
     values = _values(dial)
     written = UnresolvedConfig(*read_config(Sections(values, "the recipe")))
     whole = job_of(written.under(ParallelPlan(), 1, dial.batch, None), dial.kind)

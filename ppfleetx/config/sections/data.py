@@ -217,11 +217,8 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Override ``dataset`` with the values of this set.
-
-        Raises:
-            RuleError: the result breaks a rule of datasets.
-        """
+        """Override ``dataset`` with the values of this set. Raises RuleError if the result breaks a rule of
+        datasets."""
         own = {key: value for key in ("split", "options") if (value := getattr(self, key)) is not None}
         if self.input_dir is not None:
             own |= {"input_dir": self.input_dir, "weights": self.weights}

@@ -54,11 +54,8 @@ class RunConfig(Section):
 
     @property
     def batch(self) -> BatchPlan:
-        """The batch sizes of the run.
-
-        Raises:
-            RuntimeError: the configuration was not made by ``load_config``.
-        """
+        """The batch sizes of the run. Raises RuntimeError if the configuration was not made by
+        ``load_config``."""
         if self._batch is None:
             raise RuntimeError("RunConfig.batch is known only after load_config")
         return self._batch
