@@ -12,7 +12,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from ppfleetx.commands.verbs import GROUPS
+from ppfleetx.commands.main import GROUPS
 from ppfleetx.utils.cli import run_tool
 from tools.site.pages import write_files
 

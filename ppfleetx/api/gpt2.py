@@ -63,11 +63,8 @@ class GPT2LMHeadModel:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the model in a directory in our own, Hugging Face's or FleetX's format.
-
-        Raises:
-            UserError: there is no model. Nothing is downloaded, and no weight is ever initialised at random.
-        """
+        """Load the model in a directory in our own, Hugging Face's or FleetX's format. Raises UserError if
+        there is no model. Nothing is downloaded, and no weight is ever initialised at random."""
         return cls(GPT.from_pretrained(directory))
 
     def set_train(self, mode: bool = True) -> Self:
@@ -132,11 +129,8 @@ class GPT2Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the tokenizer in a directory, or the tokenizer of a checkpoint in the directory.
-
-        Raises:
-            DataError: there is no tokenizer. Nothing is downloaded.
-        """
+        """Load the tokenizer in a directory, or the tokenizer of a checkpoint in the directory. Raises
+        DataError if there is no tokenizer. Nothing is downloaded."""
         directory = local_directory(directory)
         try:
             return cls(Tokenizer.load(directory))

@@ -149,7 +149,7 @@ class GPT:
             cfg = load_config(source, place.overrides(settings_of(overrides), option="directory"))
             if cfg.Model.task.classifies:
                 rule = "a classifier has no next token; ppfleetx.load takes models that continue text"
-                raise ConfigError(rule, key="Model.module", value=cfg.Model.module)
+                raise cfg.error("Model.module", rule)
             return cls._restored(cfg, place.tokenizer)
 
     @classmethod
@@ -393,11 +393,8 @@ def load(
 
 
 def ready(cfg: RunConfig) -> ParallelContext:
-    """Import Paddle, and select the device. The state of random generators does not change.
-
-    Raises:
-        ConfigError: there is no such device, or the model cannot run there.
-    """
+    """Import Paddle, and select the device. The state of random generators does not change. Raises
+    ConfigError if there is no such device, or the model cannot run there."""
     place = cfg.origins.get("Global.device")
     device = expected_device(cfg.Global.device, place)
     if reasons := not_supported_reasons(cfg, device):

@@ -115,13 +115,10 @@ def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> 
 
 
 def build_module(cfg: RunConfig) -> GenerationModule:
-    """Build the network of ``cfg`` (see ``ppfleetx.load_config``) without weights.
-
-    Raises:
-        ConfigError: the network cannot run here or in one process, or it is not a language model.
-    """
+    """Build the network of ``cfg`` (see ``ppfleetx.load_config``) without weights. Raises ConfigError if the
+    network cannot run here or in one process, or it is not a language model."""
     if cfg.Model.task.classifies:
-        raise ConfigError("a classifier has no next token", key="Model.module", value=cfg.Model.module)
+        raise cfg.error("Model.module", "a classifier has no next token")
     if cfg.plan.world_size > 1:
         raise ConfigError(
             f"one process holds the whole model, which this plan ({cfg.plan}) is not", key="Distributed"

@@ -64,11 +64,7 @@ class TextGenerationPipeline:
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """Drop sampling options from ``chosen`` if ``do_sample`` is False, because MindFormers ignores them
-        too.
-
-        Raises:
-            ConfigError: there is a sampling option, but sampling was not requested.
-        """
+        too. Raises ConfigError if there is a sampling option, but sampling was not requested."""
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):

@@ -60,11 +60,8 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
 
 
 def texts_of(data: Any) -> Iterator[str]:
-    """The texts in ``data`` that are not empty.
-
-    Raises:
-        DataError: there are no texts, or something is not a text.
-    """
+    """The texts in ``data`` that are not empty. Raises DataError if there are no texts, or something is not a
+    text."""
     found = False
     for text in _entries(data):
         found = True
@@ -151,11 +148,8 @@ class Trainer:
         self.cfg = load_config(self._source, given, world_size=world_size(os.environ))
 
     def fit(self) -> Self:
-        """Train to ``Engine.max_steps``, evaluate and save as configured. Returns this trainer.
-
-        Raises:
-            UserError: the run cannot start or fails, e.g. because the output directory holds another run.
-        """
+        """Train to ``Engine.max_steps``, evaluate and save as configured. Returns this trainer. Raises
+        UserError if the run cannot start or fails, e.g. because the output directory holds another run."""
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
         from ppfleetx.commands.training import train
 
@@ -172,11 +166,8 @@ class Trainer:
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
         """Evaluate the last checkpoint in ``output_dir`` (or ``ckpt_dir`` if the configuration names one) on
-        ``Data.Eval``. Returns loss and perplexity; for several named sets, ``{name: record}``.
-
-        Raises:
-            UserError: there is no checkpoint, or no evaluation set.
-        """
+        ``Data.Eval``. Returns loss and perplexity; for several named sets, ``{name: record}``. Raises
+        UserError if there is no checkpoint, or no evaluation set."""
         cfg, ctx = start_with(self._with_checkpoint(), reads=("Eval",))
         from ppfleetx.commands.training import evaluate
 
@@ -190,10 +181,7 @@ class Trainer:
     @property
     def model(self) -> GPT:
         """The trained model, still in memory after :meth:`fit`, or else loaded from the last checkpoint.
-
-        Raises:
-            UserError: there is no trained model.
-        """
+        Raises UserError if there is no trained model."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)

@@ -167,12 +167,10 @@ def _options(cfg: RunConfig) -> GenerationConfig:
     section = cfg.Generation
     if section.num_return_sequences != 1 or section.decode_strategy == "beam_search":
         key = "decode_strategy" if section.decode_strategy == "beam_search" else "num_return_sequences"
-        raise ConfigError(
+        raise cfg.error(
+            f"Generation.{key}",
             "an answer is one text that is shown as it is made: chat with sampling or greedy_search, and one "
             "sequence",
-            key=f"Generation.{key}",
-            value=getattr(section, key),
-            place=cfg.origins.get(f"Generation.{key}"),
         )
     # A checkpoint's own number was set for samples during training, and rarely suits answers.
     is_given = is_argument(cfg.origins.get("Generation.max_dec_len", ""))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.config_notes import absent_loggers, missing
 from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import Mesh
@@ -18,7 +17,7 @@ from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.without_effect import without_effect
+from ppfleetx.config.without_effect import absent_loggers, missing, without_effect
 from ppfleetx.models.gpt.spec import (
     active_count,
     flops_per_step,

@@ -6,9 +6,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppfleetx.commands.main import PROGRAM
+from ppfleetx.commands.main import PROGRAM, VERBS
 from ppfleetx.commands.options import Command, positional
-from ppfleetx.commands.verbs import VERBS
 from ppfleetx.config.errors import ConfigError
 
 

@@ -150,6 +150,7 @@ class Index(ConfigOptions):
     """
 
     def run(self) -> None:
+        from ppfleetx.commands.start_process import made_directory
         from ppfleetx.config.loader import load_config
         from ppfleetx.data.build import build_dataloader
         from ppfleetx.data.corpus_checks import verify_corpora
@@ -159,8 +160,10 @@ class Index(ConfigOptions):
         configure_logging()
         cfg = load_config(self.config, self.override)
         parts = [("Train", "Train", cfg), *_evaluation_parts(cfg), ("Test", "Test", cfg)]
-        for _, mode, one in parts:
-            refuse_unusable_cache(one, mode)
+        for _, mode, one in parts:  # a run works without the directory, but this verb cannot
+            section = getattr(one.Data, mode)
+            if section is not None and section.dataset.cache_dir is not None:
+                made_directory(one, f"Data.{mode}.dataset.cache_dir")
         verify_corpora(cfg, ("Train", "Eval", "Test"))
         for title, mode, one in parts:
             if getattr(one.Data, mode) is None:
@@ -172,16 +175,6 @@ class Index(ConfigOptions):
             print(f"{title}: {loader.describe()}")
             samples, seconds = counted(len(loader.dataset), "sample", ","), time.perf_counter() - started
             print(f"{title}: {samples} prepared, order {loader.fingerprint}, {seconds:.1f} s")
-
-
-def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
-    """Create Data.<mode>.dataset.cache_dir. A run works without it, but this verb cannot."""
-    section = getattr(cfg.Data, mode)
-    if section is None or section.dataset.cache_dir is None:
-        return
-    from ppfleetx.commands.start_process import made_directory
-
-    made_directory(cfg, f"Data.{mode}.dataset.cache_dir", section.dataset.cache_dir)
 
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
 from ppfleetx.commands.start_process import made_directory, start_with
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
@@ -129,7 +128,7 @@ def _run_offline(cfg: RunConfig) -> None:
     read_text(cfg.Offline_Eval, cfg.origins.get("Offline_Eval.eval_path"))
     check_checkpoint(cfg)
     windows = read_windows(cfg)
-    directory = make_result_dir(cfg)
+    directory = made_directory(cfg, "Engine.save_load.output_dir")
     cfg, ctx = start_with(cfg)
     result, about = evaluate(cfg, ctx, windows)
     if ctx.is_main:
@@ -140,11 +139,10 @@ def _run_offline(cfg: RunConfig) -> None:
 def check_plan(cfg: RunConfig) -> None:
     """Refuse a plan that splits sequences if last words are scored, which needs whole sequences."""
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
-        raise ConfigError(
+        raise cfg.error(
+            "Distributed.sep_degree",
             "whether a word is right is known only to a rank that has all its tokens; with cloze_eval: True "
             "use dp_degree or mp_degree instead (a checkpoint of any plan loads)",
-            key="Distributed.sep_degree",
-            value=cfg.plan.sep,
         )
 
 
@@ -159,11 +157,6 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
     tokenizer = find_tokenizer(cfg, checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
     return read_evaluation_set(cfg.Offline_Eval, tokenizer)
-
-
-def make_result_dir(cfg: RunConfig) -> Path:
-    """Create ``Engine.save_load.output_dir``, where the result will be written."""
-    return made_directory(cfg, "Engine.save_load.output_dir", cfg.Engine.save_load.output_dir)
 
 
 def evaluate(

@@ -126,54 +126,47 @@ def check_plan(cfg: RunConfig) -> None:
             f"with {whole} -o Distributed.dp_degree={plan.dp * plan.pp * plan.sep}: a checkpoint of any plan "
             "can be loaded"
         )
-        raise _refusal(cfg, f"Distributed.{cut[0]}", getattr(cfg.Distributed, cut[0]), why)
+        raise cfg.error(f"Distributed.{cut[0]}", f"generation {why}")
     if plan.sequence_parallel:
-        why = "does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
-        raise _refusal(cfg, "Model.sequence_parallel", True, why)
+        why = "generation does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
+        raise cfg.error("Model.sequence_parallel", why)
     # Data ranks have different prompts, and end after different numbers of tokens.
     if plan.mp % (plan.ep * plan.emp):
-        why = f"divides experts among tensor-parallel ranks alone (mp_degree {plan.mp}); "
-        why += (
-            "give -o Distributed.ep_degree=1 -o Distributed.expert_mp_degree=null: a checkpoint of any plan "
+        raise cfg.error(
+            "Distributed.ep_degree",
+            f"generation divides experts among tensor-parallel ranks alone (mp_degree {plan.mp}); give -o "
+            "Distributed.ep_degree=1 -o Distributed.expert_mp_degree=null: a checkpoint of any plan can be "
+            "loaded",
         )
-        why += "can be loaded"
-        raise _refusal(cfg, "Distributed.ep_degree", plan.ep, why)
     if plan.sharding > 1 and plan.sharding_stage == 3:
         key = "Distributed.sharding.sharding_stage"
-        why = "needs the whole model in each data-parallel rank; "
-        why += f"give -o {key}=1, or split the model with Distributed.mp_degree"
-        raise _refusal(cfg, key, plan.sharding_stage, why)
+        raise cfg.error(
+            key,
+            f"generation needs the whole model in each data-parallel rank; give -o {key}=1, or split the "
+            "model with Distributed.mp_degree",
+        )
 
 
 def check_options(cfg: RunConfig) -> None:
     """Refuse a command-line option that the decoding strategy does not use."""
-    section = "Generation."
-    places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
-    given = [key for key, place in places.items() if is_argument(place)]
+    arguments = [key for key, place in cfg.origins.items() if is_argument(place)]
+    given = [key.removeprefix("Generation.") for key in arguments if key.startswith("Generation.")]
     if (unread := cfg.Generation.unread(given)) is not None:
         key, strategy = unread
-        raise ConfigError(
+        raise cfg.error(
+            f"Generation.{key}",
             f"only {strategy} reads it, and the strategy is {cfg.Generation.decode_strategy}: give -o "
             f"Generation.decode_strategy={strategy} too",
-            key=f"Generation.{key}",
-            value=getattr(cfg.Generation, key),
-            place=places[key],
         )
-
-
-def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
-    return ConfigError(f"generation {why}", key=key, value=value, place=cfg.origins.get(key))
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
     """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. Reads no tensor."""
     if not cfg.Model.task.continues_text:
-        raise ConfigError(
+        raise cfg.error(
+            "Model.module",
             "a classifier has no next token; only models that continue text can be used here (GPTModule, "
             "GPTGenerationModule)",
-            key="Model.module",
-            value=cfg.Model.module,
-            place=cfg.origins.get("Model.module"),
         )
     resolve_checkpoint(named_checkpoint(cfg))
 
@@ -314,13 +307,9 @@ def _refuse_blank(prompt: str, key: str, place: str | None) -> None:
 
 def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
     key = "Generation.prompt_file"
-    place = cfg.origins.get(key)
     if name == "-" and cfg.plan.world_size > 1:
-        raise ConfigError(
-            f"the {cfg.plan.world_size} processes of a job have no standard input; give a file",
-            key=key,
-            value=name,
-            place=place,
+        raise cfg.error(
+            key, f"the {cfg.plan.world_size} processes of a job have no standard input; give a file"
         )
     try:
         if name == "-":
@@ -329,11 +318,11 @@ def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
             text = Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"cannot be read: {why}", key=key, value=name, place=place) from error
+        raise cfg.error(key, f"cannot be read: {why}") from error
     # Not splitlines(): a prompt may hold form feeds and other separators that do not end a line.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError("holds no prompt", key=key, value=name, place=place)
+        raise cfg.error(key, "holds no prompt")
     if not name.endswith(".jsonl"):
         return [line.removesuffix("\r") for _, line in lines]
     return [_prompt_of(line, f"{name}:{number}") for number, line in lines]
@@ -389,11 +378,8 @@ def write_generations(
     prompts: Sequence[str],
     results: Sequence[Sequence[Generation]],
 ) -> None:
-    """Let the main rank write prompts and results to the jsonl file ``output``; None writes no file.
-
-    Raises:
-        ConfigError: on every rank, if the file cannot be written.
-    """
+    """Let the main rank write prompts and results to the jsonl file ``output``; None writes no file. Raises
+    ConfigError on every rank, if the file cannot be written."""
     if output is None:
         return
     lines = []

@@ -80,10 +80,7 @@ def _config_of(export: str) -> Sections:
 
 def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
     """Continue prompts and print the results. They are also written to ``output``, a jsonl file, if given.
-
-    Raises:
-        UserError: on every rank, if any rank raises one.
-    """
+    Raises UserError on every rank, if any rank raises one."""
     from ppfleetx.deploy.inference_engine import InferenceEngine
 
     with joint_errors(ctx, name_ranks=False):

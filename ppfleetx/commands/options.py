@@ -71,11 +71,8 @@ class Command:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
-        """Parse ``arguments`` (None: the arguments of this process) into the options.
-
-        Raises:
-            SystemExit: the arguments are wrong, or contain ``--help``.
-        """
+        """Parse ``arguments`` (None: the arguments of this process) into the options. Raises SystemExit if
+        the arguments are wrong, or contain ``--help``."""
         parser = cls.parser(program)
         # Ordinary parsing takes all positional arguments from one place: no prompt could follow an option.
         parse = parser.parse_intermixed_args if cls.intermixed else parser.parse_args

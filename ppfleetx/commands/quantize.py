@@ -35,8 +35,7 @@ def quantize(options: Quantize) -> Path:
     with open_model(options) as (cfg, directory, tokenizer):
         refuse_unfit(cfg, options.checkpoint)
         if not cfg.Model.task.continues_text:
-            rule = "only models that continue text are quantised"
-            raise ConfigError(rule, key="Model.module", value=cfg.Model.module)
+            raise cfg.error("Model.module", "only models that continue text are quantised")
         cfg, _ = start_with(cfg)
         return _quantize(cfg, directory, options, weights, tokenizer, output)
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint, weight_sources
-from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.sections.root import data_sets
-from ppfleetx.config.without_effect import without_effect
+from ppfleetx.config.without_effect import refuse_absent, without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir_of
 from ppfleetx.core.engine.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
@@ -32,11 +31,8 @@ def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
     """Read the configuration, refuse it if it cannot run, and only then load Paddle and choose the device.
-    ``reads`` has the sections of ``Data`` that the program will read.
-
-    Raises:
-        UserError: something is wrong, missing or not supported; raised before any work on a device.
-    """
+    ``reads`` has the sections of ``Data`` that the program will read. Raises UserError if something is wrong,
+    missing or not supported; raised before any work on a device."""
     return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
 
 
@@ -50,11 +46,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     if reasons := not_supported_reasons(cfg, device):
         raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
     if "Train" in reads and not cfg.Model.task.trains:
-        raise ConfigError(
-            "only evaluates (ppfleetx eval); to train use GPTModule",
-            key="Model.module",
-            value=cfg.Model.module,
-        )
+        raise cfg.error("Model.module", "only evaluates (ppfleetx eval); to train use GPTModule")
     if cfg.plan.world_size == 1:  # ranks of a job find this out together, later
         _look_for_files(cfg, reads)
     if "Train" in reads:
@@ -93,11 +85,11 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
             resolve_checkpoint(directory, verify=False)
 
 
-def made_directory(cfg: RunConfig, key: str, directory: str) -> Path:
+def made_directory(cfg: RunConfig, key: str) -> Path:
     """Create the directory that ``key`` of the configuration names, before any work is done."""
-    path = Path(directory)
+    path = Path(cfg.value_of(key))
     if rule := why_not_writable(path):
-        raise ConfigError(rule, key=key, value=path, place=cfg.origins.get(key))
+        raise cfg.error(key, rule)
     path.mkdir(parents=True, exist_ok=True)
     return path
 

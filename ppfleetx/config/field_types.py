@@ -6,10 +6,12 @@ import difflib
 import types
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from ppfleetx.config.fields import Says, Section
-from ppfleetx.config.foreign import our_key
 from ppfleetx.config.registry import Registered
 
 
@@ -139,3 +141,17 @@ def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
         if section is not None:
             keys += all_keys(section, f"{prefix}{name}.")
     return tuple(keys)
+
+
+@cache
+def names_of_others() -> dict[str, str]:
+    """Our key for each name of another toolkit."""
+    text = Path(__file__).with_name("foreign_names.yaml").read_text("utf-8")
+    return {name: key for key, names in yaml.safe_load(text).items() for name in names.split()}
+
+
+def our_key(name: str) -> str | None:
+    """Our key for another toolkit's ``name``, also in the form ``--Tensor-Parallel-Size``; None if
+    unknown.
+    """
+    return names_of_others().get(name.strip("-").replace("-", "_").lower())

@@ -7,11 +7,11 @@ Each carries a :class:`Says`, the words used in error messages, in ``docs/config
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 MAX_COUNT = 2**63 - 1
@@ -29,6 +29,16 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    def violations(self) -> Iterator[RuleError]:
+        """Yield the rules between keys that this section breaks. The first one is the error."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _hold_rules(self) -> Self:
+        for violation in self.violations():
+            raise violation
+        return self
 
 
 class RuleError(ValueError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.field_types import our_key
 from ppfleetx.config.fleetx import modernize, refuse_left_out
-from ppfleetx.config.foreign import refuse_foreign
 from ppfleetx.config.plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml
@@ -127,7 +127,7 @@ def read_config(
         if os.path.isfile(path / CONFIG_FILE):  # noqa: PTH113 - a name no file can have is refused below
             path = path / CONFIG_FILE
     tree, warnings = read_with_bases(path)
-    refuse_foreign(tree, frozenset(RunConfig.model_fields))
+    _refuse_foreign(tree, frozenset(RunConfig.model_fields))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
     refuse_left_out(tree)
     refuse_unnamed(tree)
@@ -145,3 +145,34 @@ def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
         return cfg
     origins["Global.plugins"] = "--plugin"
     return cfg.changed("Global", plugins=plugins)
+
+
+_ENOUGH = 2  # keys of our own that other toolkits also use
+_MAX_SHOWN = 12
+_ADVICE = (
+    "ppfleetx translate FILE --to OURS.yaml rewrites files of Megatron-LM, MindSpeed, MindFormers and "
+    "PaddleFormers (docs/other_toolkits.md); ppfleetx convert --from hf makes a checkpoint and its "
+    "configuration of Hugging Face's."
+)
+
+
+def _refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
+    """Raise ConfigError if ``tree`` has keys of other toolkits and none of our sections."""
+    if not sections.isdisjoint(tree.value):
+        return
+    known = {key: ours for key in _all_keys(tree) if (ours := our_key(key)) is not None}
+    if len(known) < _ENOUGH:
+        return
+    shown = [f"\n  {key} is {ours}" for key, ours in list(known.items())[:_MAX_SHOWN]]
+    raise ConfigError(
+        "this is another toolkit's configuration: it has no section of this program, such as Model.",
+        place=tree.place,
+        hint=f"{_ADVICE} Here{''.join(shown)}",
+    )
+
+
+def _all_keys(tree: Node) -> Iterator[str]:
+    for key, node in tree.value.items():
+        yield key
+        if isinstance(node.value, dict):
+            yield from _all_keys(node)

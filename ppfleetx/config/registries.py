@@ -7,7 +7,7 @@ are stored beside its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -337,13 +337,9 @@ def modules_that(trait: str) -> str:
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 
-def check_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...]) -> None:
-    """Refuse options that the part ``name`` was not registered with.
-
-    Raises:
-        RuleError: an option is unknown; the error names the key ``options`` of the section.
-    """
+def unknown_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...]) -> Iterator[RuleError]:
+    """Yield the options that the part ``name`` was not registered with, as errors of the key ``options``."""
     for option in options:
         if option not in takes:
             listed = f"it takes {', '.join(takes)}" if takes else "it takes none"
-            raise RuleError(("options", "name"), f"{name} has no option {option}; {listed}")
+            yield RuleError(("options", "name"), f"{name} has no option {option}; {listed}")

@@ -168,11 +168,7 @@ class Change:
 
 
 def effect_of(key: str) -> Effect:
-    """The effect of the dotted ``key``.
-
-    Raises:
-        KeyError: the table does not contain it.
-    """
+    """The effect of the dotted ``key``. Raises KeyError if the table does not contain it."""
     found: str | None = key
     while found:
         if found in _EFFECTS:

@@ -183,11 +183,9 @@ _SECTION = "Compress.Quantization"
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
     """The rules on compression that ``cfg`` breaks."""
     quantization = cfg.Compress.Quantization
-    try:
-        if quantization is not None:
-            quantization.check_layers(cfg.Model.num_layers, cfg.Model.block_linears())
-    except RuleError as broken:
-        yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
+    if quantization is not None:
+        for broken in quantization.unknown_layers(cfg.Model.num_layers, cfg.Model.block_linears()):
+            yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
     if cfg.Compress.pruning is not None:
         yield from _pruning(cfg, cfg.Compress.pruning)
     if cfg.Model.moe is not None and cfg.Compress.quantization is not None and cfg.plan.emp > 1:

@@ -1,17 +1,19 @@
-"""Options that the user has set but that have no effect because another key switches them off."""
+"""Notes about a valid configuration: options that another key switches off, and keys and libraries that a run
+would miss."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import Section
 from ppfleetx.config.reading.parse import is_of_a_model
 from ppfleetx.config.reading.tree import is_argument
-from ppfleetx.config.registries import DATASETS, OPTIMIZERS, SCHEDULES
+from ppfleetx.config.registries import DATASETS, LOGGERS, OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.compress import PruneConfig, QuantizationConfig
 from ppfleetx.config.sections.data import DatasetConfig, DataSplitConfig
 from ppfleetx.config.sections.engine import MixedPrecisionConfig, ProfilerConfig, SpikeConfig
@@ -58,7 +60,7 @@ def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedO
 def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> SwitchedOff:
     """A rule that holds while ``key`` has ``value``."""
     why = f"{key} is {'null' if value is None else value}{consequence}"
-    return _off(keys, why, lambda cfg: _value(cfg, key) == value)
+    return _off(keys, why, lambda cfg: cfg.value_of(key) == value)
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
@@ -333,7 +335,7 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
     A default value in a file does not count, because the ``config.yaml`` of a run holds every key.
     """
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
-    value = _value(cfg, key)
+    value = cfg.value_of(key)
     if value is None:
         return False
     if any(map(is_argument, places)):
@@ -349,12 +351,35 @@ def _is_given(place: str) -> bool:
     return file.resolve().is_relative_to(_SHIPPED) or (file.parent / _MANIFEST).is_file()
 
 
-def _value(cfg: RunConfig, key: str) -> Any:
-    """The value of ``key``; None below a null section."""
-    return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), cfg)
-
-
 def _default(cfg: RunConfig, key: str) -> Any:
     section, _, name = key.rpartition(".")
-    parent = _value(cfg, section) if section else cfg
+    parent = cfg.value_of(section) if section else cfg
     return type(parent).model_fields[name].get_default(call_default_factory=True)
+
+
+def missing(cfg: RunConfig) -> list[str]:
+    """Explain, in a sentence per key, which keys a run of ``cfg`` needs but does not set."""
+    splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
+    texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
+    if not texts or cfg.Data.tokenizer is not None:
+        return []
+    return [f"Data.tokenizer: the texts of Data.{texts[0]} need one (-o Data.tokenizer.dir=DIR)"]
+
+
+def absent_loggers(cfg: RunConfig) -> dict[str, str]:
+    """Return ``{logger: what to install}`` for each logger whose library is not installed, without importing
+    it.
+    """
+    found = {}
+    for item in cfg.Engine.loggers:
+        traits = LOGGERS.traits(item.name)
+        if traits.package is not None and importlib.util.find_spec(traits.package) is None:
+            found[item.name] = f"`pip install 'ppfleetx[{traits.extra}]'`, which brings {traits.package}"
+    return found
+
+
+def refuse_absent(cfg: RunConfig) -> None:
+    """Raise ConfigError for the first logger whose library is not installed, with what to install."""
+    for name, wanted in absent_loggers(cfg).items():
+        place = cfg.origins.get("Engine.loggers")
+        raise ConfigError(f"needs {wanted}", key="Engine.loggers", value=name, place=place)

@@ -71,11 +71,8 @@ class Card(Section):
         return hash(self.name)  # its dictionaries are not hashable
 
     def peak(self, dtype: str) -> float:
-        """The peak FLOP/s of dense matrix products in ``dtype``.
-
-        Raises:
-            ConfigError: the description of the card has no such type.
-        """
+        """The peak FLOP/s of dense matrix products in ``dtype``. Raises ConfigError if the description of the
+        card has no such type."""
         if dtype not in self.peak_tflops:
             raise ConfigError(
                 f"{self.name} has no {dtype} matrix products (it has {', '.join(self.peak_tflops)})",
@@ -107,11 +104,8 @@ class Card(Section):
 
 
 def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
-    """Load the shipped card called ``name``, or the only card in the YAML file ``name``.
-
-    Raises:
-        ConfigError: there is no such card or file, or the file does not describe a card.
-    """
+    """Load the shipped card called ``name``, or the only card in the YAML file ``name``. Raises ConfigError
+    if there is no such card or file, or the file does not describe a card."""
     shipped = shipped_cards()
     if name in shipped:
         return _card(name, shipped, "the shipped cards")

@@ -61,11 +61,8 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """The seconds for the sequences of a batch ramp, and the seconds for them with the full batch.
-
-    Raises:
-        ValueError: a batch of the ramp cannot be split among the data ranks.
-    """
+    """The seconds for the sequences of a batch ramp, and the seconds for them with the full batch. Raises
+    ValueError if a batch of the ramp cannot be split among the data ranks."""
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes
     wrong = next((size for size in (*sizes, ramp.increment) if size % per_pass), None)

@@ -38,11 +38,8 @@ _MOST_SHOWN = 24  # micro batches of a timeline
 
 @os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction) -> list[Path]:
-    """Write each plot as PNG and SVG, and an ``index.html`` that embeds the plots and works offline.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the directory holds a report or cannot be written.
-    """
+    """Write each plot as PNG and SVG, and an ``index.html`` that embeds the plots and works offline. Raises
+    ConfigError if matplotlib is not installed, or the directory holds a report or cannot be written."""
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:

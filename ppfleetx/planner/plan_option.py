@@ -29,11 +29,8 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``.
-
-    Raises:
-        ConfigError: an unknown word, or a value that is not allowed.
-    """
+    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``. Raises ConfigError if
+    an unknown word, or a value that is not allowed."""
     given = _parse(words, option)
     values: dict[str, object] = {
         name: _whole(given, word, option) for word, name in DEGREE_WORDS.items() if word in given
@@ -116,11 +113,8 @@ class UnresolvedConfig:
         return plan_of(self.cfg)
 
     def batch(self) -> int:
-        """The sequences per step under the configuration's own plan.
-
-        Raises:
-            ConfigError: the sizes do not determine it, or contradict each other.
-        """
+        """The sequences per step under the configuration's own plan. Raises ConfigError if the sizes do not
+        determine it, or contradict each other."""
         sizes, plan = self.cfg.Global, self.plan
         if sizes.global_batch_size is not None:
             return sizes.global_batch_size
@@ -135,11 +129,8 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """The same run under ``plan``. If ``recompute`` is None, recomputation does not change.
-
-        Raises:
-            ConfigError: the configuration is not valid under this plan.
-        """
+        """The same run under ``plan``. If ``recompute`` is None, recomputation does not change. Raises
+        ConfigError if the configuration is not valid under this plan."""
         cfg = self.cfg
         sharding = {
             "sharding_degree": plan.sharding,
@@ -190,20 +181,14 @@ def _recompute_keys(recompute: Recompute | None) -> dict[str, object]:
 
 
 def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedConfig:
-    """Read a configuration without checking its plan.
-
-    Raises:
-        ConfigError: something else in the configuration is wrong.
-    """
+    """Read a configuration without checking its plan. Raises ConfigError if something else in the
+    configuration is wrong."""
     return UnresolvedConfig(*read_config(path, overrides))
 
 
 def write_config(cfg: RunConfig, job: Job, path: Path) -> None:
-    """Write ``cfg``, the configuration of ``job``, as a file to train from.
-
-    Raises:
-        ConfigError: ``path`` exists already, or its directory does not.
-    """
+    """Write ``cfg``, the configuration of ``job``, as a file to train from. Raises ConfigError if ``path``
+    exists already, or its directory does not."""
     refuse_as_new_file(path, "--write")
     head = (
         f"# Written by ppfleetx plan: {job.plan} on {job.plan.world_size} devices. Every key is here;\n"

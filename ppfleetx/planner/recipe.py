@@ -49,11 +49,7 @@ class Dial:
 
     @cached_property
     def kind(self) -> Card:
-        """The card.
-
-        Raises:
-            ConfigError: there is no such card.
-        """
+        """The card. Raises ConfigError if there is no such card."""
         return load_card(self.card, key="--cards")
 
     @property
@@ -154,11 +150,8 @@ class Recipe:
 
 
 def recipe(dial: Dial, per_node: int = 8) -> Recipe:
-    """Make the configuration for a dial, with the best plan.
-
-    Raises:
-        ConfigError: no plan fits, or the model or the run is too large.
-    """
+    """Make the configuration for a dial, with the best plan. Raises ConfigError if no plan fits, or the
+    model or the run is too large."""
     if dial.tokens_per_param > MAX_TOKENS_PER_PARAM:
         raise ConfigError(
             f"must be at most {MAX_TOKENS_PER_PARAM:,}", key="--tokens-per-param", value=dial.tokens_per_param

@@ -10,9 +10,9 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
-    from ppfleetx.commands.dialects.paddleformers import run
+    from ppfleetx.commands.dialects.megatron import run_paddleformers
 
-    run(sys.argv[1:])
+    run_paddleformers(sys.argv[1:])
 
 
 if __name__ == "__main__":

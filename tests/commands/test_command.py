@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands.configs import bash_script
-from ppfleetx.commands.main import call, usage
-from ppfleetx.commands.verbs import GROUPS, VERBS
+from ppfleetx.commands.main import GROUPS, VERBS, call, usage
 from ppfleetx.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +45,7 @@ def test_help_imports_nothing_slow() -> None:
     program = (
         "import sys\n"
         "from ppfleetx.commands.main import usage\n"
-        "from ppfleetx.commands.verbs import VERBS\n"
+        "from ppfleetx.commands.main import VERBS\n"
         "print(usage())\n"
         "for name, verb in VERBS.items():\n"
         "    verb.command().parser(name).format_help()\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppfleetx.commands.dialects import paddleformers
+from ppfleetx.commands.dialects.megatron import run_paddleformers
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.keys import Kind
@@ -225,9 +225,9 @@ def test_command_lines():
 
 def test_the_program(monkeypatch, capsys):
     monkeypatch.chdir(PROJECT)
-    paddleformers.run(["--check", "--world-size", "8", EXAMPLE.name])
+    run_paddleformers(["--check", "--world-size", "8", EXAMPLE.name])
     assert (
         "plan           dp 1, mp 2, pp 2, sharding 2 (stage 1), sequence parallel" in capsys.readouterr().out
     )
-    paddleformers.run([])
+    run_paddleformers([])
     assert "usage: run_pretrain.py" in capsys.readouterr().out

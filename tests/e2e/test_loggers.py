@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands.check import check_report
-from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
+from ppfleetx.config.without_effect import refuse_absent
 from ppfleetx.core.engine.callbacks.records import build_writers, numbers_of
 from ppfleetx.core.loggers.base import LogStart
 from tests.docs.blocks import blocks

@@ -1,4 +1,5 @@
-"""The programs of ``projects/megatron``: prepare GPT-2's corpus, train, collect results."""
+"""The programs of ``projects/megatron`` and ``projects/paddleformers``: prepare
+GPT-2's corpus, train, collect results."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
+from ppfleetx.dialects.paddleformers import dialect as paddleformers
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.files import atomic_write, is_taken, put_aside
@@ -33,6 +35,12 @@ usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialec
        python -m paddle.distributed.launch --nproc_per_node 8 pretrain_gpt.py ...
        pretrain_gpt.py --check [--world-size N] ...     print plan, parameters and batches, and run nothing
 """
+PADDLEFORMERS_USAGE = """\
+usage: run_pretrain.py FILE.yaml [--name value ...]   a YAML or JSON file; arguments replace its values
+       run_pretrain.py --name value ...
+       run_pretrain.py --check [--world-size N] ...      print plan, parameters and batches, and run nothing
+docs/dialects/paddleformers.md lists the arguments.
+"""
 LAUNCHER = (sys.executable, "-m", "paddle.distributed.launch")
 _LOG = Path("test/output/0")
 
@@ -40,6 +48,11 @@ _LOG = Path("test/output/0")
 def run(argv: Sequence[str]) -> None:
     """The program ``pretrain_gpt.py``."""
     train_translated(argv or ["--help"], USAGE, of_arguments)
+
+
+def run_paddleformers(argv: Sequence[str]) -> None:
+    """The program ``projects/paddleformers/run_pretrain.py``."""
+    train_translated(argv or ["--help"], PADDLEFORMERS_USAGE, paddleformers.of_arguments)
 
 
 def train_translated(

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ppfleetx.config.fields import (
     Bool,
@@ -26,7 +26,7 @@ from ppfleetx.config.fields import (
     Text,
     UnitFloat,
 )
-from ppfleetx.config.sections.lora import BLOCK_LINEARS, refuse_unmatched
+from ppfleetx.config.sections.lora import BLOCK_LINEARS, unmatched
 
 GROUP_MULTIPLE = 8
 """The number of input features that kernels read together."""
@@ -98,38 +98,36 @@ class QuantizationConfig(Section):
             for linear in linears:
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
-    def check_layers(self, num_layers: int, names: Sequence[str]) -> None:
-        """Raise RuleError (keys relative to this section) if the model has no such layer to skip, or if a
-        pattern matches none of the linears' ``names``."""
+    def unknown_layers(self, num_layers: int, names: Sequence[str]) -> Iterator[RuleError]:
+        """Layers to skip that the model does not have, and patterns that match none of the linears'
+        ``names``."""
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
-                raise RuleError(
+                yield RuleError(
                     (f"skip_tensor_map.{block}",),
                     f"the model has the layers block_0 to block_{num_layers - 1} (Model.num_layers)",
                 )
-        refuse_unmatched("skip_layers", self.skip_layers, names)
+        yield from unmatched("skip_layers", self.skip_layers, names)
 
-    @model_validator(mode="after")
-    def _check(self) -> QuantizationConfig:
+    def violations(self) -> Iterator[RuleError]:
         for key in ("weight_bits", "activation_bits"):
             if not 2 <= getattr(self, key) <= 16:
-                raise RuleError((key,), "must be between 2 and 16")
+                yield RuleError((key,), "must be between 2 and 16")
         for name in self.skip_tensor_map:
             if not _BLOCK.fullmatch(name):
-                raise RuleError(
+                yield RuleError(
                     (f"skip_tensor_map.{name}",), "names are block_0, block_1 and so on, one for each layer"
                 )
         for kind in self.quantizable_layer_type:
             if kind not in (*LINEAR_KINDS, *_CONVOLUTIONS):
                 near = get_close_matches(kind, LINEAR_KINDS, n=1, cutoff=0.0)[0]
-                raise RuleError(
+                yield RuleError(
                     ("quantizable_layer_type",),
                     f"there is no layer type {kind!r} to quantise; did you mean {near}? There are "
                     f"{', '.join(LINEAR_KINDS)}",
                 )
         if self.enable and not set(self.quantizable_layer_type) & set(LINEAR_KINDS):
-            raise RuleError(("quantizable_layer_type",), f"names none of {', '.join(LINEAR_KINDS)}")
-        return self
+            yield RuleError(("quantizable_layer_type",), f"names none of {', '.join(LINEAR_KINDS)}")
 
 
 @dataclass(frozen=True)
@@ -180,11 +178,9 @@ class WeightsConfig(Section):
             return Form(8, activation_bits=None if self.group_size is None else self.activation_bits)
         return Form(self.bits, self.group_size, self.activation_bits, self.asymmetric)
 
-    @model_validator(mode="after")
-    def _check(self) -> WeightsConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.group_size is not None and self.group_size % GROUP_MULTIPLE:
-            raise RuleError(("group_size",), f"must be a multiple of {GROUP_MULTIPLE}")
-        return self
+            yield RuleError(("group_size",), f"must be a multiple of {GROUP_MULTIPLE}")
 
 
 class PruneConfig(Section):
@@ -232,15 +228,13 @@ class PruneConfig(Section):
         left = 1 - done / (self.last_step - self.begin_step)
         return self.ratio * (1 - left**3)
 
-    @model_validator(mode="after")
-    def _check(self) -> PruneConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.enable and self.ratio == 1:
-            raise RuleError(("ratio",), "of 1 leaves nothing; it is the share removed")
+            yield RuleError(("ratio",), "of 1 leaves nothing; it is the share removed")
         if self.last_step < self.begin_step:
-            raise RuleError(("end_step", "begin_step"), "pruning ends before it begins")
+            yield RuleError(("end_step", "begin_step"), "pruning ends before it begins")
         if self.enable and self.end_step is None and self.frequency != _FREQUENCY:
-            raise RuleError(("frequency",), "goes with end_step; without it all are removed at once")
-        return self
+            yield RuleError(("frequency",), "goes with end_step; without it all are removed at once")
 
 
 def parts_out(total: int, share: float) -> int:
@@ -264,11 +258,9 @@ class DistillConfig(Section):
     soft_weight: NonNegativeFloat = 0.5
     """Weight of the divergence."""
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> DistillConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.soft_weight == 0:
-            raise RuleError(("soft_weight",), "of 0 learns nothing of the teacher; leave out the section")
-        return self
+            yield RuleError(("soft_weight",), "of 0 learns nothing of the teacher; leave out the section")
 
 
 class CompressConfig(Section):
@@ -293,14 +285,12 @@ class CompressConfig(Section):
         """The settings of pruning in training; None if it is off."""
         return self.Prune if self.Prune is not None and self.Prune.enable else None
 
-    @model_validator(mode="after")
-    def _check_one(self) -> CompressConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.quantization is not None and self.pruning is not None:
-            raise RuleError(("Prune.enable", "Quantization.enable"), "prune or quantise, one at a time")
+            yield RuleError(("Prune.enable", "Quantization.enable"), "prune or quantise, one at a time")
         if self.quantization is not None and self.Weights is not None:
-            raise RuleError(
+            yield RuleError(
                 ("Quantization.enable", "Weights"),
                 "weights that are stored quantised are not trained; train from the checkpoint they were made "
                 "of",
             )
-        return self

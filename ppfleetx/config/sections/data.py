@@ -23,7 +23,7 @@ from ppfleetx.config.fields import (
     Size,
     Text,
 )
-from ppfleetx.config.registries import DATASETS, TOKENIZERS, check_options
+from ppfleetx.config.registries import DATASETS, TOKENIZERS, unknown_options
 from ppfleetx.config.registry import Registered
 
 GLUE_OUTPUTS = {
@@ -94,24 +94,31 @@ class DatasetConfig(Section):
     the whole `.idx`, if the corpus has checksums. full: also every token; a corpus without checksums is
     refused. A core reads about 1 GB per second, and each node reads once."""
 
-    @model_validator(mode="after")
-    def _check(self) -> DatasetConfig:
+    def violations(self) -> Iterator[RuleError]:
         entries = (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
         if not entries:
-            raise RuleError(("input_dir",), "needs at least one entry")
+            yield RuleError(("input_dir",), "needs at least one entry")
         if self.weights is not None:
             if self.blend == "exhaustive":
-                raise RuleError(
+                yield RuleError(
                     ("weights", "blend"), "an exhaustive blend takes all samples: it has no weights"
                 )
             if len(self.weights) != len(entries):
-                raise RuleError(
+                yield RuleError(
                     ("weights", "input_dir"),
                     f"{counted(len(self.weights), 'weight')} for {counted(len(entries), 'corpus')}",
                 )
             if not 0 < sum(self.weights) < math.inf:
-                raise RuleError(("weights",), "must have a sum that is greater than 0 and finite")
-        return self
+                yield RuleError(("weights",), "must have a sum that is greater than 0 and finite")
+        for key in ("prompt_field", "response_field"):
+            if self.name != "PromptResponseDataset" and self._is_set(key):
+                yield RuleError((key, "name"), f"{self.name} has no such option; PromptResponseDataset has")
+        yield from unknown_options(self.name, self.options, DATASETS.traits(self.name).options)
+        if self.is_texts:
+            yield from self._violations_of_texts()
+        elif self.is_corpus and not self._has_shares:
+            rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
+            yield RuleError(("split",), rule)
 
     @property
     def is_corpus(self) -> bool:
@@ -128,48 +135,28 @@ class DatasetConfig(Section):
         """Whether this is a GLUE task."""
         return DATASETS.traits(self.name).num_outputs is not None
 
-    @model_validator(mode="after")
-    def _check_fields(self) -> DatasetConfig:
-        for key in ("prompt_field", "response_field"):
-            default = type(self).model_fields[key].default
-            if self.name != "PromptResponseDataset" and getattr(self, key) != default:
-                raise RuleError((key, "name"), f"{self.name} has no such option; PromptResponseDataset has")
-        return self
+    def _is_set(self, key: str) -> bool:
+        return getattr(self, key) != type(self).model_fields[key].default
 
-    @model_validator(mode="after")
-    def _check_options(self) -> DatasetConfig:
-        check_options(self.name, self.options, DATASETS.traits(self.name).options)
-        return self
-
-    @model_validator(mode="after")
-    def _check_records(self) -> DatasetConfig:
-        if not self.is_texts:
-            return self
+    def _violations_of_texts(self) -> Iterator[RuleError]:
         for key in _CORPUS_KEYS:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise RuleError((key, "name"), f"{self.name} has no such option; only GPTDataset has")
+            if self._is_set(key):
+                yield RuleError((key, "name"), f"{self.name} has no such option; only GPTDataset has")
         if not isinstance(self.input_dir, str):
-            raise RuleError(("input_dir", "name"), f"{self.name} reads one directory, not a list of them")
+            yield RuleError(("input_dir", "name"), f"{self.name} reads one directory, not a list of them")
         parts = _MNLI_PARTS if self.name == "MNLI" else _GLUE_PARTS if self.is_glue else ()
         if not isinstance(self.split, str) or (parts and self.split not in parts):
             choice = f"one of {', '.join(parts)}" if parts else "a file's name without .jsonl, e.g. train"
-            raise RuleError(("split", "name"), f"{self.name} wants {choice}")
-        return self
+            yield RuleError(("split", "name"), f"{self.name} wants {choice}")
 
-    @model_validator(mode="after")
-    def _check_split(self) -> DatasetConfig:
-        if not self.is_corpus:
-            return self
-        rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
-        if isinstance(self.split, tuple):
-            shares = self.split
-        elif _SHARES.fullmatch(self.split):
-            shares = tuple(float(share) for share in re.split(r"[,/\s]+", self.split.strip()))
-        else:
-            raise RuleError(("split",), rule)
-        if not 1 <= len(shares) <= 3 or not 0 < sum(shares) < math.inf:
-            raise RuleError(("split",), rule)
-        return self
+    @property
+    def _has_shares(self) -> bool:
+        shares = self.split
+        if isinstance(shares, str):
+            if not _SHARES.fullmatch(shares):
+                return False
+            shares = tuple(float(share) for share in re.split(r"[,/\s]+", shares.strip()))
+        return 1 <= len(shares) <= 3 and 0 < sum(shares) < math.inf
 
 
 class SamplerConfig(Section):
@@ -230,11 +217,8 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Override ``dataset`` with the values of this set.
-
-        Raises:
-            RuleError: the result breaks a rule of datasets.
-        """
+        """Override ``dataset`` with the values of this set. Raises RuleError if the result breaks a rule of
+        datasets."""
         own = {key: value for key in ("split", "options") if (value := getattr(self, key)) is not None}
         if self.input_dir is not None:
             own |= {"input_dir": self.input_dir, "weights": self.weights}
@@ -259,19 +243,17 @@ class EvalConfig(DataSplitConfig):
 
     _set: str | None = PrivateAttr(default=None)
 
-    @model_validator(mode="after")
-    def _check_sets(self) -> EvalConfig:
+    def violations(self) -> Iterator[RuleError]:
         for name, one in self.sets.items():
             if not _SET_NAME.fullmatch(name):
-                raise RuleError(
+                yield RuleError(
                     ("sets",), f"{name!r} is not a name; it may have letters, digits, `_`, `-` and `.`"
                 )
             try:
                 one.over(self.dataset)
             except RuleError as violation:
                 keys = tuple(f"sets.{name}.{key}" for key in violation.keys)
-                raise RuleError(keys, violation.rule) from None
-        return self
+                yield RuleError(keys, violation.rule)
 
     def of_set(self, name: str) -> EvalConfig:
         """The evaluation section for the set ``name`` alone."""
@@ -302,15 +284,13 @@ class TokenizerConfig(Section):
     """Token for the end of a document and for padding; null: the `eos_token` in the directory's files, or
     else `<|endoftext|>`."""
 
-    @model_validator(mode="after")
-    def _check(self) -> TokenizerConfig:
+    def violations(self) -> Iterator[RuleError]:
         if (self.vocab_file is None) != (self.merges_file is None):
             missing = "vocab_file" if self.vocab_file is None else "merges_file"
-            raise RuleError((missing,), "vocab_file and merges_file are given together")
+            yield RuleError((missing,), "vocab_file and merges_file are given together")
         given = [key for key in ("dir", "tokenizer_file", "vocab_file") if getattr(self, key) is not None]
         if len(given) > 1:
-            raise RuleError(tuple(given), "name the tokenizer's files in one way only")
-        return self
+            yield RuleError(tuple(given), "name the tokenizer's files in one way only")
 
 
 class DataConfig(Section):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Literal
-
-from pydantic import model_validator
 
 from ppfleetx.config.fields import Bool, CountInt, Degree, NumberChoice, PositiveFloat, RuleError, Section
 from ppfleetx.config.schedules import PipelineSchedule
@@ -86,32 +85,26 @@ class DistributedConfig(Section):
         """The bytes that are packed into messages at a time."""
         return int(self.bucket_size * 2**20)
 
-    @model_validator(mode="after")
-    def _check(self) -> DistributedConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.recompute_allgather and not self.sp_async_reduce_scatter:
-            raise RuleError(
+            yield RuleError(
                 ("recompute_allgather", "sp_async_reduce_scatter"),
                 "the input is gathered again beside the scattered sum: set sp_async_reduce_scatter too",
             )
-        if self.pp_layers is not None:
-            self._check_pp_layers(self.pp_layers)
-        if self.noop_layers is not None:
-            if self.pp_layers is not None:
-                raise RuleError(("noop_layers", "pp_layers"), "two ways to say the same; give one of them")
-            repeated = [place for place, count in Counter(self.noop_layers).items() if count > 1]
-            if repeated:
-                raise RuleError(("noop_layers",), f"place {repeated[0]} is named twice")
-        return self
-
-    def _check_pp_layers(self, given: tuple[int | tuple[int, ...], ...]) -> None:
-        lengths = [len(row) for row in given if isinstance(row, tuple)]
-        if lengths and len(lengths) < len(given):
-            raise RuleError(("pp_layers",), "holds numbers or lists, not both")
+        lengths = [len(row) for row in self.pp_layers or () if isinstance(row, tuple)]
+        if lengths and len(lengths) < len(self.pp_layers):
+            yield RuleError(("pp_layers",), "holds numbers or lists, not both")
         if any(length != self.pp_degree for length in lengths):
-            raise RuleError(
+            yield RuleError(
                 ("pp_layers", "pp_degree"),
                 f"each list is of one virtual stage and needs pp_degree {self.pp_degree} numbers",
             )
+        if self.noop_layers is not None:
+            if self.pp_layers is not None:
+                yield RuleError(("noop_layers", "pp_layers"), "two ways to say the same; give one of them")
+            repeated = [place for place, count in Counter(self.noop_layers).items() if count > 1]
+            if repeated:
+                yield RuleError(("noop_layers",), f"place {repeated[0]} is named twice")
 
     def layers_of_chunks(self, num_layers: int, virtual_pp_degree: int) -> tuple[int, ...] | None:
         """The layers of each chunk in model order, if ``pp_layers`` or ``noop_layers`` determine them."""

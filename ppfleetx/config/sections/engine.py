@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -23,7 +24,7 @@ from ppfleetx.config.fields import (
     Seed,
     Text,
 )
-from ppfleetx.config.registries import CALLBACKS, LOGGERS, check_options
+from ppfleetx.config.registries import CALLBACKS, LOGGERS, unknown_options
 from ppfleetx.config.registry import Registered
 
 
@@ -100,15 +101,13 @@ class MixedPrecisionConfig(Section):
     custom_white_list: tuple[Text, ...] = ()
     """Operations computed in `dtype`, besides Paddle's own list."""
 
-    @model_validator(mode="after")
-    def _check_lists(self) -> MixedPrecisionConfig:
+    def violations(self) -> Iterator[RuleError]:
         both = sorted({*self.custom_black_list} & {*self.custom_white_list})
         if both:
-            raise RuleError(
+            yield RuleError(
                 ("custom_black_list", "custom_white_list"),
                 f"an operation is in one of the lists, not in both: {', '.join(both)}",
             )
-        return self
 
 
 class SaveLoadConfig(Section):
@@ -168,13 +167,11 @@ class SaveLoadConfig(Section):
     verify: Bool = True
     """Compare every file's checksum with the manifest when loading."""
 
-    @model_validator(mode="after")
-    def _check_start(self) -> SaveLoadConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.resume and self.overwrite:
-            raise RuleError(
+            yield RuleError(
                 ("overwrite", "resume"), "a run goes on with the one in output_dir or overwrites it, not both"
             )
-        return self
 
 
 class SpikeConfig(Section):
@@ -232,12 +229,10 @@ class LoggerConfig(Section):
     def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _check_options(self) -> LoggerConfig:
+    def violations(self) -> Iterator[RuleError]:
         takes = LOGGERS.traits(self.name).options
         if takes is not None:
-            check_options(self.name, self.options, takes)
-        return self
+            yield from unknown_options(self.name, self.options, takes)
 
 
 class EngineConfig(Section):
@@ -295,12 +290,10 @@ class EngineConfig(Section):
     profiler and predictions, so `[default, {name: my_csv, options: {file: loss.csv}}]` adds one to them.
     docs/extending.md shows how to write one."""
 
-    @model_validator(mode="after")
-    def _check_loggers(self) -> EngineConfig:
+    def violations(self) -> Iterator[RuleError]:
         names = [item.name for item in self.loggers]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise RuleError(("loggers",), f"{twice[0]} is named {counted(names.count(twice[0]), 'time')}")
-        return self
+            yield RuleError(("loggers",), f"{twice[0]} is named {counted(names.count(twice[0]), 'time')}")
 
 
 class ProfilerSummaryConfig(Section):
@@ -341,8 +334,6 @@ class ProfilerConfig(Section):
     """Record memory."""
     summary: ProfilerSummaryConfig = ProfilerSummaryConfig()
 
-    @model_validator(mode="after")
-    def _check_range(self) -> ProfilerConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.scheduler[0] >= self.scheduler[1]:
-            raise RuleError(("scheduler",), "the first step must be smaller than the end step")
-        return self
+            yield RuleError(("scheduler",), "the first step must be smaller than the end step")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -66,13 +66,11 @@ class StructuredOutputs(Section):
             return {"json_schema" if key == "json" else key: value for key, value in data.items()}
         return data
 
-    @model_validator(mode="after")
-    def _check(self) -> StructuredOutputs:
+    def violations(self) -> Iterator[RuleError]:
         given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
             keys = ", ".join(type(self).model_fields)
-            raise RuleError(tuple(given) or ("json_schema",), f"give exactly one of {keys}")
-        return self
+            yield RuleError(tuple(given) or ("json_schema",), f"give exactly one of {keys}")
 
 
 class TokenOptions(Section):
@@ -112,11 +110,9 @@ class TokenOptions(Section):
     structured_outputs: StructuredOutputs | None = None
     """The form that a continuation must have; null: any."""
 
-    @model_validator(mode="after")
-    def _check_words(self) -> TokenOptions:
+    def violations(self) -> Iterator[RuleError]:
         if any(len(word) == 0 for word in self.bad_words):
-            raise RuleError(("bad_words",), "an empty text is in every text; leave it out")
-        return self
+            yield RuleError(("bad_words",), "an empty text is in every text; leave it out")
 
 
 class GenerationConfig(TokenOptions):
@@ -191,64 +187,55 @@ class GenerationConfig(TokenOptions):
                 return key, readers[key]
         return None
 
-    @model_validator(mode="after")
-    def _check(self) -> GenerationConfig:
+    def violations(self) -> Iterator[RuleError]:
+        yield from super().violations()
         if self.min_dec_len > self.max_dec_len:
-            raise RuleError(
+            yield RuleError(
                 ("min_dec_len", "max_dec_len"),
                 f"at least {self.min_dec_len} new tokens and at most {self.max_dec_len} cannot both hold",
             )
         if self.prompt == ():
-            raise RuleError(("prompt",), "is an empty list; give a prompt, or null for the one built in")
+            yield RuleError(("prompt",), "is an empty list; give a prompt, or null for the one built in")
         if self.prompt is not None and self.prompt_file is not None:
-            raise RuleError(("prompt_file", "prompt"), "give the prompts themselves or a file, not both")
+            yield RuleError(("prompt_file", "prompt"), "give the prompts themselves or a file, not both")
         if self.stop == "" or (isinstance(self.stop, tuple) and "" in self.stop):
-            raise RuleError(("stop",), "an empty text stands before everything; leave it out")
-        self._check_strategy()
-        return self
-
-    def _check_strategy(self) -> None:
+            yield RuleError(("stop",), "an empty text stands before everything; leave it out")
         results, strategy = self.num_return_sequences, self.decode_strategy
-        if self.assistant_model is not None:
-            self._check_assistant()
+        conflicts = {
+            "decode_strategy": strategy != "greedy_search",
+            "use_cache": not self.use_cache,
+            "logprobs": self.logprobs is not None,
+        }
+        if self.assistant_model is not None and any(conflicts.values()):
+            yield RuleError(
+                ("assistant_model", next(key for key in conflicts if conflicts[key])),
+                "an assistant proposes tokens for greedy search with a cache and without logprobs",
+            )
         if strategy == "greedy_search" and results > 1:
-            raise RuleError(
+            yield RuleError(
                 ("num_return_sequences", "decode_strategy"),
                 "greedy search has one result per prompt; use sampling or beam_search for more",
             )
         if strategy == "beam_search" and results > self.num_beams:
-            raise RuleError(
+            yield RuleError(
                 ("num_return_sequences", "num_beams"),
                 f"{self.num_beams} beams cannot give {results} results",
             )
         if self.num_beams % self.num_beam_groups:
-            raise RuleError(
+            yield RuleError(
                 ("num_beam_groups", "num_beams"),
                 f"{self.num_beams} beams do not divide into {self.num_beam_groups} groups",
             )
         if self.num_beam_groups > 1 and self.diversity_rate == 0:
-            raise RuleError(
+            yield RuleError(
                 ("diversity_rate", "num_beam_groups"), "must be above 0: without it all groups find the same"
             )
         if strategy == "beam_search" and self.stop is not None:
-            raise RuleError(
+            yield RuleError(
                 ("stop", "decode_strategy"), "beam search ends at the end token only; it takes no stop texts"
             )
         if strategy == "beam_search" and self.logprobs is not None:
-            raise RuleError(("logprobs", "decode_strategy"), "beam search gives one score for a continuation")
-
-    def _check_assistant(self) -> None:
-        keys = {
-            "decode_strategy": self.decode_strategy != "greedy_search",
-            "use_cache": not self.use_cache,
-            "logprobs": self.logprobs is not None,
-        }
-        for key, conflicts in keys.items():
-            if conflicts:
-                raise RuleError(
-                    ("assistant_model", key),
-                    "an assistant proposes tokens for greedy search with a cache and without logprobs",
-                )
+            yield RuleError(("logprobs", "decode_strategy"), "beam search gives one score for a continuation")
 
 
 class TensorRTConfig(Section):
@@ -271,13 +258,11 @@ class TensorRTConfig(Section):
     shape_range_info_filename: PathText | None = None
     """File of the recorded shapes."""
 
-    @model_validator(mode="after")
-    def _check(self) -> TensorRTConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.collect_shape and self.shape_range_info_filename is None:
-            raise RuleError(
+            yield RuleError(
                 ("collect_shape", "shape_range_info_filename"), "name the file to record the shapes into"
             )
-        return self
 
 
 class InferenceConfig(Section):
@@ -305,13 +290,11 @@ class InferenceConfig(Section):
     TensorRT: TensorRTConfig | None = None
     """Use TensorRT (GPU); null: do not."""
 
-    @model_validator(mode="after")
-    def _check(self) -> InferenceConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.precision == "bf16" and not self.onednn:
-            raise RuleError(
+            yield RuleError(
                 ("precision", "onednn"), "only oneDNN computes in bfloat16 on a CPU: set onednn to True"
             )
-        return self
 
 
 class OfflineEvalConfig(Section):
@@ -337,14 +320,12 @@ class OfflineEvalConfig(Section):
     logging_freq: PositiveInt = 10
     """Batches between log lines."""
 
-    @model_validator(mode="after")
-    def _check(self) -> OfflineEvalConfig:
+    def violations(self) -> Iterator[RuleError]:
         if not self.cloze_eval and self.overlapping_eval > self.max_seq_len:
-            raise RuleError(
+            yield RuleError(
                 ("overlapping_eval", "max_seq_len"),
                 f"windows of {self.max_seq_len} tokens that move by {self.overlapping_eval} leave gaps",
             )
-        return self
 
 
 Port = Annotated[int, Field(strict=True, ge=0, le=65535), Says("an integer from 0 to 65535")]

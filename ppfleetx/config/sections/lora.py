@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import translate
 from functools import lru_cache
-
-from pydantic import model_validator
 
 from ppfleetx.config.fields import Fraction, PathText, PositiveFloat, RuleError, Section, Size, Text
 
@@ -52,21 +50,19 @@ class LoraConfig(Section):
         """Whether the linear of this canonical name has an adapter."""
         return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
-    def check_targets(self, names: Sequence[str]) -> None:
-        """Raise RuleError (keys relative to this section's parent) if a pattern matches none of the linears'
-        ``names``. Of the default patterns, only one has to match."""
+    def unmatched_targets(self, names: Sequence[str]) -> Iterator[RuleError]:
+        """The patterns that match none of the linears' ``names``, as errors of this section's parent. Of the
+        default patterns, only one has to match."""
         if self.targets != LoraConfig.model_fields["targets"].default:
-            refuse_unmatched("lora.targets", self.targets, names)
+            yield from unmatched("lora.targets", self.targets, names)
 
-    @model_validator(mode="after")
-    def _check(self) -> LoraConfig:
+    def violations(self) -> Iterator[RuleError]:
         if not self.targets:
-            raise RuleError(("targets",), "names no linear; for none at all set Model.lora to null")
-        return self
+            yield RuleError(("targets",), "names no linear; for none at all set Model.lora to null")
 
 
-def refuse_unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise RuleError if one of the ``patterns`` in ``key`` matches none of the ``names`` of linears."""
+def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[RuleError]:
+    """The ``patterns`` in ``key`` that match none of the ``names`` of linears."""
     for pattern in patterns:
         if not any(map(_any_of((pattern,)).match, names)):
             ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
@@ -74,7 +70,7 @@ def refuse_unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) ->
                 pattern, [*(f"*.{end}" for end in ends), *names], n=2, cutoff=0.0
             )
             rule = f"the pattern {pattern!r} fits no linear of the blocks; the nearest are {', '.join(near)}"
-            raise RuleError((key,), rule)
+            yield RuleError((key,), rule)
 
 
 @lru_cache

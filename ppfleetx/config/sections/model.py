@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
-
-from pydantic import model_validator
 
 from ppfleetx.config.fields import (
     MAX_SIZE,
@@ -49,6 +47,7 @@ FusedName = Literal[
     "weight_cast",
 ]
 """The fused operators that ``Model.fused_ops`` may list; ``ppfleetx.nn.fused`` describes them."""
+_LAYER_LISTS = ("attention_window_layers", "rotary_layers", "recompute_layers", "no_recompute_layers")
 
 
 class LatentAttentionConfig(Section):
@@ -77,11 +76,9 @@ class LatentAttentionConfig(Section):
         """The width of a head's query and key."""
         return self.nope_head_dim + self.rope_head_dim
 
-    @model_validator(mode="after")
-    def _check(self) -> LatentAttentionConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.rope_head_dim % 2:
-            raise RuleError(("rope_head_dim",), "rotary positions turn pairs of features: must be even")
-        return self
+            yield RuleError(("rope_head_dim",), "rotary positions turn pairs of features: must be even")
 
 
 class ModelConfig(Section):
@@ -419,50 +416,70 @@ class ModelConfig(Section):
             chosen = range(0, self.num_layers, self.recompute_interval)
         return frozenset(chosen) - frozenset(self.no_recompute_layers or ())
 
-    @model_validator(mode="after")
-    def _check_heads(self) -> ModelConfig:
+    def violations(self) -> Iterator[RuleError]:
+        yield from self._of_sizes()
+        if self.latent_attention is not None:
+            yield from self._of_latent_attention()
+        yield from self._of_variants()
+        if self.rope_scaling is not None and self.rope_scaling.type == "longrope":
+            yield from self._of_longrope(self.rope_scaling)
+        yield from self._of_widths()
+        if self.tie_word_embeddings and self.add_head_bias:
+            yield RuleError(
+                ("add_head_bias", "tie_word_embeddings"), "a head tied to the word embedding has no bias"
+            )
+        if self.use_flash_attn and self.attention_kernel == "reference":
+            yield RuleError(
+                ("attention_kernel", "use_flash_attn"),
+                "the reference kernel and use_flash_attn contradict each other; drop one of them",
+            )
+        yield from self._of_layer_lists()
+        if self.moe is not None and not self.moe.mixture_layers(self.num_layers):
+            listed = self.moe.layers is not None
+            keys = ("moe.layers",) if listed else ("moe.first_dense_layers", "num_layers")
+            yield RuleError(keys, "no layer would be a mixture; for none at all set Model.moe to null")
+        if self.lora is not None:
+            yield from self.lora.unmatched_targets(self.block_linears())
+
+    def _of_sizes(self) -> Iterator[RuleError]:
         heads, groups = self.num_attention_heads, self.kv_heads
         is_ordinary = self.latent_attention is None
         if is_ordinary and self.head_dim is None and self.hidden_size % heads:
-            raise RuleError(
+            yield RuleError(
                 ("num_attention_heads", "hidden_size"),
                 f"{heads} heads do not divide the hidden size {self.hidden_size}; "
                 "change one of them or give Model.head_dim",
             )
         if heads % groups:
-            raise RuleError(
+            yield RuleError(
                 ("num_query_groups", "num_attention_heads"),
                 f"the number of query groups {groups} must divide the number of heads {heads}",
             )
         if is_ordinary and self.positions.rotates and self.head_size % 2:
-            raise RuleError(
+            yield RuleError(
                 ("head_dim", "position_embedding_type", "hidden_size", "num_attention_heads"),
                 f"rotary positions turn pairs of features: the head width must be even, not {self.head_size}",
             )
         if self.position_embedding_type == "rope" and (self.rotary_size % 2 or not self.rotary_size):
-            raise RuleError(
+            yield RuleError(
                 ("rotary_percent", "head_dim", "hidden_size", "num_attention_heads"),
                 f"rotary positions turn pairs of features: of a head's {self.head_size} this would be "
                 f"{self.rotary_size}, which is not an even number of at least 2",
             )
         if self.ffn_size < 1:
-            raise RuleError(
+            yield RuleError(
                 ("ffn_hidden_size", "hidden_size"),
                 f"the swiglu width of hidden size {self.hidden_size} would be 0; give Model.ffn_hidden_size",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_latent_attention(self) -> ModelConfig:
-        if self.latent_attention is None:
-            return self
+    def _of_latent_attention(self) -> Iterator[RuleError]:
         if self.mup_base_width is not None:
-            raise RuleError(
+            yield RuleError(
                 ("mup_base_width", "latent_attention"),
                 "its rule is for matrices that grow with the width, and compressed vectors keep theirs",
             )
         if not self.positions.rotates:
-            raise RuleError(
+            yield RuleError(
                 ("latent_attention", "position_embedding_type"),
                 "a part of each key carries its position: set position_embedding_type to rope",
             )
@@ -477,15 +494,13 @@ class ModelConfig(Section):
         }
         for key, is_set in others.items():
             if is_set:
-                raise RuleError(
+                yield RuleError(
                     (key, "latent_attention"),
                     "belongs to ordinary heads; latent attention has its own sizes and norms. Leave it out",
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_variants(self) -> ModelConfig:
-        """Check keys that need another key."""
+    def _of_variants(self) -> Iterator[RuleError]:
+        """Keys that need another key."""
         rotates, has_table = self.positions.rotates, self.positions.has_table
         is_rope = self.position_embedding_type == "rope"
         for key, wants, is_there in (
@@ -499,39 +514,26 @@ class ModelConfig(Section):
             ("rope_scaling", "position_embedding_type", is_rope),
         ):
             if getattr(self, key) not in (None, False, 0) and not is_there:
-                raise RuleError((key, wants), f"has no meaning with {wants} {getattr(self, wants)}")
+                yield RuleError((key, wants), f"has no meaning with {wants} {getattr(self, wants)}")
         if self.rope_scaling is not None and self.rope_scaling.type == "yarn" and self.rotary_base <= 1:
-            raise RuleError(("rotary_base", "rope_scaling.type"), "yarn needs a base greater than 1")
+            yield RuleError(("rotary_base", "rope_scaling.type"), "yarn needs a base greater than 1")
         if self.qk_layernorm == "all_heads" and self.normalization != "RMSNorm":
-            raise RuleError(
+            yield RuleError(
                 ("qk_layernorm", "normalization"), f"needs RMSNorm, and normalization is {self.normalization}"
             )
         parameters = NORMS.traits(self.head_normalization).parameters
         if self.qk_layernorm == "each_head" and set(parameters) != {"weight"}:
-            raise RuleError(
+            yield RuleError(
                 ("qk_layernorm", "normalization"),
                 f"needs a norm that has a weight and no bias, and normalization is {self.normalization}; "
                 "LayerNorm is taken without its bias",
             )
         if not self.pre_norm and (not self.sandwich_norm or self.shared_input_norm):
-            raise RuleError(
+            yield RuleError(
                 ("pre_norm", "sandwich_norm", "shared_input_norm"),
                 "without norms of what the branches read, what they add needs one: set sandwich_norm, and "
                 "leave out shared_input_norm",
             )
-        for key in ("attention_window_layers", "rotary_layers"):
-            self._check_layers(key)
-        return self
-
-    def _check_layers(self, key: str) -> None:
-        layers = getattr(self, key) or ()
-        if outside := [layer for layer in layers if layer >= self.num_layers]:
-            raise RuleError(
-                (key, "num_layers"),
-                f"layer {outside[0]} does not exist: layers are numbered 0 to {self.num_layers - 1}",
-            )
-        if len(set(layers)) != len(layers):
-            raise RuleError((key,), "names a layer twice")
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer (0-based, over the whole model)."""
@@ -542,26 +544,21 @@ class ModelConfig(Section):
         """Whether a layer has rotary positions."""
         return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
-    @model_validator(mode="after")
-    def _check_longrope(self) -> ModelConfig:
-        if self.rope_scaling is None or self.rope_scaling.type != "longrope":
-            return self
+    def _of_longrope(self, scaling: RopeScalingConfig) -> Iterator[RuleError]:
         for key in ("short_factor", "long_factor"):
-            found, pairs = len(getattr(self.rope_scaling, key)), self.rotary_size // 2
+            found, pairs = len(getattr(scaling, key)), self.rotary_size // 2
             if found != pairs:
-                raise RuleError(
+                yield RuleError(
                     (f"rope_scaling.{key}",),
                     f"must have one number for each of the {pairs} frequencies, and has {found}",
                 )
         if self.local_rotary_base is not None:
-            raise RuleError(
+            yield RuleError(
                 ("local_rotary_base", "rope_scaling.type"),
                 "with longrope all layers rotate by the same angles",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_widths(self) -> ModelConfig:
+    def _of_widths(self) -> Iterator[RuleError]:
         projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
         inner = self.ffn_size * (2 if self.is_gated else 1)
         for keys, what, width in (
@@ -570,43 +567,26 @@ class ModelConfig(Section):
             (("head_dim", "hidden_size", "num_attention_heads"), "query/key/value projection", projection),
         ):
             if width > MAX_SIZE:
-                raise RuleError(keys, f"the {what} would be {width} wide; Paddle counts up to {MAX_SIZE}")
-        return self
+                yield RuleError(keys, f"the {what} would be {width} wide; Paddle counts up to {MAX_SIZE}")
 
-    @model_validator(mode="after")
-    def _check_options(self) -> ModelConfig:
-        if self.tie_word_embeddings and self.add_head_bias:
-            raise RuleError(
-                ("add_head_bias", "tie_word_embeddings"), "a head tied to the word embedding has no bias"
-            )
-        if self.use_flash_attn and self.attention_kernel == "reference":
-            raise RuleError(
-                ("attention_kernel", "use_flash_attn"),
-                "the reference kernel and use_flash_attn contradict each other; drop one of them",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parts(self) -> ModelConfig:
-        if self.moe is not None:
-            self.moe.check_layers(self.num_layers)
-        if self.lora is not None:
-            self.lora.check_targets(self.block_linears())
-        return self
-
-    @model_validator(mode="after")
-    def _check_recompute(self) -> ModelConfig:
-        for key in ("recompute_layers", "no_recompute_layers"):
-            self._check_layers(key)
+    def _of_layer_lists(self) -> Iterator[RuleError]:
+        lists = {key: getattr(self, key) for key in _LAYER_LISTS}
+        for key, layers in {**lists, "moe.layers": self.moe and self.moe.layers}.items():
+            if outside := [layer for layer in layers or () if layer >= self.num_layers]:
+                yield RuleError(
+                    (key, "num_layers"),
+                    f"layer {outside[0]} does not exist: layers are numbered 0 to {self.num_layers - 1}",
+                )
+            if len(set(layers or ())) != len(layers or ()):
+                yield RuleError((key,), "names a layer twice")
         if self.recompute_layers is not None and self.recompute_interval != 1:
-            raise RuleError(
+            yield RuleError(
                 ("recompute_interval", "recompute_layers"),
                 "choose the layers by a list or by an interval, not by both",
             )
         both = set(self.recompute_layers or ()) & set(self.no_recompute_layers or ())
         if both:
-            raise RuleError(
+            yield RuleError(
                 ("no_recompute_layers", "recompute_layers"),
                 f"layer {min(both)} is in both lists",
             )
-        return self

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Literal
-
-from pydantic import model_validator
 
 from ppfleetx.config.fields import (
     Bool,
@@ -153,61 +152,38 @@ class MoEConfig(Section):
             }
         )
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise RuleError (keys relative to this section's parent) if the layers do not fit the model."""
-        if outside := [layer for layer in self.layers or () if layer >= num_layers]:
-            raise RuleError(
-                ("moe.layers", "num_layers"),
-                f"layer {outside[0]} does not exist: layers are numbered 0 to {num_layers - 1}",
-            )
-        if not self.mixture_layers(num_layers):
-            keys = ("moe.layers",) if self.layers is not None else ("moe.first_dense_layers", "num_layers")
-            raise RuleError(keys, "no layer would be a mixture; for none at all set Model.moe to null")
-
-    @model_validator(mode="after")
-    def _check_layer_keys(self) -> MoEConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.layers is not None and (self.first_dense_layers, self.layer_freq) != (0, 1):
             key = "first_dense_layers" if self.first_dense_layers else "layer_freq"
-            raise RuleError((key, "layers"), "choose the layers by a list or by a rule, not by both")
-        if len(set(self.layers or ())) != len(self.layers or ()):
-            raise RuleError(("layers",), "names a layer twice")
-        return self
-
-    @model_validator(mode="after")
-    def _check_choice(self) -> MoEConfig:
+            yield RuleError((key, "layers"), "choose the layers by a list or by a rule, not by both")
         if self.top_k > self.num_experts:
-            raise RuleError(
+            yield RuleError(
                 ("top_k", "num_experts"),
                 f"a position cannot choose {self.top_k} of {self.num_experts} experts",
             )
         if self.bias_update_rate and not self.router.bias:
-            raise RuleError(("bias_update_rate", "router.bias"), "there is no bias to move; set router.bias")
-        return self
-
-    @model_validator(mode="after")
-    def _check_groups(self) -> MoEConfig:
+            yield RuleError(("bias_update_rate", "router.bias"), "there is no bias to move; set router.bias")
         groups, top = self.router.num_groups, self.router.top_groups
         keys = ("router.num_groups", "router.top_groups")
         if (groups is None) != (top is None):
-            raise RuleError(keys if groups else keys[::-1], "num_groups and top_groups are given together")
+            yield RuleError(keys if groups else keys[::-1], "num_groups and top_groups are given together")
         if groups is None:
-            return self
+            return
         if self.num_experts % groups:
-            raise RuleError(
+            yield RuleError(
                 ("router.num_groups", "num_experts"),
                 f"{self.num_experts} experts do not divide into {groups} groups",
             )
         size = self.num_experts // groups
         if top > groups:
-            raise RuleError(keys[::-1], f"there are {groups} groups to choose from")
+            yield RuleError(keys[::-1], f"there are {groups} groups to choose from")
         if top * size < self.top_k:
-            raise RuleError(
+            yield RuleError(
                 ("router.top_groups", "router.num_groups", "top_k", "num_experts"),
                 f"{top} of {groups} groups have {top * size} experts, and a position chooses {self.top_k}",
             )
         if self.router.group_score == "top2" and size < 2:
-            raise RuleError(
+            yield RuleError(
                 ("router.group_score", "router.num_groups", "num_experts"),
                 "a group has one expert only; its score is the max",
             )
-        return self

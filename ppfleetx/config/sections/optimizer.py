@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from ppfleetx.config.fields import (
     Section,
     Text,
 )
-from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES, check_options
+from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES, unknown_options
 from ppfleetx.config.registry import Registered
 
 _STYLE_OF_NAME = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWarmup": "linear"}
@@ -56,12 +57,8 @@ class LRConfig(Section):
 
     @property
     def num_warmup_steps(self) -> float:
-        """The warm-up in optimizer steps, which may be fractional; a `warmup_rate` needs `decay_steps`,
-        which loading fills in.
-
-        Raises:
-            RuleError: ``warmup_rate`` without ``decay_steps``.
-        """
+        """The warm-up in optimizer steps, which may be fractional; a `warmup_rate` needs `decay_steps`, which
+        loading fills in. Raises RuleError for ``warmup_rate`` without ``decay_steps``."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         if not self.warmup_rate:
@@ -84,19 +81,17 @@ class LRConfig(Section):
             )
         return {**values, "decay_style": style}
 
-    @model_validator(mode="after")
-    def _check(self) -> LRConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.warmup_steps is not None and self.warmup_rate is not None:
-            raise RuleError(("warmup_rate", "warmup_steps"), "give the warm-up once: in steps or as a rate")
+            yield RuleError(("warmup_rate", "warmup_steps"), "give the warm-up once: in steps or as a rate")
         if self.min_lr > self.max_lr:
-            raise RuleError(
+            yield RuleError(
                 ("min_lr", "max_lr"), f"the lowest rate {self.min_lr} is above the highest {self.max_lr}"
             )
         if self.wsd_decay_steps is not None and self.decay_style != "wsd":
-            raise RuleError(
+            yield RuleError(
                 ("wsd_decay_steps", "decay_style"), f"has no meaning with decay_style {self.decay_style!r}"
             )
-        return self
 
 
 class GradClipConfig(Section):
@@ -121,11 +116,9 @@ class WeightDecayScheduleConfig(Section):
     style: Literal["constant", "linear", "cosine"] = "linear"
     """Course between the two."""
 
-    @model_validator(mode="after")
-    def _check(self) -> WeightDecayScheduleConfig:
+    def violations(self) -> Iterator[RuleError]:
         if self.style == "constant" and self.start != self.end:
-            raise RuleError(("end", "start", "style"), "a constant weight decay starts and ends the same")
-        return self
+            yield RuleError(("end", "start", "style"), "a constant weight decay starts and ends the same")
 
 
 ParamKind = Literal[
@@ -157,17 +150,15 @@ class MuonConfig(Section):
     epsilon: PositiveFloat = 1e-7
     """Smallest norm that a matrix is divided by."""
 
-    @model_validator(mode="after")
-    def _check(self) -> MuonConfig:
+    def violations(self) -> Iterator[RuleError]:
         rules = {"quintic": 5, "aol": 4}
         if self.steps % rules.get(self.coefficients, 1):
             unit = rules[self.coefficients]
-            raise RuleError(
+            yield RuleError(
                 ("steps", "coefficients"), f"{self.coefficients} needs a multiple of {unit} steps"
             )
         if self.coefficients == "polar_express" and self.steps < 8:
-            raise RuleError(("steps", "coefficients"), "polar_express needs at least 8 steps")
-        return self
+            yield RuleError(("steps", "coefficients"), "polar_express needs at least 8 steps")
 
 
 class ParamGroupConfig(Section):
@@ -189,11 +180,9 @@ class ParamGroupConfig(Section):
     beta2: Fraction | None = None
     """AdamW's beta2; null: `Optimizer.beta2`."""
 
-    @model_validator(mode="after")
-    def _check(self) -> ParamGroupConfig:
+    def violations(self) -> Iterator[RuleError]:
         if not self.parameters and not self.kinds:
-            raise RuleError(("parameters", "kinds"), "say which parameters: by name, by kind, or both")
-        return self
+            yield RuleError(("parameters", "kinds"), "say which parameters: by name, by kind, or both")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -259,12 +248,10 @@ class OptimizerConfig(Section):
         few = traits.matrix_states if is_hidden(name, kind) else None
         return traits.states if few is None else few
 
-    @model_validator(mode="after")
-    def _check_options(self) -> OptimizerConfig:
-        check_options(self.name, self.options, OPTIMIZERS.traits(self.name).options)
+    def violations(self) -> Iterator[RuleError]:
+        yield from unknown_options(self.name, self.options, OPTIMIZERS.traits(self.name).options)
         for number, group in enumerate(self.groups):
             name = group.optimizer or self.name
             for key in ("beta1", "beta2", "weight_decay"):
                 if getattr(group, key) is not None and key not in OPTIMIZERS.traits(name).reads:
-                    raise RuleError((f"groups[{number}].{key}",), f"is not read by {name}")
-        return self
+                    yield RuleError((f"groups[{number}].{key}",), f"is not read by {name}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from pydantic import PrivateAttr
 
 from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.compress import CompressConfig
@@ -52,11 +54,8 @@ class RunConfig(Section):
 
     @property
     def batch(self) -> BatchPlan:
-        """The batch sizes of the run.
-
-        Raises:
-            RuntimeError: the configuration was not made by ``load_config``.
-        """
+        """The batch sizes of the run. Raises RuntimeError if the configuration was not made by
+        ``load_config``."""
         if self._batch is None:
             raise RuntimeError("RunConfig.batch is known only after load_config")
         return self._batch
@@ -75,6 +74,14 @@ class RunConfig(Section):
     def warnings(self) -> tuple[str, ...]:
         """Notes about how the configuration was read; tools log them."""
         return self._warnings
+
+    def value_of(self, key: str) -> Any:
+        """The value of the dotted ``key``; None below a null section."""
+        return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), self)
+
+    def error(self, key: str, rule: str) -> ConfigError:
+        """The error that the value of ``key`` breaks ``rule``, with the place where it was written."""
+        return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
     def changed(self, section: str, **values: Any) -> RunConfig:
         """A copy with different values in one section, which are not validated."""

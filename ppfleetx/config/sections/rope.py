@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -102,35 +103,29 @@ class RopeScalingConfig(Section):
         defaults = _DEFAULTS.get(values["type"], {})
         return values | {key: value for key, value in defaults.items() if values.get(key) is None}
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> RopeScalingConfig:
+    def violations(self) -> Iterator[RuleError]:
         needed, optional = _NEEDED[self.type], _OPTIONAL.get(self.type, ())
         for key in needed:
             if getattr(self, key) is None:
-                raise RuleError((key, "type"), f"type {self.type} needs it")
+                yield RuleError((key, "type"), f"type {self.type} needs it")
         for key in type(self).model_fields:
             if key in ("type", "factor", *needed, *optional) or getattr(self, key) is None:
                 continue
             kinds = [kind for kind in _NEEDED if key in (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))]
-            raise RuleError((key, "type"), f"type {self.type} has no such key; it belongs to {kinds[0]}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_values(self) -> RopeScalingConfig:
+            yield RuleError((key, "type"), f"type {self.type} has no such key; it belongs to {kinds[0]}")
         if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise RuleError(
+            yield RuleError(
                 ("high_freq_factor", "low_freq_factor"),
                 "high_freq_factor must be the greater one",
             )
         if self.type == "yarn" and self.beta_fast < self.beta_slow:
-            raise RuleError(("beta_fast", "beta_slow"), "beta_fast must not be less than beta_slow")
+            yield RuleError(("beta_fast", "beta_slow"), "beta_fast must not be less than beta_slow")
         if self.type == "longrope" and self.original_max_position_embeddings == 1:
-            raise RuleError(("original_max_position_embeddings",), "longrope divides by its logarithm")
+            yield RuleError(("original_max_position_embeddings",), "longrope divides by its logarithm")
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise RuleError(("mscale", "mscale_all_dim"), "mscale and mscale_all_dim are given together")
+            yield RuleError(("mscale", "mscale_all_dim"), "mscale and mscale_all_dim are given together")
         if self.mscale is not None and self.attention_factor is not None:
-            raise RuleError(
+            yield RuleError(
                 ("attention_factor", "mscale", "mscale_all_dim"),
                 "give the attention factor itself or the two numbers it follows from, not both",
             )
-        return self

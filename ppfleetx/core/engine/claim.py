@@ -49,12 +49,9 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Claim the output directory, after everything else has been checked; all ranks call this.
-
-    Raises:
-        ConfigError: on all ranks, if the directory holds something that belongs neither to this run nor to
-            the earlier one.
-    """
+    """Claim the output directory, after everything else has been checked; all ranks call this. Raises
+    ConfigError on all ranks, if the directory holds something that belongs neither to this run nor to the
+    earlier one."""
     ownership = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

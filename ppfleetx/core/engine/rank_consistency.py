@@ -68,11 +68,8 @@ class Watch:
     ) -> bool:
         """Exchange with the other ranks the batch or error, any signal, the number of tokens that count, and
         the time of the last step. ``step`` is the number of steps done. Returns whether to stop, the same on
-        all ranks.
-
-        Raises:
-            UserError: on all ranks, if a rank has an error, or the batches of the ranks are wrong.
-        """
+        all ranks. Raises UserError on all ranks, if a rank has an error, or the batches of the ranks are
+        wrong."""
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # their bits
         numbers = [stop.signal_name is not None, error is not None, digest, *counts, *self.pace_of_ranks.own]

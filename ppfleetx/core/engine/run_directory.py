@@ -36,11 +36,8 @@ def check_start(cfg: RunConfig) -> None:
     start from scratch in the directory of another run. Writes nothing."""
     options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
     if options.init_from is not None and options.ckpt_dir is not None:
-        raise ConfigError(
-            "a run starts from weights (init_from) or resumes a checkpoint (ckpt_dir), not both",
-            key=CKPT_DIR,
-            value=options.ckpt_dir,
-            place=cfg.origins.get(CKPT_DIR),
+        raise cfg.error(
+            CKPT_DIR, "a run starts from weights (init_from) or resumes a checkpoint (ckpt_dir), not both"
         )
     try:
         around = _checkpoint_around(output_dir)
@@ -81,7 +78,7 @@ def output_dir_of(cfg: RunConfig) -> Path:
 
 
 def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
-    return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
+    return cfg.error(_KEY, rule)
 
 
 def run_traces(output_dir: Path) -> list[str]:
