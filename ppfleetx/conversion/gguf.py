@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,13 @@ def _library() -> Any:
     return gguf
 
 
+@lru_cache(maxsize=1)
+def _reader(path: Path, mtime: int, size: int) -> Any:
+    """The library's reader, which takes seconds to list a vocabulary; weights and tokenizer are read from
+    the same file in turn."""
+    return _library().GGUFReader(path)
+
+
 def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """Open a file, and yield its metadata and tensors."""
     with opened(path) as file:
@@ -233,9 +241,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
         raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
     if begin[:4] != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
-    library = _library()
     try:
-        reader = library.GGUFReader(path)
+        reader = _reader(path, path.stat().st_mtime_ns, path.stat().st_size)
         metadata = {key: one.contents() for key, one in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:  # errors that the library passes on
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
