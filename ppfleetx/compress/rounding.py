@@ -371,7 +371,7 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # unused features may have any value
     damped[np.diag_indices_from(damped)] += added
     # With rows and columns reversed, H = L L^T gives U = inverse(L), reversed: half the work of inverting H.
-    lower = paddle.to_tensor(np.linalg.cholesky(damped[::-1, ::-1]))
+    lower = paddle.linalg.cholesky(paddle.to_tensor(damped[::-1, ::-1].copy()))
     inverse = paddle.linalg.triangular_solve(lower, paddle.eye(len(damped), dtype="float64"), upper=False)
     return inverse.numpy()[::-1, ::-1]
 

@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
+from ppfleetx.conversion.gguf_tokenizer import special_id, tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.generation import generation_defaults
@@ -118,6 +119,16 @@ _ARCHITECTURES = (
 )
 _BY_NAME = {one.name: one for one in _ARCHITECTURES}
 _BY_TYPE = {one.model_type: one for one in _ARCHITECTURES} | {"mistral": _BY_NAME["llama"]}
+_KINDS = {
+    "split.count": (int, "an integer"),
+    **{f"tokenizer.ggml.{name}": (str, "a text") for name in ("model", "pre")},
+    **{f"tokenizer.ggml.{name}": (list, "a list") for name in ("tokens", "token_type", "scores", "merges")},
+    **{
+        f"tokenizer.ggml.{name}_token_id": (int, "an integer")
+        for name in ("bos", "eos", "eot", "unknown", "padding")
+    },
+}
+"""The type of metadata in Python, for keys whose values are used before anything else looks at them."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -215,6 +226,13 @@ def _library() -> Any:
     return gguf
 
 
+@lru_cache(maxsize=1)
+def _reader(path: Path, mtime: int, size: int) -> Any:
+    """The library's reader, which takes seconds to list a vocabulary; weights and tokenizer are read from
+    the same file in turn."""
+    return _library().GGUFReader(path)
+
+
 def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """Open a file, and yield its metadata and tensors."""
     with opened(path) as file:
@@ -223,12 +241,14 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
         raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
     if begin[:4] != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
-    library = _library()
     try:
-        reader = library.GGUFReader(path)
+        reader = _reader(path, path.stat().st_mtime_ns, path.stat().st_size)
         metadata = {key: one.contents() for key, one in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:  # errors that the library passes on
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
+    for key, (kind, what) in _KINDS.items():
+        if key in metadata and (type(metadata[key]) is not kind):
+            raise CheckpointError(f"{path}: {key} is {shown(metadata[key])}, and must be {what}")
     count = metadata.get("split.count", 1)
     if count > 1:
         raise CheckpointError(
@@ -287,14 +307,14 @@ def _config(
         value = metadata.get(f"{name}.{theirs}")
         if value is not None:
             config[key] = _shortest(value)
-        elif theirs in _SIZES.values():
+        elif theirs in _SIZES.values() or theirs.endswith("epsilon"):
             raise CheckpointError(f"its metadata lack {name}.{theirs}")
     config |= {key: tensor in shapes for key, tensor in row.biases.items()}
     config["tie_word_embeddings"] = "output.weight" not in shapes
     if "head_dim" in row.keys and "num_attention_heads" in config:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
     _add_rope(config, metadata, row, factors)
-    return config | _token_ids(metadata)
+    return config | _token_ids(metadata, config["vocab_size"])
 
 
 def _add_rope(
@@ -312,7 +332,8 @@ def _add_rope(
             f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) are turned"
         )
     said = f"{row.name}.rope.scaling."
-    kind = metadata.get(f"{said}type", "none")
+    # Older files have only the factor, which llama.cpp reads as linear scaling.
+    kind = metadata.get(f"{said}type", "linear" if metadata.get(f"{said}factor") else "none")
     if kind != "none":
         if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
             raise CheckpointError(f"{said}type {shown(kind)} is not supported")
@@ -349,10 +370,8 @@ def _rope_factors(scaling: RopeScalingConfig, head_dim: int, base: float) -> np.
     return (plain / stretched).astype(np.float32)
 
 
-def _token_ids(metadata: Metadata) -> dict[str, Any]:
-    given = {
-        kind: metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot", "padding")
-    }
+def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
+    given = {kind: special_id(metadata, kind, vocab_size) for kind in ("bos", "eos", "eot", "padding")}
     ends = [one for one in dict.fromkeys((given["eos"], given["eot"])) if one is not None]
     ids = {
         "bos_token_id": given["bos"],

@@ -86,7 +86,7 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
         raise CheckpointError(f"{place}: {len(tokens)} tokens have {len(types)} types")
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
     if kind == "gpt2":
-        definition, cut = _of_bytes(metadata, vocab, place)
+        definition, cut = _of_bytes(metadata, vocab, types, place)
     else:
         definition, cut = _of_characters(metadata, vocab, types, place), kind
     definition["added_tokens"] = [
@@ -96,8 +96,8 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
     ]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, theirs in _NAMED.items():
-        number = metadata.get(f"{_KEY}{name}_token_id")
-        if isinstance(number, int) and number < len(tokens):
+        number = special_id(metadata, name, len(tokens))
+        if number is not None and tokens[number] in vocab:
             config[theirs] = tokens[number]
     around = {
         "bos_token": metadata.get(f"{_KEY}add_bos_token", cut in _WITH_BOS),
@@ -113,7 +113,16 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
     }
 
 
-def _of_bytes(metadata: Mapping[str, Any], vocab: dict[str, int], place: str) -> tuple[dict[str, Any], str]:
+def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
+    """The id of a special token, such as ``bos``; None if the file has none, or one that is out of range
+    (some writers put -1), which llama.cpp ignores as well."""
+    number = metadata.get(f"{_KEY}{name}_token_id")
+    return number if number is not None and 0 <= number < num_tokens else None
+
+
+def _of_bytes(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
+) -> tuple[dict[str, Any], str]:
     """The definition of a byte-level BPE, and the name of its pre-tokenizer."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
@@ -125,8 +134,10 @@ def _of_bytes(metadata: Mapping[str, Any], vocab: dict[str, int], place: str) ->
             f"{place}: its tokenizer cuts up text as {shown(said)} ({_KEY}pre), which is not supported; "
             f"those that are: {', '.join(_CUTS)}. Give the model's own tokenizer with --tokenizer DIR"
         )
-    merges = [merge.split(" ") for merge in metadata.get(f"{_KEY}merges") or []]
-    definition = make_definition(vocab, merges, [])
+    merges = metadata.get(f"{_KEY}merges")
+    if merges is None and any(len(token) > 1 and types[number] == _NORMAL for token, number in vocab.items()):
+        raise CheckpointError(f"{place}: its metadata lack {_KEY}merges")
+    definition = make_definition(vocab, [merge.split(" ") for merge in merges or []], [])
     definition["pre_tokenizer"] = _CUTS[cut]
     definition["model"]["ignore_merges"] = cut in _WHOLE_WORDS_FIRST
     if cut == "qwen2":

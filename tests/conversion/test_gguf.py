@@ -17,7 +17,7 @@ from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.detect import described
-from ppfleetx.conversion.gguf import read_gguf, write_gguf
+from ppfleetx.conversion.gguf import extract_tokenizer, read_gguf, write_gguf
 from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.conversion.safetensors_file import read_safetensors
@@ -137,7 +137,7 @@ def test_fewer_bits(tmp_path, dtype, close):
     assert ours.eod_token == "<|end|>"
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_0"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])
 def test_types_that_are_only_read(tmp_path, tokenizer, kind):
     """As the library dequantises them."""
     model, tensors = network("llama", hidden_size=256, num_attention_heads=4)
@@ -163,7 +163,7 @@ def rewrite(source, target, *, metadata=None, data=None, without=()):
             kind, *inner = one.types
             writer.add_key_value(key, value, kind, inner[0] if inner else None)
     for key in metadata.keys() - own.keys():
-        add = writer.add_float32 if isinstance(metadata[key], float) else writer.add_uint32
+        add = {float: writer.add_float32, int: writer.add_int32, str: writer.add_string}[type(metadata[key])]
         add(key, metadata[key])
     for one in reader.tensors:
         if one.name not in without:
@@ -173,6 +173,27 @@ def rewrite(source, target, *, metadata=None, data=None, without=()):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("number", [-1, 5000])
+def test_ids_that_are_no_token_are_none(tmp_path, tokenizer, number):
+    """Some writers put -1 for a token that a model does not have."""
+    model, tensors = network("llama")
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    given = {"tokenizer.ggml.bos_token_id": number, "tokenizer.ggml.padding_token_id": number}
+    rewrite(tmp_path / "a.gguf", tmp_path / "b.gguf", metadata=given)
+    config = read_gguf(tmp_path / "b.gguf").source["config"]
+    assert "bos_token_id" not in config and "pad_token_id" not in config
+    extract_tokenizer(tmp_path / "b.gguf", tmp_path / "b")
+    assert "bos_token" not in json.loads((tmp_path / "b/tokenizer_config.json").read_text())
+
+
+def test_a_rotary_factor_without_a_type_is_linear(tmp_path, tokenizer):
+    model, tensors = network("llama")
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    rewrite(tmp_path / "a.gguf", tmp_path / "b.gguf", metadata={"llama.rope.scaling.factor": 4.0})
+    scaling = read_gguf(tmp_path / "b.gguf").model["rope_scaling"]
+    assert (scaling["type"], scaling["factor"]) == ("linear", 4.0)
 
 
 # ---- what is refused
@@ -206,11 +227,14 @@ DAMAGES = {
     "Git LFS": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1"),
     "general.architecture 'mamba' is not supported": said("general.architecture", "mamba"),
     "is one of 3 parts": said("split.count", 3),
+    "split.count is 'three', and must be an integer": said("split.count", "three"),
+    "bos_token_id is 'first', and must be": said("tokenizer.ggml.bos_token_id", "first"),
     "mixture of experts": said("llama.expert_count", 8),
     "lacks the tensor blk.1.ffn_up.weight": changed(without=["blk.1.ffn_up.weight"]),
     "tensors that this network does not have: blk.1": said("llama.block_count", 1),
     "has shape": said("llama.embedding_length", 64),
     "lack llama.embedding_length": said("llama.embedding_length", None),
+    "lack llama.attention.layer_norm_rms_epsilon": said("llama.attention.layer_norm_rms_epsilon", None),
     "whole heads": said("llama.rope.dimension_count", 4),
     "tokenizer.ggml.model 't5', is not supported": said("tokenizer.ggml.model", "t5"),
     "cuts up text as 'tekken'": said("tokenizer.ggml.pre", "tekken"),
@@ -280,6 +304,23 @@ def test_tokenizers_there_and_back(tmp_path, name):
             continue
         assert again.encode_prompt(text) == first.encode_prompt(text), text
     assert again.end_ids[0] == first.end_ids[0]
+
+
+def test_a_tokenizer_with_parts_missing(tmp_path):
+    tokens = [*BYTE_CHARACTERS, "ab", "<s>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 257 + [5],  # <s> is unused
+        "tokenizer.ggml.bos_token_id": 257,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    with pytest.raises(CheckpointError, match=r"a\.gguf: its metadata lack .*merges"):
+        tokenizer_texts(metadata, "a.gguf")
+    files = tokenizer_texts(metadata | {"tokenizer.ggml.merges": ["a b"]}, "a.gguf")
+    assert "bos_token" not in json.loads(files["tokenizer_config.json"])
+    assert json.loads(files["tokenizer.json"])["post_processor"] is None
 
 
 # ---- where a model is an argument

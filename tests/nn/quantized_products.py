@@ -45,8 +45,9 @@ def check_case(rng: np.random.Generator) -> None:
         size = groups * group
     x, levels, scales, bias = _values(rng, size, columns, rows, groups, bits)
     _check_float(x, levels, scales, bias, bits)
-    _check_float(x, levels, _with_offsets(rng, scales), bias, bits)
     _check_integers(x, levels, scales, bias, bits)
+    levels[rng.random(levels.shape) < 0.1] = -(1 << (bits - 1))  # which only grids with offsets have
+    _check_float(x, levels, _with_offsets(rng, scales), bias, bits)
     _check_integers(x, levels, _with_offsets(rng, scales), bias, bits)
 
 

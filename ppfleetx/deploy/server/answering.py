@@ -251,7 +251,11 @@ class Answer(ABC):
         return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
 
     async def pieces(self, answering: Answering) -> AsyncIterator[dict[str, Any]]:
-        """Yield text as it arrives, then the reason for the end, and finally the usage, if requested."""
+        """Yield text as it arrives, then the reason for the end, and finally the usage, if requested. Earlier
+        pieces then have a usage of null, as OpenAI's have."""
+        options = self.request.stream_options
+        with_usage = options is not None and options.include_usage
+        unknown = {"usage": None} if with_usage else {}
         started: set[int] = set()
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
         async for event in answering:
@@ -266,9 +270,8 @@ class Answer(ABC):
             said.append(self.piece(event))
             for choice in said:
                 if choice is not None:
-                    yield self.body([choice], is_piece=True)
-        options = self.request.stream_options
-        if options is not None and options.include_usage:
+                    yield self.body([choice], is_piece=True) | unknown
+        if with_usage:
             yield self.body([], self.usage(answering.num_tokens), is_piece=True)
 
 

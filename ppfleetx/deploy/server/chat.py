@@ -92,6 +92,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     parallel_tool_calls: bool = True
     store: NotSupported = None
+    modalities: tuple[Literal["text"], ...] | None = None  # clients may say what is so anyway
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:

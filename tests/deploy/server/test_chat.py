@@ -82,6 +82,7 @@ def test_a_streamed_chat_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
     texts, tokens, reasons, roles, usage = ["", ""], [[], []], [None, None], [None, None], None
     for chunk in client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}):
         assert chunk.object == "chat.completion.chunk"
+        assert "usage" in chunk.model_fields_set, "null in all but the last"
         usage = chunk.usage or usage
         for choice in chunk.choices:
             roles[choice.index] = choice.delta.role or roles[choice.index]
@@ -224,6 +225,7 @@ def test_what_changes_nothing_may_be_sent_with_a_chat(server: Server) -> None:
         "logit_bias": {},
         "top_logprobs": None,
         "user": "somebody",
+        "modalities": ["text"],
         "n": 1,
     }
     plain, sent = (
