@@ -126,13 +126,7 @@ class QuantizedMatrix:
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
         """Compute ``x [..., k] @ matrix + bias`` with our CPU operators."""
-        product = {
-            "int8": cpu_ops.int8_product,
-            "int4": cpu_ops.int4_product,
-            "int8_int8": cpu_ops.int8_int8_product,
-            "int4_int8": cpu_ops.int4_int8_product,
-        }[self.panel_format]
-        return product(x, *panels, bias, self.out_features)
+        return cpu_ops.product(self.panel_format, x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
         """Whether our CPU operators can multiply ``x`` by this matrix."""
