@@ -39,12 +39,10 @@ OPTIONS = (
 )
 """Options of the compiler."""
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
-SOURCES = {
-    name: Path(__file__).with_name(f"{name}.cc")
-    for name in ("kernels", "quantized", "fused_blocks", "bfloat16")
-}
-"""The source of each library. The operators of this file are in ``kernels``, those of the modules beside it in
-the library of the module's name."""
+_NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
+SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
+"""The source of each library: ``kernels`` has the operators of this file, the others those of the module with
+their name."""
 BUILT = Path(__file__).with_name("built")
 
 

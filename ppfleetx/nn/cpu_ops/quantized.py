@@ -62,12 +62,12 @@ def product(
     """``x [..., k] @ (levels * scales [+ offsets]) + bias``, without gradients.
 
     Args:
-        kind: ``int8`` or ``int4``; ``int8_int8`` or ``int4_int8`` to round ``x`` to 8 bits. Each row then has a
-            grid for each group of ``scales``, which ends at its largest magnitude there; a row with NaN or
+        kind: ``int8`` or ``int4``; ``int8_int8`` or ``int4_int8`` to round ``x`` to 8 bits. Each row then has
+            a grid for each group of ``scales``, which ends at its largest magnitude there; a row with NaN or
             infinity gives NaN.
         x: float32 on CPU.
-        panels: for ``int8`` the result of :func:`int8_panels`, for ``int8_int8`` of :func:`int8_quads`, for the
-            others of :func:`int4_panels`.
+        panels: result of :func:`int8_panels` (``int8``), :func:`int8_quads` (``int8_int8``) or
+            :func:`int4_panels`.
         scales: result of :func:`scale_panels`.
         bias: ``[n]`` or None.
         columns: n.
