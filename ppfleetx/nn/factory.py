@@ -21,8 +21,6 @@ from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import gather_rows, sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
-from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
-from ppfleetx.nn.embedding import VocabParallelEmbedding
 from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
@@ -34,12 +32,19 @@ from ppfleetx.nn.layer_spec import (
     Specs,
     TableSpec,
 )
-from ppfleetx.nn.linear import GroupedLinear, Linear
+from ppfleetx.nn.layers import (
+    Dropout,
+    GroupedLinear,
+    Linear,
+    NoDropout,
+    SlicedDropout,
+    VocabParallelEmbedding,
+)
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
-from ppfleetx.nn.moe_spec import GroupedLinearSpec
+from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import NormOfEachHead, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed

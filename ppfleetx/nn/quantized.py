@@ -29,9 +29,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
-from ppfleetx.nn.embedding import local_rows
-from ppfleetx.nn.grouped_matmul import Counts
-from ppfleetx.nn.linear import add_smaller
+from ppfleetx.nn.layers import add_smaller, local_rows
+from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare

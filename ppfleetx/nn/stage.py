@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ppfleetx.nn.expert_exchange import ExpertExchange
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
-    from ppfleetx.nn.moe_spec import GroupedLinearSpec
+    from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 
 NameOf = Callable[[str], str]
 """A function that returns the canonical name of the item at a path within a layer."""

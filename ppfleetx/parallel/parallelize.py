@@ -16,18 +16,16 @@ from ppfleetx.distributed.device import groups_messages
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.column_overlap import column_exchange
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
 from ppfleetx.nn.init import Constant
-from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.matmul import Matmul, column_exchange
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage, first_value
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.groups import group_rows
-from ppfleetx.optims.on_host import copy_to_host
-from ppfleetx.optims.optimizer import Optimizer, UpdatePlace
+from ppfleetx.optims.optimizer import Optimizer, UpdatePlace, copy_to_host
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
 from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
@@ -106,10 +104,9 @@ def _pipeline_runner(
 ) -> StepRunner:
     from paddle.distributed import fleet
 
-    from ppfleetx.parallel.message_order import take_turns
+    from ppfleetx.parallel.message_order import interleave_two_stages, take_turns
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.pipeline_schedules import AsyncPipeline, ListedPipeline
-    from ppfleetx.parallel.two_stages import interleave_two_stages
 
     options, stages = _step_options(cfg, precision), _stages(module, factory, cfg)
     loss = PipelineLoss(module, factory)

@@ -21,10 +21,9 @@ from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
 from ppfleetx.nn.chunked_loss import PieceHead
-from ppfleetx.parallel.expert_loads import ExpertLoads
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.step_sums import ActivationScales, StepSums
+from ppfleetx.parallel.step_sums import ActivationScales, ExpertLoads, StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
