@@ -24,7 +24,6 @@ from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
-from ppfleetx.nn.init import Init
 from ppfleetx.nn.layer_spec import (
     LayerSpec,
     LinearSpec,
@@ -165,11 +164,6 @@ class LocalFactory:
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
         return QuantizedEmbedding(embedding, form, declare=self.declare)
-
-    def whole_linear(
-        self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
-    ) -> nn.Layer:
-        return self.linear(LinearSpec(in_features, out_features, "whole", bias, init, of_trunk=of_trunk))
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         layer = nn.Embedding(spec.rows, spec.width, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
