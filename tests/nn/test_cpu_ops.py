@@ -118,14 +118,6 @@ def test_another_kind_of_machine_has_a_library_of_its_own(monkeypatch: pytest.Mo
     assert ops.library_path("kernels") != here
 
 
-def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "library_path", lambda _: tmp_path / "built" / "cpu_ops.so")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(UserError, match="no C\\+\\+ compiler was found"):
-        build.build("kernels")
-
-
 @pytest.mark.parametrize(
     ("script", "message"),
     [
