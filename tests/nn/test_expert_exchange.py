@@ -104,7 +104,7 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
     import paddle
     from paddle import distributed
 
-    from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
+    from ppfleetx.nn.expert_exchange import ExpertExchange
     from tests.distributed.cpu.cases import group_of
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -118,7 +118,7 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
         groups[axis] = next((group for ranks, group in made.items() if rank in ranks), None)
     at_ep, at_emp = divmod(rank, emp)
     params = parameters(ep, at_ep, emp, at_emp)
-    outputs, gradient, grads = run(ParallelExperts(**groups), *case_of(route, rank), params)
+    outputs, gradient, grads = run(ExpertExchange(**groups), *case_of(route, rank), params)
     if emp > 1:
         b2 = paddle.to_tensor(grads["b2"])
         distributed.all_reduce(b2, group=groups["emp"])
@@ -142,10 +142,10 @@ def halves() -> list[Any]:
     """Rows that two ranks hold alike: the parts of each, the whole again, and the gradient of the rows."""
     import paddle
 
-    from ppfleetx.nn.expert_exchange import ParallelExperts
+    from ppfleetx.nn.expert_exchange import ExpertExchange
     from tests.distributed.cpu.cases import group_of
 
-    exchange = ParallelExperts(alike=group_of([0, 1]))
+    exchange = ExpertExchange(alike=group_of([0, 1]))
     found = []
     for num_rows in (4, 5, 1):
         rows = paddle.arange(num_rows * 2, dtype="float32").reshape([num_rows, 2])

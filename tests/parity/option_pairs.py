@@ -141,9 +141,7 @@ OPTIONS: dict[str, Option] = {
         "ppfleetx.compress.distill:_Divergence.apply", {"Compress.Distill": f"{{teacher: {TEACHER}}}"}
     ),
     "experts": Option("ppfleetx.nn.matmul:Matmul.grouped", EXPERTS),
-    "expert_parallel": Option(
-        "ppfleetx.nn.expert_exchange:ParallelExperts.dispatch", EXPERTS, {"dp": 2, "ep": 2}
-    ),
+    "expert_parallel": Option("ppfleetx.nn.expert_exchange:Route.depart", EXPERTS, {"dp": 2, "ep": 2}),
     "window": Option("ppfleetx.nn.attention:window_start", {"Model.attention_window": 5}),
     "layer_patterns": Option(
         "ppfleetx.nn.attention:window_start",
