@@ -177,14 +177,25 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
-        """Run attention and MLP on ``hidden [s, b, h]``; attention is recomputed in the backward pass if
+        """Run attention and MLP on ``hidden [s, b, h]``."""
+        attended = hidden + self.attention_branch(
+            hidden, position_ids, document_start, cache, recompute_attention
+        )
+        return attended + self.mlp_branch(hidden if self.parallel_residual else attended)
+
+    def attention_branch(
+        self,
+        hidden: paddle.Tensor,
+        position_ids: paddle.Tensor | None,
+        document_start: paddle.Tensor | None,
+        cache: KeyValueCache | None = None,
+        recompute_attention: bool = False,
+    ) -> paddle.Tensor:
+        """The attention branch, without its addition to ``hidden``; recomputed in the backward pass if
         configured."""
         if recompute_attention:
-            branch = recompute(self.attend, hidden, position_ids, document_start)
-        else:
-            branch = self.attend(hidden, position_ids, document_start, cache)
-        attended = hidden + branch
-        return attended + self.mlp_branch(hidden if self.parallel_residual else attended)
+            return recompute(self.attend, hidden, position_ids, document_start)
+        return self.attend(hidden, position_ids, document_start, cache)
 
     def mlp_branch(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """The MLP branch, without its addition to ``hidden``."""
@@ -198,7 +209,7 @@ class Block(nn.Layer):
         document_start: paddle.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """The attention branch, without its addition to ``hidden``."""
+        """Norm and attention, without dropout and without the addition to ``hidden``."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._added(branch, self.attention_post_norm)
