@@ -294,18 +294,20 @@ ACTIVATIONS.register("relu2", "ppfleetx.nn.mlp:relu_squared")
 ACTIVATIONS.register("swiglu", "ppfleetx.nn.mlp:swiglu", traits=ActivationTraits(gated=True))
 ACTIVATIONS.register("geglu_tanh", "ppfleetx.nn.mlp:geglu_tanh", traits=ActivationTraits(gated=True))
 
+_POSITIONS = "ppfleetx.nn.positions"
+
 POSITIONS.register(
-    "learned_absolute", f"{_GPT}.positions:learned_absolute", traits=PositionTraits(has_table=True)
+    "learned_absolute", f"{_POSITIONS}:learned_absolute", traits=PositionTraits(has_table=True)
 )
-POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotates=True))
-POSITIONS.register("alibi", f"{_GPT}.positions:alibi", traits=PositionTraits(biases=True))
-POSITIONS.register("none", f"{_GPT}.positions:none")
+POSITIONS.register("rope", f"{_POSITIONS}:rope", traits=PositionTraits(rotates=True))
+POSITIONS.register("alibi", f"{_POSITIONS}:alibi", traits=PositionTraits(biases=True))
+POSITIONS.register("none", f"{_POSITIONS}:none")
 
 OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
 OPTIMIZERS.register("Muon", "ppfleetx.optims.muon:muon", traits=OptimizerTraits(states=2, matrix_states=1))
 OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
-_SCHEDULES = "ppfleetx.optims.lr_decay"
+_SCHEDULES = "ppfleetx.optims.schedules"
 SCHEDULES.register("cosine", f"{_SCHEDULES}:cosine")
 SCHEDULES.register("linear", f"{_SCHEDULES}:linear")
 SCHEDULES.register("constant", f"{_SCHEDULES}:constant", traits=ScheduleTraits(decays=False))

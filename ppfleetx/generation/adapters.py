@@ -13,7 +13,7 @@ from paddle import nn
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.generation.session import NextTokenModel
-from ppfleetx.nn.linear import GroupedLinear
+from ppfleetx.nn.layers import GroupedLinear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.quantized import QuantizedGroupedLinear
 

@@ -15,10 +15,9 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppfleetx.nn.attention_spec import AttentionSpec
+from ppfleetx.nn.attention_spec import AttentionSpec, LatentAttentionSpec
 from ppfleetx.nn.flash import packed_flash_attention
 from ppfleetx.nn.kernels import KernelOptions, attend, packed_attention_serves
-from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute

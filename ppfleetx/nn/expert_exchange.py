@@ -35,22 +35,38 @@ from ppfleetx.distributed.transfer import read, upload
 
 
 class ExpertExchange:
-    """The exchange of a rank that holds all experts: nothing is sent.
+    """The exchange among the expert-parallel ranks of a pipeline stage; without groups, nothing is sent.
+
+    Args:
+        ep: ranks among which the experts are divided; None: every rank has all of them.
+        emp: ranks that slice each expert's matrices; None: experts are whole.
+        alike: ranks that hold the same rows; None: there are none.
+        levels: to exchange on two levels, the ranks of ``ep`` with this rank's place on every node, and those
+            on this rank's node (:func:`~ppfleetx.config.mesh.levels_of`).
 
     Attributes:
         adds_output_bias: whether this rank adds the experts' last bias; one rank along ``emp`` does.
     """
 
-    adds_output_bias = True
+    def __init__(
+        self, *, ep: Any = None, emp: Any = None, alike: Any = None, levels: tuple[Any, Any] | None = None
+    ) -> None:
+        self._between, self._within = levels or (ep, None)
+        self._emp, self._alike = emp, alike
+        self.adds_output_bias = emp is None or emp.rank == 0
 
     def own(self, rows: paddle.Tensor) -> paddle.Tensor:
         """The part of ``rows [n, ...]`` this rank dispatches when several ranks hold the same rows. The
         backward pass gathers the gradient of all rows."""
-        return rows
+        if self._alike is None:
+            return rows
+        if rows.stop_gradient:
+            return _part(rows, self._alike)
+        return _Own.apply(rows, self._alike)
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
         """Gather the parts of :meth:`own` into all ``num_rows`` rows."""
-        return rows
+        return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
         """Send rows to their experts.
@@ -59,7 +75,9 @@ class ExpertExchange:
             rows: ``[n, h]``, sorted by expert.
             counts: ``[E]``, int64: number of rows for each expert.
         """
-        return Journey(rows, counts)
+        if self._between is None and self._emp is None:
+            return Journey(rows, counts)
+        return _Travel(rows, Route.of(counts, self._between, self._within, self._emp))
 
 
 class Journey:
@@ -76,43 +94,6 @@ class Journey:
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
         """Send the experts' outputs back; return them in the order of the rows that were dispatched."""
         return outputs
-
-
-class ParallelExperts(ExpertExchange):
-    """The exchange among the expert-parallel ranks of a pipeline stage.
-
-    Args:
-        ep: ranks among which the experts are divided; None: every rank has all of them.
-        emp: ranks that slice each expert's matrices; None: experts are whole.
-        alike: ranks that hold the same rows; None: there are none.
-        levels: to exchange on two levels, the ranks of ``ep`` with this rank's place on every node, and those
-            on this rank's node (:func:`~ppfleetx.config.mesh.levels_of`).
-    """
-
-    def __init__(
-        self, *, ep: Any = None, emp: Any = None, alike: Any = None, levels: tuple[Any, Any] | None = None
-    ) -> None:
-        self._between, self._within = levels or (ep, None)
-        self._emp, self._alike = emp, alike
-
-    @property
-    def adds_output_bias(self) -> bool:  # type: ignore[override]
-        return self._emp is None or self._emp.rank == 0
-
-    def own(self, rows: paddle.Tensor) -> paddle.Tensor:
-        if self._alike is None:
-            return rows
-        if rows.stop_gradient:
-            return _part(rows, self._alike)
-        return _Own.apply(rows, self._alike)
-
-    def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
-
-    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
-        if self._between is None and self._emp is None:
-            return super().dispatch(rows, counts)
-        return _Travel(rows, Route.of(counts, self._between, self._within, self._emp))
 
 
 class _Travel(Journey):

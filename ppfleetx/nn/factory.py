@@ -21,12 +21,9 @@ from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import gather_rows, sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
-from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
-from ppfleetx.nn.embedding import VocabParallelEmbedding
-from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
+from ppfleetx.nn.expert_exchange import ExpertExchange
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
-from ppfleetx.nn.init import Init
 from ppfleetx.nn.layer_spec import (
     LayerSpec,
     LinearSpec,
@@ -34,18 +31,25 @@ from ppfleetx.nn.layer_spec import (
     Specs,
     TableSpec,
 )
-from ppfleetx.nn.linear import GroupedLinear, Linear
+from ppfleetx.nn.layers import (
+    Dropout,
+    GroupedLinear,
+    Linear,
+    NoDropout,
+    SlicedDropout,
+    VocabParallelEmbedding,
+)
 from ppfleetx.nn.lora import LoraBranch
-from ppfleetx.nn.loss import parallel_token_loss, token_loss
+from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
-from ppfleetx.nn.moe_spec import GroupedLinearSpec
+from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import NormOfEachHead, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.stage import declare
-from ppfleetx.nn.token_scores import parallel_token_scores, token_scores
+from ppfleetx.nn.token_scores import token_scores
 from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
@@ -79,9 +83,9 @@ def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
     """The exchange of this plan's expert groups, which exist only if the model has experts
     (``distributed/init.py``)."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
-    groups = {"ep": ctx.groups.get("ep"), "emp": ctx.groups.get("emp"), "alike": alike}
-    groups["levels"] = ctx.levels_of("ep")  # None with ep None
-    return ParallelExperts(**groups) if any(groups.values()) else ExpertExchange()
+    return ExpertExchange(
+        ep=ctx.groups.get("ep"), emp=ctx.groups.get("emp"), alike=alike, levels=ctx.levels_of("ep")
+    )
 
 
 class LocalFactory:
@@ -101,7 +105,6 @@ class LocalFactory:
 
     def __init__(self) -> None:
         self.attention, self.matmul, self.experts = AttentionStrategy(), Matmul(), ExpertExchange()
-        self._loss, self._scores = token_loss, token_scores
 
     def local_count(self, count: int, what: str) -> int:
         return count
@@ -161,11 +164,6 @@ class LocalFactory:
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
         return QuantizedEmbedding(embedding, form, declare=self.declare)
-
-    def whole_linear(
-        self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
-    ) -> nn.Layer:
-        return self.linear(LinearSpec(in_features, out_features, "whole", bias, init, of_trunk=of_trunk))
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         layer = nn.Embedding(spec.rows, spec.width, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
@@ -236,13 +234,13 @@ class LocalFactory:
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
-        return self._loss(logits, labels, loss_mask, true_vocab)
+        return token_loss(logits, labels, loss_mask, true_vocab, self.group)
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         labels, mask = self.local_positions(labels), self.local_positions(mask)
-        return self._scores(logits, labels, mask, true_vocab)
+        return token_scores(logits, labels, mask, true_vocab, self.group)
 
 
 class InferenceFactory(LocalFactory):
@@ -271,8 +269,6 @@ class TensorParallelFactory(LocalFactory):
     def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        self._loss = partial(parallel_token_loss, group=group)
-        self._scores = partial(parallel_token_scores, group=group)
         self.hidden_same_on = () if sequence_parallel else SAME_ON_MP
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
 

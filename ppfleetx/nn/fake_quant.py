@@ -11,7 +11,6 @@ step. At its end, the maximum of the global batch is added to the average once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.compress import QUANTIZER
 from ppfleetx.nn.packed_weights import InferenceLinear
-from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, ask_for_gradient
+from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 from ppfleetx.nn.transforms import quantizer_numbers
 
 if TYPE_CHECKING:
@@ -269,45 +268,31 @@ def with_quantizers(
         follows: whether training moves the scales of inputs.
     """
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
-    first, *rest = (replace(stage, finish=partial(quantize, finish=stage.finish)) for stage in stages)
+    stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:
-        return [first, *rest]
-    return [replace(first, finish=partial(_frozen, finish=first.finish)), *map(_frozen_tie, rest)]
+        return stages
+    first, *rest = stages
+    return [first.extended(_freeze_first), *(s if s.tie is None else s.extended(_freeze) for s in rest)]
 
 
 def _quantize(
-    layer: nn.Layer,
-    name_of: NameOf,
-    *,
-    cfg: QuantizationConfig,
-    factory: LayerFactory,
-    follows: bool,
-    finish: Finish | None,
+    layer: nn.Layer, name_of: NameOf, *, cfg: QuantizationConfig, factory: LayerFactory, follows: bool
 ) -> None:
     for path, linear in list(layer.named_sublayers()):
         kind = getattr(linear, "kind", None)
         if kind is not None and cfg.quantizes(name_of(path), kind):
             quantize_linear(linear, factory.quantizer(linear, cfg, follows=follows))
-    if finish is not None:
-        finish(layer, name_of)
 
 
-def _frozen(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
+def _freeze(layer: nn.Layer, _: NameOf) -> None:
+    for parameter in layer.parameters():
+        parameter.stop_gradient = True
+
+
+def _freeze_first(layer: nn.Layer, name_of: NameOf) -> None:
     """Freeze the embedding; the blocks' inputs still get gradients."""
-    for parameter in layer.parameters():
-        parameter.stop_gradient = True
-    finish(layer, name_of)
+    _freeze(layer, name_of)
     layer.register_forward_post_hook(ask_for_gradient)
-
-
-def _frozen_tie(stage: Stage) -> Stage:
-    return stage if stage.tie is None else replace(stage, finish=partial(_freeze, finish=stage.finish))
-
-
-def _freeze(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
-    for parameter in layer.parameters():
-        parameter.stop_gradient = True
-    finish(layer, name_of)
 
 
 def quantizers_of(layer: nn.Layer) -> list[FakeQuantizer]:

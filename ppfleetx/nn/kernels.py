@@ -18,7 +18,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.device import on_card
 from ppfleetx.nn.flash import flash_attention, flash_obstacle, flash_version
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
-from ppfleetx.nn.linear import add_smaller
+from ppfleetx.nn.layers import add_smaller
 from ppfleetx.nn.masks import mask_scores
 from ppfleetx.utils.log import get_logger
 

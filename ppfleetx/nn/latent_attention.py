@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 
 from ppfleetx.nn.attention import HeadAttention, KeyValueCache, joined
-from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
+from ppfleetx.nn.attention_spec import LatentAttentionSpec
 from ppfleetx.nn.stage import LayerFactory
 
 

@@ -14,8 +14,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.nn.grouped_matmul import Counts
-from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.matmul import Counts, Matmul
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 

@@ -28,6 +28,7 @@ def token_loss(
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,
     true_vocab: int,
+    group: Any = None,
 ) -> LossOutput:
     """Sum of the cross entropy over the tokens that count.
 
@@ -39,17 +40,23 @@ def token_loss(
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
         true_vocab: size of the vocabulary without padding.
+        group: n ranks that divide the columns: logits are ``[s, b, V / n]``, and rank r has the columns from
+            ``r V / n`` on. The result is the same on all ranks. None: this rank has all columns.
 
     Returns:
         The loss, a scalar in float32 (in an evaluation float64), and a function for the losses of the rows.
     """
     if isinstance(logits, LogitsInPieces):
-        return _in_pieces(logits, labels, loss_mask, partial(token_loss, true_vocab=true_vocab))
-    vocab = logits.shape[-1]
+        of_piece = partial(token_loss, true_vocab=true_vocab, group=group)
+        return _in_pieces(logits, labels, loss_mask, of_piece)
+    width = logits.shape[-1]
     logits = logits.astype("float32")
-    if true_vocab < vocab:
-        logits = _HidePadding.apply(logits, true_vocab)
-    return _weighted_sum(cross_entropy(logits, labels.transpose([1, 0])), loss_mask)
+    true_here = true_vocab if group is None else max(true_vocab - group.rank * width, 0)
+    if true_here < width:
+        logits = _HidePadding.apply(logits, true_here)
+    labels = labels.transpose([1, 0])
+    losses = cross_entropy(logits, labels) if group is None else _parallel_entropy(logits, labels, group)
+    return _weighted_sum(losses, loss_mask)
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
@@ -68,41 +75,23 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
     return exact + _row_sums(softmax).log() if softmax.place.is_cpu_place() else exact
 
 
-def parallel_token_loss(
-    logits: paddle.Tensor | LogitsInPieces,
-    labels: paddle.Tensor,
-    loss_mask: paddle.Tensor,
-    true_vocab: int,
-    group: Any,
-) -> LossOutput:
-    """:func:`token_loss` for logits whose columns are divided over the ranks of ``group``.
-
-    ``logits`` is ``[s, b, V / n]``; rank r has the columns from ``r V / n`` on. The result is the same on all
-    ranks.
-    """
+def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """:func:`cross_entropy` of logits whose columns are divided over the ranks of ``group``."""
     from paddle import distributed
     from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
 
-    if isinstance(logits, LogitsInPieces):
-        of_piece = partial(parallel_token_loss, true_vocab=true_vocab, group=group)
-        return _in_pieces(logits, labels, loss_mask, of_piece)
-    width = logits.shape[-1]
-    logits = logits.astype("float32")
-    true_here = min(max(true_vocab - group.rank * width, 0), width)
-    if true_here < width:
-        logits = _HidePadding.apply(logits, true_here)
     losses, softmax = _c_softmax_with_cross_entropy(
-        logits, labels.transpose([1, 0]).unsqueeze(-1), group=group, return_softmax=True
+        logits, labels.unsqueeze(-1), group=group, return_softmax=True
     )
-    per_token = losses.squeeze(-1)
-    if not paddle.is_grad_enabled():
-        nothing = _nothing_if_finite(logits)
-        on_cpu = softmax.place.is_cpu_place()
-        parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
-        distributed.all_reduce(parts, group=group)  # what is not finite may be another rank's column
-        exact = parts[0] + parts[1].log() if on_cpu else parts.astype("float64")
-        per_token = per_token.astype("float64") + exact
-    return _weighted_sum(per_token, loss_mask)
+    losses = losses.squeeze(-1)
+    if paddle.is_grad_enabled():
+        return losses
+    nothing = _nothing_if_finite(logits)
+    on_cpu = softmax.place.is_cpu_place()
+    parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
+    distributed.all_reduce(parts, group=group)  # what is not finite may be another rank's column
+    exact = parts[0] + parts[1].log() if on_cpu else parts.astype("float64")
+    return losses.astype("float64") + exact
 
 
 def _in_pieces(

@@ -20,18 +20,18 @@ weight are added in the order of the micro batches.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
-from paddle import _C_ops
+from paddle import _C_ops, distributed
 from paddle.autograd import PyLayer
 from paddle.base.framework import EagerParamBase
 
-from ppfleetx.nn import grouped_matmul
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 
@@ -39,23 +39,76 @@ Finish = Callable[[], paddle.Tensor]
 """A function that waits for a started operation and returns its result."""
 
 
-class Exchange(Protocol):
-    """Communication among tensor-parallel ranks around a column-parallel product.
+Counts = Sequence[int]
+"""The number of rows of each group."""
+
+
+class Exchange:
+    """Communication among tensor-parallel ranks around a column-parallel product. Here all hold the whole
+    input.
+
+    Each rank multiplies the whole input by its columns of the weight, so the gradient of the input is a sum
+    over the ranks. Earlier layers need this sum, and nothing needs the gradient of the weight yet. So the sum
+    is started first, and awaited after the weight's gradient (Narayanan et al. 2021, and Korthikanti et al.
+    2022, section 4.2.2, for sequences). One sum runs at a time, at a fixed point of the program, so all ranks
+    of a group start their sums in the same order.
 
     Attributes:
         gathers_again: whether the backward pass gathers the whole input again, instead of keeping it.
     """
 
-    gathers_again: bool
+    gathers_again = False
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
         """Gather the product's whole input from this rank's part."""
+        return self.start_whole(x)()
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
         """Start the gather of :meth:`whole`."""
+        return lambda: x
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
         """Start to sum the input's gradient over the ranks; this rank receives its part of the sum."""
+        task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
+        return _finish(task, gradient)
+
+
+class ScatteredInput(Exchange):
+    """The exchange of ranks that each hold some positions of the input."""
+
+    def __init__(self, group: Any, *, gathers_again: bool) -> None:
+        super().__init__(group)
+        self.gathers_again = gathers_again
+
+    def start_whole(self, x: paddle.Tensor) -> Finish:
+        gathered = paddle.empty([x.shape[0] * self._group.nranks, *x.shape[1:]], x.dtype)
+        task = distributed.stream.all_gather(gathered, x.detach(), group=self._group, sync_op=False)
+        return _finish(task, gathered)
+
+    def start_sum(self, gradient: paddle.Tensor) -> Finish:
+        part = paddle.empty([gradient.shape[0] // self._group.nranks, *gradient.shape[1:]], gradient.dtype)
+        task = distributed.stream.reduce_scatter(part, gradient, group=self._group, sync_op=False)
+        return _finish(task, part, gradient)
+
+
+def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
+    """A function that waits for ``task`` and keeps its tensors alive until then."""
+
+    def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
+        task.wait()
+        return result
+
+    return finish
+
+
+def column_exchange(ctx: ParallelContext, *, gathers_again: bool) -> Exchange:
+    group = ctx.group_of("mp")
+    if ctx.plan.sequence_parallel:
+        return ScatteredInput(group, gathers_again=gathers_again)
+    return Exchange(group)
 
 
 class Matmul:
@@ -135,7 +188,7 @@ class Matmul:
         x: paddle.Tensor,
         weight: paddle.Tensor,
         bias: paddle.Tensor | None,
-        counts: grouped_matmul.Counts,
+        counts: Counts,
     ) -> paddle.Tensor:
         """Multiply ``x [n, in]``, sorted into groups of ``counts`` rows, by ``weight [groups, in, out]``.
 
@@ -368,23 +421,75 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """The product of sorted rows with one matrix per group."""
+    """The product of sorted rows with one matrix per group.
 
-    def __init__(self, weight: paddle.Tensor, counts: grouped_matmul.Counts) -> None:
+    ``x [n, in]`` has ``counts[g]`` rows of group g, and ``weight`` is ``[groups, in, out]``. Products are
+    written directly into the rows of one result, and gradients into the matrices of one gradient, so there
+    are no temporary copies. A group without rows gets a gradient of zeros.
+    """
+
+    def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)
         self.counts = counts
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        return grouped_matmul.product(x, self.weight, bias, self.counts)
+        """Multiply in the same type as a linear would."""
+        # Mixed precision depends on lists and levels, so the product of two numbers shows the type.
+        dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
+        with paddle.amp.auto_cast(enable=False):
+            x, result = _in(x, dtype), paddle.empty([x.shape[0], self.weight.shape[-1]], dtype)
+            for group, begin, end in self._spans():
+                rows = result._slice(begin, end)
+                _multiply(x._slice(begin, end), _in(_of(self.weight, group), dtype), rows)
+                if bias is not None:
+                    rows.add_(_in(_of(bias, group), dtype).expand_as(rows))
+        return result
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        return grouped_matmul.input_gradient(upstream, self.weight, self.counts)
+        result = paddle.empty([upstream.shape[0], self.weight.shape[1]], upstream.dtype)
+        for group, begin, end in self._spans():
+            matrix = _in(_of(self.weight, group), upstream.dtype)
+            _multiply(upstream._slice(begin, end), matrix, result._slice(begin, end), transpose_y=True)
+        return result
 
     def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor:
-        return grouped_matmul.weight_gradient(x, upstream, self.counts)
+        result = paddle.empty([len(self.counts), x.shape[-1], upstream.shape[-1]], upstream.dtype)
+        for group, begin, end in self._spans():
+            rows = x._slice(begin, end), upstream._slice(begin, end)
+            _multiply(*rows, _of(result, group), transpose_x=True)
+        return self._with_zeros(result)
 
     def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        return grouped_matmul.bias_gradient(upstream, self.counts)
+        result = paddle.empty([len(self.counts), upstream.shape[-1]], upstream.dtype)
+        for group, begin, end in self._spans():
+            paddle.assign(upstream._slice(begin, end).sum(0), _of(result, group))
+        return self._with_zeros(result)
+
+    def _spans(self) -> Iterator[tuple[int, int, int]]:
+        """Yield each group that has rows, with the range of its rows."""
+        end = 0
+        for group, count in enumerate(self.counts):
+            begin, end = end, end + int(count)
+            if end > begin:
+                yield group, begin, end
+
+    def _with_zeros(self, result: paddle.Tensor) -> paddle.Tensor:
+        for group, count in enumerate(self.counts):
+            if not count:
+                _of(result, group).zero_()
+        return result
+
+
+def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transposes: bool) -> None:
+    if bfloat16.are_entered():
+        paddle.assign(bfloat16.matmul(x, y, **transposes), out)
+    else:
+        paddle.matmul(x, y, out=out, **transposes)
+
+
+def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
+    """The part of a tensor that belongs to one group, as a view."""
+    return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
 
 
 class _WeightGradient:

@@ -1,16 +1,17 @@
-"""Declaration of a feed-forward block: sizes, parameters and cost. No Paddle."""
+"""Declarations of a feed-forward block and of a mixture of experts: sizes, parameters and cost. No Paddle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ppfleetx.config.registries import ACTIVATIONS
-from ppfleetx.nn.cost import Operation, Work, elementwise
-from ppfleetx.nn.init import Init
-from ppfleetx.nn.layer_spec import LinearSpec, Specs, parameters_within
-from ppfleetx.nn.param_spec import Part
+from ppfleetx.config.sections.moe import BATCH_LOSSES, MoEConfig
+from ppfleetx.nn.cost import Operation, Work, elementwise, matmul
+from ppfleetx.nn.init import Constant, Init
+from ppfleetx.nn.layer_spec import LinearSpec, Specs, parameters_within, within
+from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Part, Placement, Shard, dense
 from ppfleetx.nn.tape import Step
 
 GATE_AND_UP = (Part("gate", 1, 2, 0, 1), Part("up", 1, 2, 1, 1))
@@ -89,3 +90,159 @@ class MLPSpec:
             return [sigmoid, Step(active, size, (between, fc1), keeps=(between, fc1))]
         keeps = active if self.activation == "relu" else fc1
         return [Step(active, size, (fc1,), keeps=(keeps,))]
+
+
+@dataclass(frozen=True)
+class GroupedLinearSpec:
+    """The linears of all experts in one parameter ``[experts, in, out]``."""
+
+    num_experts: int
+    of_one: LinearSpec
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        """``weight``, and ``bias`` if there is one. With sliced rows, one of the ranks that sum their outputs
+        adds the bias."""
+        one, experts = self.of_one, self.num_experts
+        cut = {"columns": (Shard(2), Shard(1)), "rows": (Shard(1), REPLICATE)}[one.cut]
+
+        def placed(shape: tuple[int, ...], init: Init, kind: str, emp: Placement) -> ParamSpec:
+            of_parts = len(shape) - 1
+            grad = {"edp": PARTIAL} if emp != REPLICATE else {"edp": PARTIAL, "emp": PARTIAL}
+            parts = tuple(replace(part, dim=of_parts) for part in one.parts)
+            return ParamSpec(shape, init, kind, {"ep": Shard(0), "emp": emp}, grad, parts)
+
+        weight = placed((experts, one.in_features, one.out_features), one.init, one.kind, cut[0])
+        if not one.bias:
+            return {"weight": weight}
+        return {"weight": weight, "bias": placed((experts, one.out_features), Constant(0.0), "bias", cut[1])}
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A mixture of experts in place of an MLP.
+
+    Attributes:
+        layer: the layer's class, called with the factory and this declaration.
+        cfg: the section ``Model.moe``.
+        num_mixtures: number of mixtures of experts in the whole model.
+        expert: declaration of one expert.
+        shared: the MLP that every position goes through, or None.
+    """
+
+    layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.moe:MoE"
+
+    cfg: MoEConfig
+    num_mixtures: int
+    expert: MLPSpec
+    shared: MLPSpec | None
+
+    @property
+    def hidden_size(self) -> int:
+        return self.expert.hidden_size
+
+    @property
+    def fc1(self) -> GroupedLinearSpec:
+        return GroupedLinearSpec(self.cfg.num_experts, self.expert.fc1)
+
+    @property
+    def fc2(self) -> GroupedLinearSpec:
+        return GroupedLinearSpec(self.cfg.num_experts, self.expert.fc2)
+
+    @property
+    def shared_gate(self) -> LinearSpec | None:
+        """The linear whose sigmoid multiplies the output of the shared experts."""
+        if self.cfg.shared_experts is None or not self.cfg.shared_experts.gate:
+            return None
+        return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, "router", of_trunk=True)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that the layer reports (``nn/aux_loss.py``)."""
+        given = {
+            "balance_loss": self.cfg.aux_loss.kind != "none",
+            "z_loss": self.cfg.z_loss_weight > 0,
+            "router_entropy": True,
+            "dropped_choices": self.cfg.capacity is not None,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    def router_parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        """``weight``, and two parameters without gradients: ``bias``, and ``load``, the experts' shares of
+        the previous step."""
+        experts, routing = self.cfg.num_experts, self.cfg.router
+        shape = (self.hidden_size, experts)
+        specs = {"weight": dense(shape, self.expert.init, "router", partial=sequence_parallel)}
+
+        def of_experts(kind: str, value: float) -> ParamSpec:
+            return replace(dense((experts,), Constant(value), kind), trains=False, dtype="float32")
+
+        if routing.bias:
+            specs["bias"] = of_experts("router_bias", 0.0)
+        if self.cfg.aux_loss.kind in BATCH_LOSSES:
+            specs["load"] = of_experts("router_load", 1.0 / experts)
+        return specs
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        layers = {
+            "experts.fc1": self.fc1,
+            "experts.fc2": self.fc2,
+            "shared": self.shared,
+            "shared_gate": self.shared_gate,
+        }
+        router = within("router", self.router_parameters(sequence_parallel=sequence_parallel))
+        return router | parameters_within(layers.items(), sequence_parallel=sequence_parallel)
+
+    @property
+    def idle_size(self) -> int:
+        """The number of elements in the experts a position does not choose."""
+        idle = self.cfg.num_experts - self.cfg.top_k
+        width = self.expert.fc1.out_features + self.expert.fc2.in_features
+        return idle * self.hidden_size * width
+
+    def operations(self, work: Work) -> Iterator[Operation]:
+        rows, scores = self._rows(work), work.tokens / work.split * self.cfg.num_experts * 4
+        moved, part = rows.part_of(self.hidden_size), work.part_of(self.hidden_size)
+        yield matmul("router", "mlp", work.tokens / work.split, self.hidden_size, self.cfg.num_experts)
+        yield elementwise("choice", "mlp", 4 * scores, 4 * scores, 6)
+        yield elementwise("dispatch", "mlp", part + moved, moved + part)
+        yield from self.expert.operations(rows)
+        yield elementwise("combine", "mlp", moved + part, 2 * moved + part)
+        if self.shared is not None:
+            yield from self.shared.operations(work)
+            yield elementwise("sum", "mlp", 3 * part, 0.0)
+
+    def _rows(self, work: Work, load: float = 1.0) -> Work:
+        """The rows one rank's experts process: ``load`` times the mean."""
+        emp = work.mp if work.emp is None else work.emp
+        rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
+        return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
+
+    def sent_bytes(self, work: Work) -> float:
+        """Bytes of the rows one rank sends to experts, its own included: one row per choice."""
+        return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
+
+    def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
+        """Steps of a forward pass; their names begin with ``writes``. Memory must suffice for the rank whose
+        experts have the most rows."""
+        rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
+        scores = work.tokens / work.split * self.cfg.num_experts * 4
+        sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)
+        travels = work.ep > 1 or rows.mp > 1
+        names = [f"{writes}: {name}" for name in ("scores", "rows", "experts", "routed")]
+        there, back = (
+            f"{writes}: {name}" if travels else names[at] for name, at in (("there", 1), ("back", 2))
+        )
+        of_experts = self.expert.tape(rows, names[2], there)
+        weights = float(self.hidden_size * self.cfg.num_experts * work.gradient_bytes)
+        steps = [
+            Step(names[0], scores, (reads,), keeps=(reads, names[0]), scratch=scores, weights=weights),
+            Step(names[1], sent, (reads,)),
+            *([Step(there, here, (names[1],))] if travels else []),
+            *(replace(step, weights=step.weights * self.cfg.num_experts / work.ep) for step in of_experts),
+            *([Step(back, sent, (names[2],))] if travels else []),
+            Step(names[3], size, (back, names[0]), keeps=(back,)),
+        ]
+        if self.shared is None:
+            return [*steps, Step(writes, size, (names[3],), view=True)]
+        shared = f"{writes}: shared"
+        return [*steps, *self.shared.tape(work, shared, reads), Step(writes, size, (names[3], shared))]

@@ -23,9 +23,9 @@ from paddle.autograd import PyLayer
 from ppfleetx.config.sections.moe import BATCH_LOSSES
 from ppfleetx.nn import router as choices
 from ppfleetx.nn.aux_loss import AuxLoss, counted_positions, with_aux_loss
-from ppfleetx.nn.grouped_matmul import Counts
+from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.mlp import MLP, Activation
-from ppfleetx.nn.moe_spec import MoESpec
+from ppfleetx.nn.mlp_spec import MoESpec
 from ppfleetx.nn.recompute import is_recomputing
 from ppfleetx.nn.stage import LayerFactory
 

@@ -18,7 +18,7 @@ import paddle
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops.ops import WIDTH
-from ppfleetx.nn.linear import Linear, add_smaller
+from ppfleetx.nn.layers import Linear, add_smaller
 from ppfleetx.utils.machine import available_fraction, back_by_huge_pages
 
 MOST_ROWS = 512 if WIDTH == 48 else 64
@@ -101,7 +101,7 @@ class PanelMatrix:
 
 
 class InferenceLinear(Linear):
-    """A :class:`~ppfleetx.nn.linear.Linear` whose weight does not change after its first use."""
+    """A :class:`~ppfleetx.nn.layers.Linear` whose weight does not change after its first use."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)

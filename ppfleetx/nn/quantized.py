@@ -15,7 +15,6 @@ once, at their first use. If the input needs a gradient, they are widened for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,12 +28,11 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
-from ppfleetx.nn.embedding import local_rows
-from ppfleetx.nn.grouped_matmul import Counts
-from ppfleetx.nn.linear import add_smaller
+from ppfleetx.nn.layers import add_smaller, local_rows
+from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare
+from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare
 from ppfleetx.nn.transforms import codes, num_scales, row_scales, scales
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
@@ -126,13 +124,7 @@ class QuantizedMatrix:
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
         """Compute ``x [..., k] @ matrix + bias`` with our CPU operators."""
-        product = {
-            "int8": cpu_ops.int8_product,
-            "int4": cpu_ops.int4_product,
-            "int8_int8": cpu_ops.int8_int8_product,
-            "int4_int8": cpu_ops.int4_int8_product,
-        }[self.panel_format]
-        return product(x, *panels, bias, self.out_features)
+        return cpu_ops.product(self.panel_format, x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
         """Whether our CPU operators can multiply ``x`` by this matrix."""
@@ -262,14 +254,7 @@ class QuantizedLinear(nn.Layer):
         super().__init__()
         self.bias, self.enter, self.leave = linear.bias, enter, leave
         self.spec: ParamSpec = linear.weight.spec
-        rows, columns = linear.weight.shape
-        _check_groups(rows, self.spec.shape[0], form.group_size)
-        per_row = 2 if form.bits == 4 else 1
-        whole, of_scale = codes(self.spec, per_row), scales(self.spec, form)
-        self.weight = _parameter(self, [rows // per_row, columns], whole.dtype)
-        self.scale = _parameter(self, [num_scales(rows, form), columns], of_scale.dtype)
-        declare(self.weight, whole)
-        declare(self.scale, of_scale)
+        self.weight, self.scale = _stored(self, linear.weight, form, declare)
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -295,14 +280,7 @@ class QuantizedGroupedLinear(nn.Layer):
         super().__init__()
         self.bias, self.form = linear.bias, form
         self.spec: ParamSpec = linear.weight.spec
-        experts, rows, columns = linear.weight.shape
-        _check_groups(rows, self.spec.shape[1], form.group_size)
-        per_row = 2 if form.bits == 4 else 1
-        whole, of_scale = codes(self.spec, per_row), scales(self.spec, form)
-        self.weight = _parameter(self, [experts, rows // per_row, columns], whole.dtype)
-        self.scale = _parameter(self, [experts, num_scales(rows, form), columns], of_scale.dtype)
-        declare(self.weight, whole)
-        declare(self.scale, of_scale)
+        self.weight, self.scale = _stored(self, linear.weight, form, declare)
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
@@ -393,18 +371,10 @@ def with_small_weights(
     if cfg is None:
         return list(stages)
     put = partial(_replace, cfg=cfg, factory=factory)
-    return [replace(stage, finish=partial(put, then=stage.finish)) for stage in stages]
+    return [stage.extended(put) for stage in stages]
 
 
-def _replace(
-    layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: LayerFactory, then: Finish | None
-) -> None:
-    _replace_matrices(layer, name_of, cfg, factory)
-    if then is not None:
-        then(layer, name_of)
-
-
-def _replace_matrices(layer: nn.Layer, name_of: NameOf, cfg: WeightsConfig, factory: LayerFactory) -> None:
+def _replace(layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: LayerFactory) -> None:
     for path, child in list(layer.named_sublayers()):
         weight = getattr(child, "weight", None)
         kind = getattr(getattr(weight, "info", None), "kind", None)
@@ -430,11 +400,23 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
     return parameter
 
 
-def _check_groups(here: int, whole: int, group_size: int | None) -> None:
-    if group_size is not None and here % group_size:
-        parts = f"; Distributed.mp_degree leaves {here} of {whole} to a rank" if here < whole else ""
+def _stored(
+    layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Make the parameters for the integers and scales of ``matrix``, ``[k, n]`` or one for each expert."""
+    *experts, rows, columns = matrix.shape
+    whole = matrix.spec.shape[-2]
+    if form.group_size is not None and rows % form.group_size:
+        parts = f"; Distributed.mp_degree leaves {rows} of {whole} to a rank" if rows < whole else ""
         raise ConfigError(
-            f"groups of {group_size} do not divide {here} input features{parts}",
+            f"groups of {form.group_size} do not divide {rows} input features{parts}",
             key="Compress.Weights.group_size",
-            value=group_size,
+            value=form.group_size,
         )
+    per_row = 2 if form.bits == 4 else 1
+    of_codes, of_scales = codes(matrix.spec, per_row), scales(matrix.spec, form)
+    weight = _parameter(layer, [*experts, rows // per_row, columns], of_codes.dtype)
+    scale = _parameter(layer, [*experts, num_scales(rows, form), columns], of_scales.dtype)
+    declare(weight, of_codes)
+    declare(scale, of_scales)
+    return weight, scale

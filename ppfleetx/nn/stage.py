@@ -17,7 +17,7 @@ from paddle import nn
 
 from ppfleetx.config.mesh import Mesh
 from ppfleetx.nn.fused import FusedOps
-from ppfleetx.nn.init import Init, draw
+from ppfleetx.nn.init import draw
 from ppfleetx.nn.loss_output import LossOutput
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, placed
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ppfleetx.nn.expert_exchange import ExpertExchange
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
-    from ppfleetx.nn.moe_spec import GroupedLinearSpec
+    from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 
 NameOf = Callable[[str], str]
 """A function that returns the canonical name of the item at a path within a layer."""
@@ -74,6 +74,16 @@ class Stage:
     wraps: bool = False
     finish: Finish | None = None
 
+    def extended(self, extend: Finish) -> Stage:
+        """A copy whose new layer goes to ``extend`` first, and then to the present ``finish``."""
+        return replace(self, finish=partial(_finish_both, extend, self.finish))
+
+
+def _finish_both(first: Finish, then: Finish | None, layer: nn.Layer, name_of: NameOf) -> None:
+    first(layer, name_of)
+    if then is not None:
+        then(layer, name_of)
+
 
 class LayerFactory(Protocol):
     """Makes the layers whose parameters a parallel plan may slice. Callers give global sizes.
@@ -113,12 +123,6 @@ class LayerFactory(Protocol):
 
     def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
         """Make this rank's part of the declared linears of experts."""
-
-    def whole_linear(
-        self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
-    ) -> nn.Layer:
-        """Make a linear ``[in, out]`` that every rank holds whole, for whole input or, with ``of_trunk``, for
-        this rank's positions of the hidden states, like a router's."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
         """Make the :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear; with ``follows``, training

@@ -136,16 +136,12 @@ class Tape:
                 to them.
             values: as in :meth:`forward_peak`.
         """
-        with_values, without = self._first_backward_peaks if first else self._later_backward_peaks
+        with_values, without = self._backward_peaks[not first]
         return max(with_values + values, without)
 
     @cached_property
-    def _first_backward_peaks(self) -> tuple[float, float]:
-        return self._backward(first=True)
-
-    @cached_property
-    def _later_backward_peaks(self) -> tuple[float, float]:
-        return self._backward(first=False)
+    def _backward_peaks(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        return self._backward(first=True), self._backward(first=False)
 
     def _backward(self, *, first: bool) -> tuple[float, float]:
         keepers: dict[str, int] = {}  # memory -> the first step of the forward pass that keeps it

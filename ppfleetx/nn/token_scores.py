@@ -21,7 +21,11 @@ _BLOCK_ROWS = 128
 
 
 def token_scores(
-    logits: paddle.Tensor | LogitsInPieces, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
+    logits: paddle.Tensor | LogitsInPieces,
+    labels: paddle.Tensor,
+    mask: paddle.Tensor,
+    true_vocab: int,
+    group: Any = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Log probability of each label, and whether no other token has a higher one.
 
@@ -30,88 +34,17 @@ def token_scores(
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         mask: ``[b, s]``; only positions where it is not 0 are scored.
         true_vocab: size of the vocabulary without padding.
+        group: the ranks that divide the columns, as in :func:`ppfleetx.nn.loss.token_loss`. The results are
+            the same on all of them.
 
     Returns:
         Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
         Of equal logits, the first counts as the likeliest. Logits that are NaN or +inf give NaN.
     """
     if isinstance(logits, LogitsInPieces):
-        return _joined(logits.each(labels, mask, partial(token_scores, true_vocab=true_vocab)))
-    return _scores(logits, labels, mask, _Columns(0, true_vocab))
-
-
-def parallel_token_scores(
-    logits: paddle.Tensor | LogitsInPieces,
-    labels: paddle.Tensor,
-    mask: paddle.Tensor,
-    true_vocab: int,
-    group: Any,
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """:func:`token_scores` for logits whose columns are divided over the ranks of ``group``.
-
-    ``logits`` is ``[s, b, V / n]``; rank r has the columns from ``r V / n`` on. The results are the same on
-    all ranks.
-    """
-    if isinstance(logits, LogitsInPieces):
-        of_piece = partial(parallel_token_scores, true_vocab=true_vocab, group=group)
-        return _joined(logits.each(labels, mask, of_piece))
-    first = group.rank * logits.shape[-1]
-    return _scores(logits, labels, mask, _SharedColumns(first, true_vocab, group))
-
-
-def _joined(pieces: list[tuple[paddle.Tensor, paddle.Tensor]]) -> tuple[paddle.Tensor, paddle.Tensor]:
-    log_probs, is_greedy = zip(*pieces, strict=True)
-    return paddle.concat(list(log_probs), axis=1), paddle.concat(list(is_greedy), axis=1)
-
-
-class _Columns:
-    """The columns of the logits on this rank: at most ``[first, true_vocab)`` of the vocabulary."""
-
-    def __init__(self, first: int, true_vocab: int) -> None:
-        self.first, self._true_vocab = first, true_vocab
-
-    def hide_padding(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``rows [n, V]`` to float32, with padding columns that get no probability."""
-        rows, num_true = rows.astype("float32"), max(0, self._true_vocab - self.first)
-        if num_true < rows.shape[-1]:
-            rows = rows.clone()
-            rows[:, num_true:] = -float("inf")
-        return rows
-
-    def likeliest(self, highest: paddle.Tensor, token: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Reduce the highest logits ``[n]`` of this rank, and their tokens ``[n]``, over the whole
-        vocabulary."""
-        return highest, token
-
-    def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:
-        """Reduce local sums to sums over the whole vocabulary."""
-        return list(parts)
-
-
-class _SharedColumns(_Columns):
-    def __init__(self, first: int, true_vocab: int, group: Any) -> None:
-        super().__init__(first, true_vocab)
-        self._group = group
-
-    def likeliest(self, highest: paddle.Tensor, token: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        from paddle import distributed
-
-        gathered: list[paddle.Tensor] = []
-        # A token id is exact in float64, and so is a float32.
-        mine = paddle.stack([highest.astype("float64"), token.astype("float64")])
-        distributed.all_gather(gathered, mine, group=self._group)
-        found = paddle.stack(gathered)
-        owner = found[:, 0].argmax(axis=0, keepdim=True)
-        tokens = found[:, 1].take_along_axis(owner, axis=0).squeeze(0)
-        return found[:, 0].max(axis=0).astype("float32"), tokens.astype("int64")
-
-    def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:
-        return list(sum_gathered(paddle.stack(parts), self._group).unbind(0))
-
-
-def _scores(
-    logits: paddle.Tensor | LogitsInPieces, labels: paddle.Tensor, mask: paddle.Tensor, columns: _Columns
-) -> tuple[paddle.Tensor, paddle.Tensor]:
+        of_piece = partial(token_scores, true_vocab=true_vocab, group=group)
+        log_probs, is_greedy = zip(*logits.each(labels, mask, of_piece), strict=True)
+        return paddle.concat(list(log_probs), axis=1), paddle.concat(list(is_greedy), axis=1)
     positions, rows, width = logits.shape
     scored = paddle.nonzero(mask.transpose([1, 0]).flatten()).flatten()
     log_probs = paddle.zeros([positions * rows], dtype="float64")
@@ -121,7 +54,7 @@ def _scores(
         flat, parts = logits.reshape([-1, width]), []
         for start in range(0, scored.shape[0], _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
-            parts.append(_score_rows(flat.index_select(scored[block]), wanted[block], columns))
+            parts.append(_score_rows(flat.index_select(scored[block]), wanted[block], true_vocab, group))
         here, is_greedy = (paddle.concat(list(part)) for part in zip(*parts, strict=True))
         log_probs = log_probs.scatter(scored, here)
         greedy = greedy.scatter(scored, is_greedy.astype("int32"))
@@ -130,18 +63,41 @@ def _scores(
 
 
 def _score_rows(
-    rows: paddle.Tensor, wanted: paddle.Tensor, columns: _Columns
+    rows: paddle.Tensor, wanted: paddle.Tensor, true_vocab: int, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return the log probability (float64) of the given tokens ``[n]`` under ``rows [n, V]`` of logits,
     and whether each is the likeliest."""
     width = rows.shape[-1]
-    rows = columns.hide_padding(rows)
-    highest, token = columns.likeliest(rows.max(axis=-1), rows.argmax(axis=-1) + columns.first)
-    column = wanted - columns.first
+    first = 0 if group is None else group.rank * width
+    rows, num_true = rows.astype("float32"), max(0, true_vocab - first)
+    if num_true < width:
+        rows = rows.clone()
+        rows[:, num_true:] = -float("inf")
+    highest, token = _likeliest(rows.max(axis=-1), rows.argmax(axis=-1) + first, group)
+    column = wanted - first
     is_here = paddle.logical_and(column >= 0, column < width)
     own = rows.take_along_axis(column.clip(0, width - 1).unsqueeze(-1), axis=-1).squeeze(-1)
     own = paddle.where(is_here, own.astype("float64"), paddle.zeros([], dtype="float64"))
     # Summed in float64: a float32 sum over 50000 columns is off by 1e-6 of the logarithm.
     powers = (rows - highest.unsqueeze(-1)).exp().sum(axis=-1, dtype="float64")
-    own, powers = columns.total(own, powers)
+    if group is not None:
+        own, powers = sum_gathered(paddle.stack([own, powers]), group).unbind(0)
     return own - highest.astype("float64") - powers.log(), token == wanted
+
+
+def _likeliest(
+    highest: paddle.Tensor, token: paddle.Tensor, group: Any
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Reduce the highest logits ``[n]`` of this rank, and their tokens ``[n]``, over the whole vocabulary."""
+    from paddle import distributed
+
+    if group is None:
+        return highest, token
+    gathered: list[paddle.Tensor] = []
+    # A token id is exact in float64, and so is a float32.
+    mine = paddle.stack([highest.astype("float64"), token.astype("float64")])
+    distributed.all_gather(gathered, mine, group=group)
+    found = paddle.stack(gathered)
+    owner = found[:, 0].argmax(axis=0, keepdim=True)
+    tokens = found[:, 1].take_along_axis(owner, axis=0).squeeze(0)
+    return found[:, 0].max(axis=0).astype("float32"), tokens.astype("int64")

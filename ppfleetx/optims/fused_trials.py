@@ -9,7 +9,7 @@ from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.trials_apart import Pairs
 from ppfleetx.optims.adamw import STATES, fused_adamw
 from ppfleetx.optims.adamw import adamw as adamw_of_one
-from ppfleetx.optims.grad_clip import scale_all, squares_of
+from ppfleetx.optims.gradients import scale_all, squares_of
 from ppfleetx.optims.rule import ParamView
 
 _SHAPES = ([3, 5], [7], [64, 33], [1], [4096])

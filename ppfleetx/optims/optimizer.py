@@ -7,26 +7,21 @@ inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import paddle
+from paddle import Tensor, distributed
 
+from ppfleetx.nn.param_spec import Shard, deal_out
 from ppfleetx.optims.gradients import drop_gradient, gradient_of
-from ppfleetx.optims.on_host import copy_to_host, made_on_host, update_on_host
-from ppfleetx.optims.rule import Group, ParamView
-from ppfleetx.optims.whole import update_whole
-
-if TYPE_CHECKING:
-    from paddle import Tensor
-
-    from ppfleetx.optims.rule import Rule, StateSpec
+from ppfleetx.optims.rule import Group, ParamView, Rule, StateSpec
 
 MASTER_WEIGHT = "master_weight"
 
-NamedParams = Sequence[tuple[str, "Tensor"]]
+NamedParams = Sequence[tuple[str, Tensor]]
 StateKey = tuple[str, str]
 
 
@@ -207,3 +202,86 @@ def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
     """The trainable parameters, each once. (A tied parameter may be listed twice under one name.)"""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]
+
+
+# -- updates on the CPU, of parameters of a device, with states in host memory
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory, even if it is already there, where ``Tensor.cpu`` returns the tensor
+    itself."""
+    return tensor.detach()._copy_to(paddle.CPUPlace(), True)
+
+
+@contextmanager
+def made_on_host() -> Iterator[None]:
+    device = paddle.get_device()
+    paddle.set_device("cpu")
+    try:
+        yield
+    finally:
+        paddle.set_device(device)
+
+
+def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: float) -> None:
+    """Give a rule copies of one parameter and its gradient in host memory. The copy of a 16-bit parameter is
+    its float32 master weight, which is kept; that of a float32 parameter is made for each update."""
+    with made_on_host():
+        value = copy_to_host(view.value) if view.rounded is None else view.value
+        here = replace(view, value=value, gradient=copy_to_host(view.gradient), rounded=None)
+        rule.update([here], lr=lr, weight_decay=weight_decay)
+    parameter = view.value if view.rounded is None else view.rounded
+    # Round here, so that only 16 bits are sent. copy_ keeps the parameter's place and memory.
+    parameter.copy_(value.astype(parameter.dtype), True)
+
+
+# -- updates of whole matrices that are sliced over tensor-parallel ranks
+
+
+def update_whole(
+    rule: Rule, views: Sequence[ParamView], group_of: Callable[[str], Any], *, lr: float, weight_decay: float
+) -> None:
+    """Apply ``rule.update`` to whole matrices. All ranks that share a matrix must call this.
+
+    Each matrix has one owner among them. The owner gathers the matrix, its gradient and its states, updates
+    them, and sends each rank its new slice.
+    """
+    alone: list[ParamView] = []
+    shared: dict[str, list[ParamView]] = {}
+    for view in views:
+        axis = None if view.spec is None else view.spec.view.tensor
+        if axis is None or group_of(axis) is None:
+            alone.append(view)
+        else:
+            shared.setdefault(axis, []).append(view)
+    if alone:
+        rule.update(alone, lr=lr, weight_decay=weight_decay)
+    for axis, members in shared.items():
+        group = group_of(axis)
+        owners = deal_out({view.name: view.value.size for view in members}, group.nranks)
+        for view in members:
+            placement, source = view.spec.lies(axis), group.ranks[owners[view.name]]
+            dim = placement.dim if isinstance(placement, Shard) else None
+            whole = _gathered(view, dim, group)
+            if source == group.ranks[group.rank]:
+                rule.update([whole], lr=lr, weight_decay=weight_decay)
+            for mine, all_of_it in zip(_changing(view), _changing(whole), strict=True):
+                distributed.broadcast(all_of_it, source, group=group)
+                part = all_of_it if dim is None else all_of_it.split(group.nranks, axis=dim)[group.rank]
+                paddle.assign(part, mine)
+
+
+def _changing(view: ParamView) -> list[Tensor]:
+    return [view.value, *view.states.values()]
+
+
+def _gathered(view: ParamView, dim: int | None, group: Any) -> ParamView:
+    def whole(tensor: Tensor) -> Tensor:
+        if dim is None:
+            return tensor.detach().clone()
+        parts: list[Tensor] = []
+        distributed.all_gather(parts, tensor.detach().contiguous(), group=group)
+        return paddle.concat(parts, axis=dim)
+
+    states = {name: whole(state) for name, state in view.states.items()}
+    return ParamView(view.name, view.spec, whole(view.value), whole(view.gradient), states)

@@ -40,8 +40,7 @@ from ppfleetx.nn.param_spec import (
     norm_axes,
     writes,
 )
-from ppfleetx.optims.grad_clip import scale_to_norm, squared_norm
-from ppfleetx.optims.gradients import complete_gradient, expects_gradient
+from ppfleetx.optims.gradients import complete_gradient, expects_gradient, scale_to_norm, squared_norm
 from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:

@@ -1,11 +1,20 @@
-"""The order of pipeline messages on devices that start them one by one.
+"""The order of pipeline messages where Paddle's own would let ranks wait forever, or mistake one for another.
 
 Paddle's schedules exchange messages with both neighbours at once and leave their order to the library; NCCL
 starts such a group of messages together. The library of a plugin's device starts one message after the other.
 Then two ranks that both receive first wait for each other forever, as do two ranks that both send first if a
-send waits for its receive. Here ranks with even and odd numbers take turns: one of two neighbours sends a
-message first, and the other receives it first, also in a ring of pipeline ranks. ``_p2p_ops`` in Paddle's
-``p2p_communication.py`` uses the same order for asynchronous messages.
+send waits for its receive. With :func:`take_turns`, ranks with even and odd numbers take turns: one of two
+neighbours sends a message first, and the other receives it first, also in a ring of pipeline ranks.
+``_p2p_ops`` in Paddle's ``p2p_communication.py`` uses the same order for asynchronous messages.
+
+Virtual stages on two ranks are refused by Paddle's interleaved schedule (``pp degree > 2``), because the
+previous and the next rank are the same. Where the schedule sends and receives in all four directions at once,
+Paddle (3.3.1) starts gradient to the previous rank, activation from it, activation to the next rank, gradient
+from it. NCCL and our CPU groups match the messages of a pair of ranks in the order of their start, so the
+peer's gradient would be received as its activation, which has the same shape. :func:`interleave_two_stages`
+makes two exchanges of them, gradients and then activations, in the same order on both ranks. The rest of the
+schedule is right for two ranks: ``tests/parallel/test_two_stages.py`` checks it, and that its messages cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -13,7 +22,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import paddle
 from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import (
+    PipelineLayer,
+    PipelineParallelWithInterleave,
+    PipelineParallelWithInterleaveFthenB,
+)
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
 _EVEN = ("send next", "recv prev", "send prev", "recv next")
@@ -45,3 +60,56 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
         return order.index(f"{what} {'prev' if is_previous else 'next'}")
 
     return sorted(messages, key=place)
+
+
+Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
+
+
+def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
+    """Build a pipeline with virtual stages on two ranks, in place of ``fleet.distributed_model``. With
+    fewer micro batches than twice the number of ranks, all forward passes come first, as in Paddle."""
+    schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
+    hcg = fleet.get_hybrid_communicate_group()
+    return schedule(model, hcg, strategy=fleet.fleet._user_defined_strategy)
+
+
+class _TwoStages:
+    def __init__(self, layers: PipelineLayer, hcg: Any, strategy: Any) -> None:
+        super().__init__(layers=layers, hcg=hcg, strategy=strategy)
+        assert self._use_batch_p2p_comm, "exchanges that overlap with computation are started in other orders"
+        self._p2p_helper = _KindByKind(self._using_cache)
+
+    def _check_sanity(self) -> None:
+        assert self.num_stages == 2, "more stages are Paddle's"
+
+
+class _Interleaved(_TwoStages, PipelineParallelWithInterleave):
+    pass
+
+
+class _AllForwardFirst(_TwoStages, PipelineParallelWithInterleaveFthenB):
+    pass
+
+
+class _KindByKind(p2p_communication.P2pHelper):
+    """Pipeline messages that split a four-way exchange: gradients first, activations second."""
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Tensors,
+        input_tensor_grad: Tensors,
+        recv_prev: bool,
+        recv_next: bool,
+        batch_p2p_comm: bool = True,
+        skip_check_meta: bool = False,
+    ) -> tuple[Tensors, Tensors]:
+        gradient = self.send_backward_recv_backward(
+            input_tensor_grad, recv_next=recv_next, batch_p2p_comm=batch_p2p_comm
+        )
+        activation = self.send_forward_recv_forward(
+            output_tensor,
+            recv_prev=recv_prev,
+            batch_p2p_comm=batch_p2p_comm,
+            skip_check_meta=skip_check_meta,
+        )
+        return activation, gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -16,25 +17,23 @@ from ppfleetx.distributed.device import groups_messages
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.column_overlap import column_exchange
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
 from ppfleetx.nn.init import Constant
-from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.matmul import Matmul, column_exchange
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage, first_value
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.groups import group_rows
-from ppfleetx.optims.on_host import copy_to_host
-from ppfleetx.optims.optimizer import Optimizer, UpdatePlace
+from ppfleetx.optims.optimizer import Optimizer, UpdatePlace, copy_to_host
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
-from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.step import StepOptions, StepRunner
+from ppfleetx.parallel.step import LocalRunner, StepOptions, StepRunner
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.param_broadcast import NewValues
+    from ppfleetx.parallel.pipeline import StagePipeline
     from ppfleetx.parallel.sharding import Sharding
     from ppfleetx.parallel.zero3 import ParameterSharding
 
@@ -68,8 +67,22 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
         dtype = cfg.Engine.mix_precision.dtype if casts else None
         factory.matmul = Matmul(cast_to=dtype, fused=factory.fused, defers=defers)
     precision.keeps_casts = factory.matmul.kept
-    build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
-    return build(module, factory, cfg, ctx, precision, train)
+    options, stages = _step_options(cfg, precision), _stages(module, factory, cfg)
+    prepare = partial(
+        _optimizer_and_sync, cfg=cfg, ctx=ctx, precision=precision, train=train, factory=factory
+    )
+    if ctx.size_of("pp") == 1:
+        model = StagedModel(stages, None, empty=True)
+        optimizer, sync = prepare(model, list(enumerate(model.stages)))
+        return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
+    from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
+
+    loss = PipelineLoss(module, factory)
+    model = StagePipeline(stages, ctx.plan, loss)
+    tied = tied_group(stages, ctx)
+    pipeline = _scheduled(model, factory.matmul, cfg, ctx)
+    optimizer, sync = prepare(model, model.held_stages(), tied_group=tied)
+    return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
 
 
 def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train: bool) -> FusedOps:
@@ -80,54 +93,22 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train
     return ops
 
 
-def _local_runner(
-    module: BasicModule,
-    factory: LayerFactory,
-    cfg: RunConfig,
-    ctx: ParallelContext,
-    precision: Precision,
-    train: bool,
-) -> StepRunner:
-    options = _step_options(cfg, precision)
-    model = StagedModel(_stages(module, factory, cfg), None, empty=True)
-    optimizer, sync = _optimizer_and_sync(
-        model, list(enumerate(model.stages)), cfg, ctx, precision, train, factory
-    )
-    return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
-
-
-def _pipeline_runner(
-    module: BasicModule,
-    factory: LayerFactory,
-    cfg: RunConfig,
-    ctx: ParallelContext,
-    precision: Precision,
-    train: bool,
-) -> StepRunner:
+def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: ParallelContext) -> Any:
+    """Paddle's pipeline for the model, with the schedule of the plan."""
     from paddle.distributed import fleet
 
-    from ppfleetx.parallel.message_order import take_turns
-    from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
+    from ppfleetx.parallel.message_order import interleave_two_stages, take_turns
     from ppfleetx.parallel.pipeline_schedules import AsyncPipeline, ListedPipeline
-    from ppfleetx.parallel.two_stages import interleave_two_stages
 
-    options, stages = _step_options(cfg, precision), _stages(module, factory, cfg)
-    loss = PipelineLoss(module, factory)
-    model = StagePipeline(stages, ctx.plan, loss)
-    tied = tied_group(stages, ctx)
-    if cfg.Distributed.overlap_p2p_comm:
-        pipeline = AsyncPipeline(model, factory.matmul)
-    elif factory.matmul.defers:
-        pipeline = ListedPipeline(model, factory.matmul)
-    elif ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
-        pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
-    else:
-        pipeline = fleet.distributed_model(model)
     if not groups_messages(ctx.device):
         take_turns()
-    held = model.held_stages()
-    optimizer, sync = _optimizer_and_sync(model, held, cfg, ctx, precision, train, factory, tied)
-    return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
+    if cfg.Distributed.overlap_p2p_comm:
+        return AsyncPipeline(model, matmul)
+    if matmul.defers:
+        return ListedPipeline(model, matmul)
+    if ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
+        return interleave_two_stages(model, cfg.batch.accumulate_steps)
+    return fleet.distributed_model(model)
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
@@ -150,6 +131,7 @@ def _step_options(cfg: RunConfig, precision: Precision) -> StepOptions:
 def _optimizer_and_sync(
     model: paddle.nn.Layer,
     stages: Sequence[tuple[int, paddle.nn.Layer]],
+    *,
     cfg: RunConfig,
     ctx: ParallelContext,
     precision: Precision,

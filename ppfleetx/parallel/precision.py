@@ -27,8 +27,7 @@ from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in, on_card, on_gpu
 from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
-from ppfleetx.optims.grad_clip import scale_all
-from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
+from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of, scale_all
 from ppfleetx.utils.devices import cpu_obstacle
 from ppfleetx.utils.log import get_logger
 

@@ -1,4 +1,4 @@
-"""One optimizer step, the same for every plan; subclasses decide how forward and backward run."""
+"""One optimizer step, the same for every plan, and the runner of plans without pipelines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import paddle
 from paddle import distributed
 
@@ -18,13 +19,13 @@ from ppfleetx.distributed.context import DATA_AXES, ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
-from ppfleetx.models.evaluator import EvalOutput, Metric
+from ppfleetx.models.module import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
 from ppfleetx.nn.chunked_loss import PieceHead
-from ppfleetx.parallel.expert_loads import ExpertLoads
+from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.step_sums import ActivationScales, StepSums
+from ppfleetx.parallel.step_sums import ActivationScales, ExpertLoads, StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
@@ -354,6 +355,52 @@ class StepRunner(ABC):
             if not math.isfinite(value):
                 samples = [int(i) for batch in micro_batches for i in batch.get("sample_ids", ())]
                 raise NonFiniteError(what + where, value, samples)
+
+
+class LocalRunner(StepRunner):
+    """Runs a model whose stages are all in this process. Parameters may be slices. ``sync`` is None for
+    the only process of a job."""
+
+    def __init__(
+        self,
+        model: paddle.nn.Layer,
+        module: BasicModule,
+        factory: LayerFactory,
+        optimizer: Optimizer | None,
+        ctx: ParallelContext,
+        sync: GradientSync | None = None,
+        options: StepOptions | None = None,
+    ) -> None:
+        sync = sync or GradientSync(model.parameters(), ctx)
+        stages = list(enumerate(model.stages))
+        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions(), module, factory)
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
+        for batch in micro_batches:
+            (self._micro_loss(batch) / num_valid).backward()
+
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for batch in micro_batches:
+            self._micro_loss(batch)
+
+    def _micro_loss(self, micro_batch: MicroBatch) -> paddle.Tensor:
+        batch = to_tensors(micro_batch)
+        outputs = self._module.forward(self._model, batch)
+        found = as_loss_output(self._module.loss(outputs, batch, self._factory), self._module)
+        self._sums.add(found)
+        return found.loss
+
+    @paddle.no_grad()
+    def compute(
+        self,
+        function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
+        micro_batches: Sequence[MicroBatch],
+    ) -> list[np.ndarray]:
+        """``function(model, tensors)`` for each micro batch of this rank, in evaluation mode."""
+        self.model.eval()
+        self._scales.begin()
+        with self._precision.autocast():
+            return [read(function(self._model, to_tensors(batch))) for batch in micro_batches]
 
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:

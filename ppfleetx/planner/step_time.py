@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 
 from ppfleetx.models.gpt.spec import BlockSpec
 from ppfleetx.nn.cost import Operation, Recompute
-from ppfleetx.nn.moe_spec import MoESpec
+from ppfleetx.nn.mlp_spec import MoESpec
 from ppfleetx.planner.job import Job, PassKey
 from ppfleetx.planner.network import (
     Cluster,

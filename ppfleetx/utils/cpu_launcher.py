@@ -10,8 +10,13 @@ In processes started as ``python -m paddle.distributed.launch``, and only there,
 - ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
   ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
   Paddle starts one process for each, so the variable is set to the value of ``--devices``.
-- The launcher never waits forever, its exit code says what happened, and after Ctrl-C it shows the first
-  rank's last lines (``launcher_watch.py``).
+- The launcher's waits end. Where its nodes meet (``--master``), Paddle's waits forever for a node that does
+  not come, at an address where nothing answers, and at a port that another program holds.
+- Its exit code says what happened. Paddle's exits with the bare number of a signal: 2 after Ctrl-C, which is
+  also ppfleetx's code for a user's mistake.
+- After Ctrl-C it shows the first rank's last lines, such as where the run was saved. Paddle's closes the log.
+
+A thread and an exit handler do the last three. Nothing in Paddle is replaced.
 
 Why a ``.pth`` file: Python runs the ``import`` lines of such files at start, in every process of the
 environment. There is no other way to run code before Paddle's launcher without a command of our own, and
@@ -21,14 +26,28 @@ the line only compares one word.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
+import http.client
+import json
 import os
+import re
+import shutil
+import signal
+import socket
 import sys
 import sysconfig
+import threading
+import time
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.cli import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
 from ppfleetx.utils.devices import expected_device
-from ppfleetx.utils.launcher_watch import option_of, watch_launcher
+from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 from ppfleetx.utils.processes import LAUNCHER_VARIABLE
 
 LAUNCHER = "paddle.distributed.launch"
@@ -40,6 +59,17 @@ _LINE = (
     ".find_spec('ppfleetx') and __import__('ppfleetx.utils.cpu_launcher', fromlist=['x']).apply()\n"
 )
 
+_ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+_FOLLOW_SECONDS = 0.5
+_SAY_AFTER_SECONDS = 10.0  # seconds until the wait is reported
+_FOREIGN_SECONDS = 60.0  # seconds after which another program that answers is not expected to leave
+_CAUSES = (
+    EXIT_HUNG,
+    EXIT_NO_MEMORY,
+    EXIT_DEVICE,
+)  # it may make other ranks end with other codes
+_SIGNALLED = 128  # for a program ended by signal n, a shell reports 128 + n
 
 _prepared: set[int] = set()
 
@@ -93,6 +123,249 @@ def install(site_packages: Path | None = None) -> Path:
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
+
+
+# -- limits, exit codes and last lines -------------------------------------------------------
+
+
+def watch_launcher(argv: Sequence[str]) -> None:
+    master = os.environ.get("PADDLE_MASTER") or option_of(argv, "--master")
+    if master is not None and not re.fullmatch(r"(etcd://)?[^:/]+:\d+", master):
+        rule = "not HOST:PORT, an address of the first node and a free port of it"
+        _end(EXIT_USER_ERROR, f"--master {master}: {rule}")
+    try:
+        limit = start_timeout()
+    except ConfigError as error:
+        _end(EXIT_USER_ERROR, str(error))
+    atexit.register(_end_with_conventional_code)
+    threading.Thread(target=_watch, args=(limit,), name="launcher-watch", daemon=True).start()
+
+
+def option_of(argv: Sequence[str], name: str) -> str | None:
+    """The value of an option of the launcher; None if it is not given."""
+    for place, word in enumerate(argv):
+        if word.endswith(".py"):  # the rest belongs to the program
+            break
+        if word == name:
+            return argv[place + 1] if place + 1 < len(argv) else ""
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _controller() -> Any:
+    """The launcher's controller, which handles its signals; None if there is none yet."""
+    controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
+
+
+def _watch(limit: float) -> None:
+    begin = time.monotonic()
+    while (controller := _controller()) is None:
+        if time.monotonic() - begin > limit:
+            return  # another kind of launcher
+        time.sleep(_LOOK_SECONDS)
+    _watch_meeting(controller, limit)
+    while True:
+        is_open = _log.follow(controller)
+        time.sleep(_FOLLOW_SECONDS if is_open else _LOOK_SECONDS)
+
+
+# -- exit code --------------------------------------------------------------------------------
+
+
+def _end_with_conventional_code() -> None:
+    """Set the launcher's exit code. After a signal: 0 if its ranks ended well, else 128 + signal. After a
+    failure: the code that explains it (a hang, no memory, a broken card), whichever rank has it."""
+    controller = _controller()
+    if controller is None:
+        return
+    codes = [container.exit_code for container in controller.pod.containers]
+    number = getattr(controller, "sigint", None)
+    if number is not None:
+        _log.follow(controller)
+        code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
+    else:
+        failed = next((code for code in codes if code), 0)
+        telling = _most_telling(codes)
+        if telling == failed >= 0:
+            return  # the launcher's own choice
+        code = telling if telling >= 0 else _SIGNALLED - telling
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _most_telling(codes: Sequence[int | None]) -> int:
+    """The exit code that explains the failure, not the code of a rank that the launcher ended."""
+    failed = [code for code in codes if code]
+    causes = [code for code in failed if code in _CAUSES]
+    own = [code for code in failed if code != -signal.SIGTERM]
+    return (causes or own or failed or [0])[0]
+
+
+# -- the first rank's log ---------------------------------------------------------------------
+
+
+class _Log:
+    """The log of the first rank. After a signal it is printed here, because the launcher has closed it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: Any = None
+        self._rest: BinaryIO | None = None
+
+    def follow(self, controller: Any) -> bool:
+        """Keep the log open. After a signal, print what the launcher has not printed yet.
+
+        Returns:
+            Whether there is a log already.
+        """
+        containers = controller.pod.containers
+        opened = getattr(containers[0], "_log_handler", None) if containers else None
+        with self._lock, contextlib.suppress(OSError, ValueError):  # it is being closed; no terminal
+            if opened is not None and opened is not self._opened:
+                self._rest = os.fdopen(os.dup(opened.fileno()), "rb", buffering=0)  # with the same position
+                self._opened = opened
+            elif opened is None and self._rest is not None and hasattr(controller, "sigint"):
+                sys.stdout.flush()
+                shutil.copyfileobj(self._rest, sys.stdout.buffer)
+                sys.stdout.flush()
+        return self._rest is not None
+
+
+_log = _Log()
+
+
+# -- the nodes' meeting -----------------------------------------------------------------------
+
+
+def _watch_meeting(controller: Any, limit: float) -> None:
+    """Watch until the launcher starts its ranks; end it if it cannot or takes too long."""
+    if _is_meeting(controller):
+        _Meeting(controller).examine_port()
+    begin = time.monotonic()
+    for moment in sorted({min(limit, seconds) for seconds in (_SAY_AFTER_SECONDS, _FOREIGN_SECONDS, limit)}):
+        while time.monotonic() - begin < moment:
+            if not _is_meeting(controller):
+                return
+            time.sleep(_LOOK_SECONDS)
+        state, is_foreign = _Meeting(controller).state()
+        if not _is_meeting(controller):
+            return
+        if moment == limit or (is_foreign and moment >= _FOREIGN_SECONDS):
+            _end(EXIT_PEER_LOST, f"after {moment:g} s {state}. {START_VARIABLE} sets the limit of the wait")
+        if moment == _SAY_AFTER_SECONDS:
+            print(f"this launcher waits for {limit:g} s at most: {state}", file=sys.stderr, flush=True)
+
+
+def _is_meeting(controller: Any) -> bool:
+    of_http = type(controller.master).__name__ == "HTTPMaster"
+    return of_http and controller.job.replicas > 1 and controller.ctx.status.current() is None
+
+
+class _Meeting:
+    def __init__(self, controller: Any) -> None:
+        self._controller, self._nodes = controller, controller.job.replicas
+        address = controller.master.endpoint or controller.ctx.args.master or ""
+        self._host, _, port = address.rpartition(":")
+        self._port, self._where = int(port or 0), address
+
+    def examine_port(self) -> None:
+        """End the launcher at once if it has to open the port and another program holds it."""
+        if self._port and self._host in ("127.0.0.1", self._controller.ctx.node.ip):
+            problem = self._problem_of_port()
+            if problem and self._controller.master.server is None and _is_meeting(self._controller):
+                _end(
+                    EXIT_USER_ERROR,
+                    f"--master {self._where}: {problem}. Give all nodes another free port of this machine",
+                )
+
+    def _problem_of_port(self) -> str:
+        try:
+            socket.create_connection((self._host, self._port), _ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            return self._problem_of_listening()
+        except OSError as error:
+            return str(error)
+        try:
+            names = {entry.get("name", "") for entry in self._entries()}
+        except (OSError, ValueError, http.client.HTTPException):
+            return "another program holds the port"
+        is_full = self._controller.pod.name not in names and len(names) >= self._nodes
+        return "another job with the same --job_id runs there" if is_full else ""
+
+    def _problem_of_listening(self) -> str:
+        try:
+            socket.create_server(("", self._port)).close()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return "another program holds the port"
+            return f"the port cannot be opened ({error.strerror})"
+        return ""
+
+    def state(self) -> tuple[str, bool]:
+        """A text that says what the launcher waits for, with advice, and whether another program answers
+        instead.
+        """
+        nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
+        try:
+            entries = self._entries()
+        except OSError as error:
+            return f"{nobody} ({error}). {self._advice()}", False
+        except (ValueError, http.client.HTTPException):
+            return f"{nobody}: another program holds the port. Give all nodes another free port", True
+        came = sorted(entry.get("candidate", "?").partition(":")[0] for entry in entries)
+        return (
+            f"{len(came)} of {self._nodes} nodes have come to {self._where} ({', '.join(came)}). All need "
+            "the same --master, --nnodes and --job_id, which no other job may use"
+        ), False
+
+    def _advice(self) -> str:
+        own = self._controller.ctx.node.ip
+        if self._host not in ("127.0.0.1", own) and _is_local(self._host):
+            return (
+                f"It is an address of this machine, but its launcher uses {own} and expects another machine "
+                f"to answer: give --host {self._host}"
+            )
+        return "Is the first node's launcher started, is the address right, does a firewall block it?"
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """The entries of the nodes that have arrived.
+
+        Raises:
+            OSError: nothing answers.
+            ValueError, http.client.HTTPException: the program that answers is not a launcher.
+        """
+        if self._ask("/healthy") != {"/healthy": "ok"}:
+            raise ValueError("it is no launcher")
+        found = map(json.loads, self._ask(f"/{self._controller.job.id}/info").values())
+        return [entry for entry in found if isinstance(entry, dict)]
+
+    def _ask(self, path: str) -> dict[str, str]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.NOT_FOUND:
+                return {}
+            answer = json.loads(response.read(1 << 20))
+            if not isinstance(answer, dict):
+                raise ValueError("it is no launcher")
+            return answer
+
+
+def _is_local(host: str) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
+def _end(code: int, message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class _Cast:
 def emulated() -> Iterator[None]:
     """Low precision within; Paddle is as before after."""
     from ppfleetx.distributed.cpu import backend as cpu_backend
-    from ppfleetx.nn import linear, norm
+    from ppfleetx.nn import layers, norm
     from ppfleetx.parallel import precision
 
     cpu_backend.install()  # it keeps the operators that it finds
@@ -65,7 +65,7 @@ def emulated() -> Iterator[None]:
             stack.enter_context(mock.patch.object(paddle.Tensor, method, wrapped))
         stack.enter_context(mock.patch.object(paddle.amp, "auto_cast", _auto_cast))
         stack.enter_context(mock.patch.object(precision, "has_kernels", lambda _: True))
-        for module in (linear, norm):
+        for module in (layers, norm):
             stack.enter_context(mock.patch.object(module, "trains_on_cpu", lambda _: False))
         yield
 

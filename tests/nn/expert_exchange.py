@@ -82,13 +82,13 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
     import paddle
     from paddle import distributed
 
-    from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
+    from ppfleetx.nn.expert_exchange import ExpertExchange
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
     groups = groups_along(ep, emp)
     at_ep, at_emp = divmod(rank, emp)
     params = parameters(ep, at_ep, emp, at_emp)
-    outputs, gradient, grads = run(ParallelExperts(**groups), *case_of(route, rank), params)
+    outputs, gradient, grads = run(ExpertExchange(**groups), *case_of(route, rank), params)
     if emp > 1:
         b2 = paddle.to_tensor(grads["b2"])
         distributed.all_reduce(b2, group=groups["emp"])
@@ -128,14 +128,14 @@ def levels_apart(ep: int, emp: int, route: str, per_node: int) -> list[list[int]
     from paddle import distributed
 
     from ppfleetx.config.mesh import levels_of
-    from ppfleetx.nn.expert_exchange import ParallelExperts
+    from ppfleetx.nn.expert_exchange import ExpertExchange
 
     groups, along = groups_along(ep, emp), np.arange(ep * emp).reshape(ep, emp).T
     split = [levels_of(ranks.tolist(), per_node) for ranks in along]
     levels = tuple(_mine([*chain(*lists)]) for lists in zip(*split, strict=True))
     at_ep, at_emp = divmod(distributed.get_rank(), emp)
     found, sizes = [], []
-    for exchange in (ParallelExperts(**groups), ParallelExperts(**groups, levels=levels)):
+    for exchange in (ExpertExchange(**groups), ExpertExchange(**groups, levels=levels)):
         with _noted_all_to_alls() as calls:
             params = parameters(ep, at_ep, emp, at_emp)
             outputs, gradient, grads = run(exchange, *case_of(route, distributed.get_rank()), params)
@@ -167,10 +167,10 @@ def halves() -> list[Any]:
     """Rows that two ranks hold alike: the parts of each, the whole again, and the gradient of the rows."""
     import paddle
 
-    from ppfleetx.nn.expert_exchange import ParallelExperts
+    from ppfleetx.nn.expert_exchange import ExpertExchange
     from tests.distributed.cpu.cases import group_of
 
-    exchange = ParallelExperts(alike=group_of([0, 1]))
+    exchange = ExpertExchange(alike=group_of([0, 1]))
     found = []
     for num_rows in (4, 5, 1):
         rows = paddle.arange(num_rows * 2, dtype="float32").reshape([num_rows, 2])

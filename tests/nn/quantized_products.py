@@ -87,10 +87,10 @@ def _check_float(x, levels, scales, bias, bits: int) -> None:
     from ppfleetx.nn.cpu_ops import quantized
 
     if bits == 8:
-        product, panels = quantized.int8_product, quantized.int8_panels(paddle.to_tensor(levels))
+        kind, panels = "int8", quantized.int8_panels(paddle.to_tensor(levels))
     else:
-        product, panels = quantized.int4_product, quantized.int4_panels(paddle.to_tensor(pack(levels)))
-    got = _run(product, x, panels, scales, bias, levels.shape[1])
+        kind, panels = "int4", quantized.int4_panels(paddle.to_tensor(pack(levels)))
+    got = _run(kind, x, panels, scales, bias, levels.shape[1])
     steps, offsets = (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
     steps, offsets = (
         np.repeat(one.astype(np.float64), len(levels) // len(one), axis=0) for one in (steps, offsets)
@@ -112,10 +112,10 @@ def _check_integers(x, levels, scales, bias, bits: int) -> None:
     from ppfleetx.nn.cpu_ops import quantized
 
     if bits == 8:
-        product, panels = quantized.int8_int8_product, quantized.int8_quads(paddle.to_tensor(levels))
+        kind, panels = "int8_int8", quantized.int8_quads(paddle.to_tensor(levels))
     else:
-        product, panels = quantized.int4_int8_product, quantized.int4_panels(paddle.to_tensor(pack(levels)))
-    got = _run(product, x, panels, scales, bias, levels.shape[1])
+        kind, panels = "int4_int8", quantized.int4_panels(paddle.to_tensor(pack(levels)))
+    got = _run(kind, x, panels, scales, bias, levels.shape[1])
     scales, offsets = (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
     exact = magnitude = (
         np.zeros(got.shape) if bias is None else np.broadcast_to(bias, got.shape).astype(float)
@@ -146,14 +146,15 @@ def _check_integers(x, levels, scales, bias, bits: int) -> None:
     assert (np.abs(got - exact) <= room).all(), (x.shape, levels.shape, scales.shape, f"int{bits} x int8")
 
 
-def _run(product, x, panels, scales, bias, columns: int) -> np.ndarray:
+def _run(kind: str, x, panels, scales, bias, columns: int) -> np.ndarray:
     import paddle
 
     from ppfleetx.nn.cpu_ops import quantized
 
     added = None if bias is None else paddle.to_tensor(bias)
     of_panels = quantized.scale_panels(paddle.to_tensor(scales))
-    return product(paddle.to_tensor(x), panels.contiguous(), of_panels.contiguous(), added, columns).numpy()
+    operands = paddle.to_tensor(x), panels.contiguous(), of_panels.contiguous()
+    return quantized.product(kind, *operands, added, columns).numpy()
 
 
 def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
@@ -171,11 +172,12 @@ def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
             "-fno-sanitize-recover=undefined",
         ]
     library = directory / "quantized.so"
+    ops.library_path = lambda _: library
     build.OPTIONS = tuple(options)
-    for command in build._commands(build.find_compiler(), ops.QUANTIZED_SOURCE, library):
+    for command in build._commands(build.find_compiler(), ops.SOURCES["quantized"], library):
         build._run([*command, "-fsanitize=address,undefined"] if sanitize else command)
     quantized.WIDTH = width
-    assert ops.load_library(library)
+    assert ops.load("quantized")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from ppfleetx.nn.cpu_ops.build import find_compiler
-from ppfleetx.nn.cpu_ops.ops import SOURCE
+from ppfleetx.nn.cpu_ops.ops import SOURCES
 from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
 # What GCC calls the CPU, columns of a panel, and the flags that the form needs beside those of any x86-64.
@@ -51,7 +51,7 @@ def run(march: str, width: int, cases: int) -> str:
     with tempfile.TemporaryDirectory() as directory:
         program = str(Path(directory) / "products")
         source = str(Path(__file__).with_suffix(".cc"))
-        options = [*_OPTIONS, f"-march={march}", f"-DPANEL_WIDTH={width}", f"-I{SOURCE.parent}"]
+        options = [*_OPTIONS, f"-march={march}", f"-DPANEL_WIDTH={width}", f"-I{SOURCES['kernels'].parent}"]
         subprocess.run([*find_compiler(), *options, source, "-o", program], check=True)
         done = subprocess.run([program, str(cases)], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.strip()

@@ -10,7 +10,7 @@ from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in
 from ppfleetx.nn.chunked_loss import PieceHead, PieceTarget
 from ppfleetx.nn.cpu_ops import bfloat16
-from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.parallel import precision
 from ppfleetx.parallel.precision import Precision

@@ -24,6 +24,7 @@ from ppfleetx.nn import flash, fused_trials, kernels
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.fused import TABLE, FusedOps, choose
 from ppfleetx.nn.init import Normal
+from ppfleetx.nn.layer_spec import LinearSpec
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.trials_apart import difference
 from ppfleetx.parallel import parallelize
@@ -296,7 +297,7 @@ def test_learned_clips_are_float32_beside_16_bit_weights(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [1.0, np.inf])
 def test_the_search_for_what_is_not_finite_sees_gradients_that_products_add(calls, wrong):
-    layer = LocalFactory().whole_linear(3, 4, init=Normal(1.0), bias=True)
+    layer = LocalFactory().linear(LinearSpec(3, 4, "whole", True, Normal(1.0)))
     layer.weight.info = replace(layer.weight.info, name="weight")
     layer.bias.info = replace(layer.bias.info, name="bias")
     layer.linear = Matmul(fused=FusedOps({"linear_grad_add": ("float32",)})).linear

@@ -8,11 +8,11 @@ import paddle
 import pytest
 
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.positions import rope
 from ppfleetx.models.gpt.spec import model_spec
 from ppfleetx.models.gpt.stages import kernel_options
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.latent_attention import LatentAttention
+from ppfleetx.nn.positions import rope
 from tests.generation.hf_weights import random_weight
 from tests.helpers.low_precision import emulated
 from tests.models.gpt_builders import VARIANTS, GrowingCache, build, random_tokens, tiny_config

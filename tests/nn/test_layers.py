@@ -16,7 +16,6 @@ from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.masks import attention_mask, blocked_score, flash_row_limits
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.mlp_spec import MLPSpec
-from ppfleetx.nn.rope import RotaryEmbedding
 
 RNG = np.random.default_rng(0)
 
@@ -181,22 +180,6 @@ def test_an_activation_is_what_its_traits_say(monkeypatch, part, gated, said):
     ACTIVATIONS.register("own", part, traits=ActivationTraits(gated=gated))
     with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'own': .*" + said):
         MLP(LocalFactory(), MLPSpec(4, 8, "own", True, Normal(1.0), Normal(1.0)))
-
-
-def test_rope_turns_pairs_of_halves_by_the_position():
-    rope = RotaryEmbedding(8, 32, 100.0)
-    x = RNG.normal(size=(2, 1, 2, 3, 8))
-    positions = np.array([[0, 7, 31], [1, 2, 3]])
-    out = rope.rotate(tensor(x), paddle.to_tensor(positions)).numpy()
-    for b, s, i in np.ndindex(2, 3, 4):
-        angle = positions[b, s] * 100.0 ** (-2 * i / 8)
-        first, second = x[b, 0, :, s, i], x[b, 0, :, s, i + 4]
-        np.testing.assert_allclose(
-            out[b, 0, :, s, i], first * math.cos(angle) - second * math.sin(angle), atol=1e-5
-        )
-        np.testing.assert_allclose(
-            out[b, 0, :, s, i + 4], second * math.cos(angle) + first * math.sin(angle), atol=1e-5
-        )
 
 
 def test_mask_against_its_definition():

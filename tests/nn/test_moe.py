@@ -149,7 +149,7 @@ def grouped(width_in, width_out):
     from ppfleetx.nn.factory import LocalFactory
     from ppfleetx.nn.init import Normal
     from ppfleetx.nn.layer_spec import LinearSpec
-    from ppfleetx.nn.moe_spec import GroupedLinearSpec
+    from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 
     factory = LocalFactory()
     layer = factory.grouped_linear(

@@ -10,8 +10,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kernel_types
 from ppfleetx.nn import flash, fused, fused_trials, kernels, mlp, norm, rope
-from ppfleetx.nn.dropout import Dropout
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps, choose, forget_trials
+from ppfleetx.nn.layers import Dropout
 from ppfleetx.nn.masks import attention_mask
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.trials_apart import difference

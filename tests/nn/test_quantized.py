@@ -17,7 +17,7 @@ from ppfleetx.nn import quantized
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.init import Constant
-from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.param_spec import Shard, dense
 from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix, with_small_weights
 from ppfleetx.nn.stage import canonical_parameters, declare

@@ -32,11 +32,12 @@ def gradients(mp: int, sequence_parallel: bool, of_trunk: bool) -> dict[str, lis
     from ppfleetx.nn.factory import LocalFactory, TensorParallelFactory
     from ppfleetx.nn.fake_quant import quantize_linear
     from ppfleetx.nn.init import Constant
+    from ppfleetx.nn.layer_spec import LinearSpec
     from tests.distributed.cpu.cases import group_of
 
     group = group_of(list(range(mp))) if mp > 1 else None
     factory = LocalFactory() if group is None else TensorParallelFactory(group, sequence_parallel)
-    linear = factory.whole_linear(6, 4, init=Constant(), bias=False, of_trunk=of_trunk)
+    linear = factory.linear(LinearSpec(6, 4, "whole", False, Constant(), of_trunk=of_trunk))
     clips = {f"{part}_preprocess_type": "PACT" for part in ("weight", "activation")}
     cfg = QuantizationConfig(enable=True, activation_quantize_type="abs_max", weight_bits=4, **clips)
     quantize_linear(linear, factory.quantizer(linear, cfg, follows=True))

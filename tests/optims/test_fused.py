@@ -9,7 +9,7 @@ from ppfleetx.nn.fused import TABLE, FusedOps, choose, obstacles
 from ppfleetx.nn.trials_apart import difference
 from ppfleetx.optims import adamw, fused_trials
 from ppfleetx.optims.build import build_optimizer
-from ppfleetx.optims.grad_clip import scale_to_norm, squared_norm
+from ppfleetx.optims.gradients import scale_to_norm, squared_norm
 from ppfleetx.optims.optimizer import UpdatePlace
 from ppfleetx.optims.rule import ParamView
 from tests.optims.test_optimizer import make_params, section, set_grads

@@ -54,6 +54,7 @@ def train(
     from ppfleetx.models.gpt.layers import Block
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.nn.init import Normal
+    from ppfleetx.nn.layer_spec import LinearSpec
 
     class Wide(Block):
         """Its first product has a weight that goes through float64: the gradient of the block's input there
@@ -62,7 +63,7 @@ def train(
         def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
             super().__init__(factory, spec, **arguments)
             size = spec.hidden_size
-            self.extra = factory.whole_linear(size, size, init=Normal(0.1), bias=False, of_trunk=True)
+            self.extra = factory.linear(LinearSpec(size, size, "whole", False, Normal(0.1), of_trunk=True))
 
         def transform(self, hidden: Any, *arguments: Any) -> Any:
             weight = (self.extra.weight.astype("float64") * 1.0).astype(hidden.dtype)
@@ -72,7 +73,7 @@ def train(
         def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
             super().__init__(factory, spec, **arguments)
             size = spec.hidden_size
-            self.extra = factory.whole_linear(size, size, init=Normal(0.1), bias=True, of_trunk=True)
+            self.extra = factory.linear(LinearSpec(size, size, "whole", True, Normal(0.1), of_trunk=True))
 
         def transform(self, hidden: Any, *arguments: Any) -> Any:
             hidden = super().transform(hidden, *arguments)

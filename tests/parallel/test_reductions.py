@@ -23,7 +23,7 @@ QUANTIZED = {
     "Compress.Quantization.enable": True,
     "Compress.Quantization.activation_quantize_type": "moving_average_abs_max",
 }
-ON_CPUS_ALONE = "all_reduce of float64 in nn/loss.py:parallel_token_loss"
+ON_CPUS_ALONE = "all_reduce of float64 in nn/loss.py:_parallel_entropy"
 """Of an evaluation: on a card the same sum is one of float32."""
 PRUNED = {"Compress.Prune.enable": True, "Compress.Prune.ratio": 0.5, "Compress.Prune.begin_step": 0}
 
@@ -122,13 +122,13 @@ def of_a_run(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> tu
 
 def of_scores() -> tuple[list[str], list[str]]:
     """Those of a text that is scored by ranks with other columns of the logits."""
-    from ppfleetx.nn.token_scores import parallel_token_scores
+    from ppfleetx.nn.token_scores import token_scores
     from tests.distributed.job_cases import context
 
     group, found, refused = context(mp=2).group_of("mp"), set(), set()
     logits, labels = paddle.ones([3, 2, 4]), paddle.ones([2, 3], "int64")
     with _reductions(found, refused):
-        parallel_token_scores(logits, labels, paddle.ones([2, 3]), 8, group)
+        token_scores(logits, labels, paddle.ones([2, 3]), 8, group)
     return sorted(found), sorted(refused)
 
 

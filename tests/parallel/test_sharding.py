@@ -14,8 +14,7 @@ from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import dense
 from ppfleetx.nn.stage import declare
-from ppfleetx.optims.grad_clip import scale_to_norm, squared_norm
-from ppfleetx.optims.gradients import add_gradient, gradient_of, take_gradient
+from ppfleetx.optims.gradients import add_gradient, gradient_of, scale_to_norm, squared_norm, take_gradient
 from ppfleetx.parallel.sharding import Sharding
 from tests.models.gpt_builders import build, tiny_config
 

@@ -73,14 +73,14 @@ OPTIONS: dict[str, Option] = {
     "weight_cast": Option("weight_cast", types=("O1",)),
     "zb_h1": Option("deferred", plan={"pp": 2, "pp_schedule": "zb_h1"}),
     "virtual_stages": Option(
-        "ppfleetx.parallel.two_stages:interleave_two_stages", plan={"pp": 2, "virtual_pp_degree": 2}
+        "ppfleetx.parallel.message_order:interleave_two_stages", plan={"pp": 2, "virtual_pp_degree": 2}
     ),
     "mp_async_allreduce": Option("overlapped", {"Distributed.mp_async_allreduce": True}, {"mp": 2}),
     "sp_async_reduce_scatter": Option(
         "overlapped", {"Distributed.sp_async_reduce_scatter": True}, {"mp": 2, "sequence_parallel": True}
     ),
     "recompute_allgather": Option(
-        "ppfleetx.nn.column_overlap:ScatteredInput.start_whole",
+        "ppfleetx.nn.matmul:ScatteredInput.start_whole",
         {"Distributed.sp_async_reduce_scatter": True, "Distributed.recompute_allgather": True},
         {"mp": 2, "sequence_parallel": True},
     ),
@@ -104,7 +104,7 @@ OPTIONS: dict[str, Option] = {
         "ppfleetx.parallel.zero3:ParameterSharding._fetch", plan={**_SHARDED, "sharding_stage": 3}
     ),
     "offload": Option(
-        "ppfleetx.optims.on_host:copy_to_host",
+        "ppfleetx.optims.optimizer:copy_to_host",
         plan={**_SHARDED, "sharding_stage": 2, "sharding_offload": True},
     ),
     "no_overlap": Option(
@@ -141,9 +141,7 @@ OPTIONS: dict[str, Option] = {
         "ppfleetx.compress.distill:_Divergence.apply", {"Compress.Distill": f"{{teacher: {TEACHER}}}"}
     ),
     "experts": Option("ppfleetx.nn.matmul:Matmul.grouped", EXPERTS),
-    "expert_parallel": Option(
-        "ppfleetx.nn.expert_exchange:ParallelExperts.dispatch", EXPERTS, {"dp": 2, "ep": 2}
-    ),
+    "expert_parallel": Option("ppfleetx.nn.expert_exchange:Route.depart", EXPERTS, {"dp": 2, "ep": 2}),
     "window": Option("ppfleetx.nn.attention:window_start", {"Model.attention_window": 5}),
     "layer_patterns": Option(
         "ppfleetx.nn.attention:window_start",

@@ -109,13 +109,14 @@ def _register_three() -> None:
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.nn.aux_loss import AuxLoss, with_aux_loss
     from ppfleetx.nn.init import Normal
+    from ppfleetx.nn.layer_spec import LinearSpec
 
     class Three(Block):
         def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
             super().__init__(factory, spec, **arguments)
             self.factory = factory
             size = spec.hidden_size
-            self.router = factory.whole_linear(size, 2, init=Normal(0.2), bias=False, of_trunk=True)
+            self.router = factory.linear(LinearSpec(size, 2, "whole", False, Normal(0.2), of_trunk=True))
 
         def mlp_branch(self, hidden: Any) -> Any:
             """How much of it is taken is up to a router, whose logits are kept small."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.utils import launcher_watch
+from ppfleetx.utils import cpu_launcher
 from ppfleetx.utils.peers import START_VARIABLE
 from tests.helpers import programs
 from tests.helpers.ranks import free_port
@@ -196,4 +196,4 @@ def test_exit_codes_are_the_usual_ones(launch, tmp_path, does: str, number: int 
     ],
 )
 def test_the_rank_that_says_most_decides_the_exit_code(codes, told):
-    assert launcher_watch._most_telling(codes) == told
+    assert cpu_launcher._most_telling(codes) == told

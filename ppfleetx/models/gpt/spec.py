@@ -16,13 +16,11 @@ from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.nn.attention_spec import AttentionSpec
+from ppfleetx.nn.attention_spec import AttentionSpec, LatentAttentionSpec
 from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
 from ppfleetx.nn.init import Normal
-from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
 from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, parameters_within
-from ppfleetx.nn.mlp_spec import MLPSpec
-from ppfleetx.nn.moe_spec import MoESpec
+from ppfleetx.nn.mlp_spec import MLPSpec, MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
 from ppfleetx.nn.rope_scaling import score_factor
 from ppfleetx.nn.tape import Step, Tape

@@ -19,13 +19,13 @@ def main() -> None:
     )
     args = parser.parse_args()
     import_paddle()
-    from ppfleetx.nn.cpu_ops.build import build, build_bfloat16, build_quantized, build_trunk
+    from ppfleetx.nn.cpu_ops.build import build
 
     try:
-        print(f"operators for decoding: {build()}")
-        print(f"operators for quantised models: {build_quantized()}")
-        print(f"operator for whole blocks: {build_trunk()}")
-        bfloat16 = build_bfloat16() or "none, the processor or Paddle has no such products"
+        print(f"operators for decoding: {build('kernels')}")
+        print(f"operators for quantised models: {build('quantized')}")
+        print(f"operator for whole blocks: {build('fused_blocks')}")
+        bfloat16 = build("bfloat16") or "none, the processor or Paddle has no such products"
         print(f"operators for training in bfloat16: {bfloat16}")
     except UserError as error:
         if not args.if_possible:

@@ -7,22 +7,16 @@ and sum in float32; the result is float32. They take about half the time of MKL'
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import paddle
 from paddle import _C_ops
 
-from ppfleetx.nn.cpu_ops.ops import BFLOAT16_SOURCE, library_path, load_library
+from ppfleetx.nn.cpu_ops import ops
 
-
-@functools.cache
-def are_available() -> bool:
-    """Whether the operators can be called; loads the library the first time."""
-    return load_library(library_path(BFLOAT16_SOURCE))
-
-
+are_available = partial(ops.load, "bfloat16")
 _entered = False
 
 

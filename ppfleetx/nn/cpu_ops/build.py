@@ -12,70 +12,43 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import paddle
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.nn.cpu_ops import bfloat16, fused_blocks, quantized
-from ppfleetx.nn.cpu_ops.ops import (
-    BFLOAT16_SOURCE,
-    FUSED_BLOCKS_SOURCE,
-    OPTIONS,
-    QUANTIZED_SOURCE,
-    SOURCE,
-    are_available,
-    library_path,
-)
+from ppfleetx.nn.cpu_ops.ops import OPTIONS, SOURCES, library_path, load
 from ppfleetx.utils.devices import cpu_obstacle
 
 _MINUTES = 10
 _ONEDNN = "libdnnl.so.3"
 
 
-def build() -> Path:
-    """Compile the decoding operators for this machine if necessary; return the library's path.
+def build(library: str) -> Path | None:
+    """Compile a library of operators for this machine if necessary; return its path. None for ``bfloat16`` if
+    the processor has no such products, or this build of Paddle has no oneDNN.
 
     Raises:
         UserError: there is no compiler, it fails, or its result cannot be written or loaded.
     """
-    return _build(SOURCE, library_path(), are_available)
-
-
-def build_quantized() -> Path:
-    """Compile the operators of :mod:`ppfleetx.nn.cpu_ops.quantized`."""
-    return _build(QUANTIZED_SOURCE, library_path(QUANTIZED_SOURCE), quantized.are_available)
-
-
-def build_trunk() -> Path:
-    """Compile the operator of :mod:`ppfleetx.nn.cpu_ops.fused_blocks`."""
-    return _build(FUSED_BLOCKS_SOURCE, library_path(FUSED_BLOCKS_SOURCE), fused_blocks.are_available)
-
-
-def build_bfloat16() -> Path | None:
-    """Compile the operators of :mod:`ppfleetx.nn.cpu_ops.bfloat16`; None if the processor has no such
-    products, or this build of Paddle has no oneDNN."""
-    if cpu_obstacle("bfloat16") or not (Path(paddle.sysconfig.get_lib()) / _ONEDNN).exists():
+    has_onednn = (Path(paddle.sysconfig.get_lib()) / _ONEDNN).exists()
+    if library == "bfloat16" and (cpu_obstacle("bfloat16") or not has_onednn):
         return None
-    return _build(BFLOAT16_SOURCE, library_path(BFLOAT16_SOURCE), bfloat16.are_available)
-
-
-def _build(source: Path, target: Path, are_available: Callable[[], bool]) -> Path:
-    if target.exists() and are_available():
+    source, target = SOURCES[library], library_path(library)
+    if target.exists() and load(library):
         return target
     compiler = find_compiler()
     try:
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-            library = Path(directory) / target.name
-            for command in _commands(compiler, source, library):
+            made = Path(directory) / target.name
+            for command in _commands(compiler, source, made):
                 _run(command)
-            library.replace(target)
+            made.replace(target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
-    are_available.cache_clear()
-    if not are_available():
+    load.cache_clear()
+    if not load(library):
         target.unlink(missing_ok=True)
         raise UserError(f"what {' '.join(compiler)} made cannot be loaded")
     return target
@@ -107,7 +80,7 @@ def _commands(compiler: list[str], source: Path, library: Path) -> list[list[str
     threads = "libiomp5.so"
     openmp = [f"-L{lib}", f"-l:{threads}"] if (lib / threads).exists() else ["-fopenmp"]
     paddle_library = [f"-L{base}", "-l:libpaddle.so", f"-Wl,-rpath,{base}:{lib}"]
-    if source == BFLOAT16_SOURCE:
+    if source == SOURCES["bfloat16"]:
         paddle_library += [f"-L{lib}", f"-l:{_ONEDNN}"]
     return [
         [*compiler, *OPTIONS, *includes, "-c", str(source), "-o", str(compiled)],

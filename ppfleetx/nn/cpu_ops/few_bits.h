@@ -12,44 +12,37 @@
 #include <cstring>
 #include <vector>
 
+#include "few_rows.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace few_bits {
 
-// PANEL_WIDTH is WIDTH of ops.py.
-#if PANEL_WIDTH == 48
-constexpr int kLanes = 16, kVectors = 3, kRows = 8;
-#elif PANEL_WIDTH == 16
-constexpr int kLanes = 8, kVectors = 2, kRows = 4;
-#else
-#error "no tile for panels of this width"
-#endif
+using few_rows::InRegister, few_rows::Tile, few_rows::Vector, few_rows::WithRows;
+using few_rows::kLanes, few_rows::kMostRows, few_rows::kRows, few_rows::kVectors, few_rows::kWidth;
+
 #if PANEL_WIDTH == 48 && defined(__AVX512F__) && defined(__AVX512BW__)
 #define WITH_AVX512
 #elif PANEL_WIDTH == 16 && defined(__AVX2__)
 #define WITH_AVX2
 #endif
-constexpr int kWidth = kLanes * kVectors;
 constexpr int kLine = 64;          // bytes of a cache line
 constexpr int64_t kBlock = 8;      // of k, unrolled
 constexpr int64_t kDepth = 256;    // of a piece of a panel, which stays in the first cache for all rows
-constexpr int64_t kMostRows = 32;  // at a time
 constexpr int64_t kMostInputs = 65536;  // 255 * 127 * k stays in 32 bits
 
-using Vector = float __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float)), may_alias));
 using Integers = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(1), may_alias));
 using Bytes = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias));
-using Tile = Vector[kRows][kVectors];
-using IntegerTile = Integers[kRows][kVectors];
 
 // ---- how kBlock rows of a panel become floats ------------------------------------------------------------------
 
 // Matrix of 8 bits: a block is [kBlock][kWidth] bytes.
 struct EightBits {
-  static constexpr bool kHasOffsets = false;
-  static constexpr int64_t kBlockBytes = kBlock * kWidth;
+  using Stored = int8_t;
+  static constexpr bool kHasOffsets = false, kRounds = false;
+  static constexpr int64_t kUnit = kBlock, kUnitBytes = kBlock * kWidth;
   explicit EightBits(const int8_t* block) : block_(block) {}
   Vector Weights(int i, int v) const {
     const int8_t* from = block_ + i * kWidth + v * kLanes;
@@ -67,8 +60,9 @@ struct EightBits {
 // Matrix of 4 bits: a block is [kWidth] words of 32 bits, each with kBlock numbers of one column, in the order
 // of k from the lowest bits up, in two's complement.
 struct FourBits {
-  static constexpr bool kHasOffsets = false;
-  static constexpr int64_t kBlockBytes = kWidth * 4;
+  using Stored = uint8_t;
+  static constexpr bool kHasOffsets = false, kRounds = false;
+  static constexpr int64_t kUnit = kBlock, kUnitBytes = kWidth * 4;
   explicit FourBits(const int8_t* block) {
     for (int v = 0; v < kVectors; ++v) words_[v] = *reinterpret_cast<const Integers*>(block + v * kLanes * 4);
   }
@@ -120,14 +114,6 @@ inline Vector Widen(const uint16_t* halves) {
 #endif
 }
 
-// Without this, GCC widens the weights once more for each row.
-inline Vector InRegister(Vector value) {
-#if defined(WITH_AVX512) || defined(WITH_AVX2)
-  asm("" : "+v"(value));
-#endif
-  return value;
-}
-
 // tile[R][kWidth] += x[R][blocks * kBlock] * panel, fetching `lines` from `ahead` on with every block.
 template <class Format, int R>
 void Accumulate(const float* x, int64_t stride, const int8_t* panel, int64_t blocks, const int8_t* ahead,
@@ -135,7 +121,7 @@ void Accumulate(const float* x, int64_t stride, const int8_t* panel, int64_t blo
   Vector sum[R][kVectors];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < kVectors; ++v) sum[r][v] = tile[r][v];
-  for (; blocks > 0; --blocks, panel += Format::kBlockBytes, x += kBlock) {
+  for (; blocks > 0; --blocks, panel += Format::kUnitBytes, x += kBlock) {
     for (int64_t line = 0; line < lines; ++line, ahead += kLine) __builtin_prefetch(ahead);
     const Format block(panel);
 #pragma GCC unroll 8
@@ -148,18 +134,6 @@ void Accumulate(const float* x, int64_t stride, const int8_t* panel, int64_t blo
   }
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < kVectors; ++v) tile[r][v] = sum[r][v];
-}
-
-template <class Format, int R = kRows>
-void AccumulateRows(int64_t rows, const float* x, int64_t stride, const int8_t* panel, int64_t blocks,
-                    const int8_t* ahead, int64_t lines, Tile& tile) {
-  if constexpr (R > 1) {
-    if (rows < R) {
-      AccumulateRows<Format, R - 1>(rows, x, stride, panel, blocks, ahead, lines, tile);
-      return;
-    }
-  }
-  Accumulate<Format, R>(x, stride, panel, blocks, ahead, lines, tile);
 }
 
 // What a product needs to know of one panel.
@@ -193,7 +167,7 @@ void AddGroup(const Panel& panel, int64_t group, int64_t row, const Vector (&par
 // The panel's columns of y for R rows of x, whose sums stay in registers.
 template <class Format, int R>
 void MultiplyPanelByFew(const float* x, int64_t size, const Panel& panel, float* y, int64_t stride) {
-  constexpr int64_t kLines = Format::kBlockBytes / kLine, kAhead = 4096;
+  constexpr int64_t kLines = Format::kUnitBytes / kLine, kAhead = 4096;
   Vector sums[R][kVectors];
   float start[kWidth] = {};
   if (panel.bias != nullptr) std::copy_n(panel.bias, panel.columns, start);
@@ -203,24 +177,17 @@ void MultiplyPanelByFew(const float* x, int64_t size, const Panel& panel, float*
   for (int64_t group = 0; group < panel.groups; ++group, x += blocks * kBlock) {
     Vector parts[R][kVectors] = {};
     Accumulate<Format, R>(x, size, values, blocks, values + kAhead, kLines, parts);
-    values += blocks * Format::kBlockBytes;
+    values += blocks * Format::kUnitBytes;
     AddGroup<Format, R>(panel, group, 0, parts, sums);
   }
   for (int r = 0; r < R; ++r) std::memcpy(y + r * stride, sums[r], panel.columns * sizeof(float));
 }
 
-template <class Format, int R = kRows>
-void MultiplyPanelByUpTo(const float* x, int64_t rows, int64_t size, const Panel& panel, float* y, int64_t stride) {
-  if constexpr (R > 1) {
-    if (rows < R) return MultiplyPanelByUpTo<Format, R - 1>(x, rows, size, panel, y, stride);
-  }
-  MultiplyPanelByFew<Format, R>(x, size, panel, y, stride);
-}
-
 // The panel's columns of y for up to kMostRows rows of x, which have `size` numbers.
 template <class Format>
 void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& panel, float* y, int64_t stride) {
-  if (rows <= kRows) return MultiplyPanelByUpTo<Format>(x, rows, size, panel, y, stride);
+  if (rows <= kRows)
+    return WithRows(rows, [&](auto count) { MultiplyPanelByFew<Format, count>(x, size, panel, y, stride); });
   Tile sums[kMostRows / kRows], parts[kMostRows / kRows];
   const int64_t tiles = (rows + kRows - 1) / kRows;
   float start[kWidth] = {};
@@ -230,15 +197,18 @@ void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& pane
   const int64_t depth = size / panel.groups;
   const int8_t* values = panel.values;
   // Each tile of rows fetches its part of the next piece.
-  const int64_t lines = (Format::kBlockBytes / kLine + tiles - 1) / tiles;
+  const int64_t lines = (Format::kUnitBytes / kLine + tiles - 1) / tiles;
   for (int64_t group = 0; group < panel.groups; ++group) {
     std::memset(parts, 0, tiles * sizeof(Tile));
     for (int64_t i = 0; i < depth; i += kDepth) {
-      const int64_t blocks = std::min(kDepth, depth - i) / kBlock, bytes = blocks * Format::kBlockBytes;
+      const int64_t blocks = std::min(kDepth, depth - i) / kBlock, bytes = blocks * Format::kUnitBytes;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = tile * kRows;
-        AccumulateRows<Format>(std::min<int64_t>(kRows, rows - first), x + first * size + group * depth + i, size,
-                               values, blocks, values + bytes + tile * (bytes / tiles), lines, parts[tile]);
+        const int8_t* ahead = values + bytes + tile * (bytes / tiles);
+        WithRows(rows - first, [&](auto count) {
+          Accumulate<Format, count>(x + first * size + group * depth + i, size, values, blocks, ahead, lines,
+                                    parts[tile]);
+        });
       }
       values += bytes;
     }
@@ -296,7 +266,8 @@ inline Integers AddPairs(Integers sum, Integers activations, Integers weights) {
 
 // Matrix of 8 bits: a panel is [k / 4][kWidth][4] bytes. A unit is four of k.
 struct EightBitQuads {
-  static constexpr bool kHasOffsets = false;
+  using Stored = int8_t;
+  static constexpr bool kHasOffsets = false, kRounds = true;
   static constexpr int64_t kUnit = kQuad, kUnitBytes = kWidth * kQuad;
   static constexpr int32_t kMoved = 0;  // added to all weights
 #if defined(WITH_VNNI)
@@ -362,7 +333,8 @@ struct EightBitQuads {
 // Matrix of 4 bits, in the panels of FourBits. A unit is eight of k. Words of x: the first, third, ... and the second,
 // fourth, ... byte.
 struct FourBitBlocks {
-  static constexpr bool kHasOffsets = false;
+  using Stored = uint8_t;
+  static constexpr bool kHasOffsets = false, kRounds = true;
   static constexpr int64_t kUnit = kBlock, kUnitBytes = kWidth * 4, kWords = 2;
 #if defined(WITH_AVX512) || defined(WITH_AVX2)
   static constexpr int32_t kMoved = 8;  // to bytes without sign
@@ -520,6 +492,7 @@ void AddRoundedGroup(const RoundedRows& x, int64_t row, int64_t group, const int
   }
 }
 
+// For up to kRows rows. (Not by WithRows: what a lambda holds leaves too few registers here.)
 template <class Format, int R = kRows>
 void AddRoundedGroupUpTo(const RoundedRows& x, int64_t row, int64_t rows, int64_t group, const int8_t* values,
                          int64_t units, const int8_t* ahead, const Panel& panel, Vector (*sums)[kVectors]) {
@@ -546,8 +519,7 @@ void MultiplyRoundedPanel(const RoundedRows& x, int64_t first, int64_t rows, int
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = tile * kRows;
       const int8_t* ahead = values + (tiles == 1 ? kAhead : bytes + tile * (bytes / tiles / kLine * kLine));
-      AddRoundedGroupUpTo<Format>(x, first + row, std::min<int64_t>(kRows, rows - row), group, values, units, ahead,
-                                  panel, sums + row);
+      AddRoundedGroupUpTo<Format>(x, first + row, rows - row, group, values, units, ahead, panel, sums + row);
     }
   for (int64_t row = 0; row < rows; ++row) std::memcpy(y + row * stride, sums[row], panel.columns * sizeof(float));
 }
@@ -601,20 +573,13 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   if (Format::kHasOffsets) x_sums = SumsOfGroups(x, rows, matrix.groups, padded / matrix.groups);
 #pragma omp parallel for schedule(static)
   for (int64_t p = 0; p < matrix.Panels(); ++p) {
-    Panel panel = matrix.At(p, padded / kBlock * Format::kBlockBytes);
+    Panel panel = matrix.At(p, padded / kBlock * Format::kUnitBytes);
     for (int64_t row = 0; row < rows; row += kMostRows) {
       panel.x_sums = x_sums.data() + row * matrix.groups;
       MultiplyPanel<Format>(x + row * padded, std::min(kMostRows, rows - row), padded, panel,
                             y + row * matrix.columns + p * kWidth, matrix.columns);
     }
   }
-}
-
-// The same, with offsets if the matrix has them.
-template <class Format>
-void ProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
-  if (matrix.has_offsets) Product<WithOffsets<Format>>(x, rows, matrix, y);
-  else Product<Format>(x, rows, matrix, y);
 }
 
 // y[rows][columns] = x[rows][size] matrix + bias, with x in each of the matrix's groups on its own grid of 8 bits.
@@ -636,10 +601,14 @@ void RoundedProduct(const float* x, int64_t rows, const Matrix& matrix, float* y
   }
 }
 
+// The product of a format, with offsets if the matrix has them.
 template <class Format>
-void RoundedProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
-  if (matrix.has_offsets) RoundedProduct<WithOffsets<Format>>(x, rows, matrix, y);
-  else RoundedProduct<Format>(x, rows, matrix, y);
+void ProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
+  if constexpr (!Format::kHasOffsets) {
+    if (matrix.has_offsets) return ProductOf<WithOffsets<Format>>(x, rows, matrix, y);
+  }
+  if constexpr (Format::kRounds) RoundedProduct<Format>(x, rows, matrix, y);
+  else Product<Format>(x, rows, matrix, y);
 }
 
 }  // namespace few_bits

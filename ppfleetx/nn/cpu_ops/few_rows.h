@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #ifdef _OPENMP
@@ -76,16 +77,13 @@ void Accumulate(const float* x, int64_t stride, const float* w, int64_t depth, c
     for (int v = 0; v < kVectors; ++v) tile[r][v] = sum[r][v];
 }
 
-template <int R = kRows>
-void AccumulateRows(int64_t rows, const float* x, int64_t stride, const float* w, int64_t depth,
-                    const float* ahead, int64_t lines, Tile& tile) {
+// of(rows), with the number of rows, up to kRows, as a constant of the compiler.
+template <int R = kRows, class Of>
+void WithRows(int64_t rows, const Of& of) {
   if constexpr (R > 1) {
-    if (rows < R) {
-      AccumulateRows<R - 1>(rows, x, stride, w, depth, ahead, lines, tile);
-      return;
-    }
+    if (rows < R) return WithRows<R - 1>(rows, of);
   }
-  Accumulate<R>(x, stride, w, depth, ahead, lines, tile);
+  of(std::integral_constant<int, R>{});
 }
 
 // One panel's columns of y for up to kMostRows rows; `columns` of them are wanted.
@@ -105,8 +103,9 @@ inline void MultiplyPanel(const float* x, int64_t rows, int64_t size, const floa
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t first = group * kRows;
       const float* ahead = piece + depth * kWidth + group * (depth * kWidth / groups);
-      AccumulateRows(std::min<int64_t>(kRows, rows - first), x + first * size + i, size, piece, depth, ahead,
-                     lines, tiles[group]);
+      WithRows(rows - first, [&](auto count) {
+        Accumulate<count>(x + first * size + i, size, piece, depth, ahead, lines, tiles[group]);
+      });
     }
   }
   for (int64_t row = 0; row < rows; ++row)

@@ -89,8 +89,8 @@ struct Linear {
     else if (format == kPanels) few_rows::Product(x, rows, matrix.size, values, matrix.bias, matrix.columns, y);
     else if (format == kInt8) few_bits::ProductOf<few_bits::EightBits>(x, rows, matrix, y);
     else if (format == kInt4) few_bits::ProductOf<few_bits::FourBits>(x, rows, matrix, y);
-    else if (format == kInt8Int8) few_bits::RoundedProductOf<few_bits::EightBitQuads>(x, rows, matrix, y);
-    else few_bits::RoundedProductOf<few_bits::FourBitBlocks>(x, rows, matrix, y);
+    else if (format == kInt8Int8) few_bits::ProductOf<few_bits::EightBitQuads>(x, rows, matrix, y);
+    else few_bits::ProductOf<few_bits::FourBitBlocks>(x, rows, matrix, y);
   }
 };
 

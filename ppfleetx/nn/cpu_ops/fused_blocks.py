@@ -10,16 +10,15 @@ Shape letters: s new positions, b rows, h hidden, g key/value heads, k columns o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import paddle
 import paddle.nn.functional as F
 from paddle import _C_ops
 
 from ppfleetx.nn.cpu_ops import ops, quantized
-from ppfleetx.nn.cpu_ops.ops import FUSED_BLOCKS_SOURCE, library_path, load_library
 from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
 FORMATS = ("whole", "panels", "int8", "int4", "int8_int8", "int4_int8")
@@ -34,12 +33,7 @@ ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     swiglu,
 )
 """The activations that the operator supports in a feed-forward part."""
-
-
-@functools.cache
-def are_available() -> bool:
-    """Whether the operator can be called; loads the library the first time."""
-    return load_library(library_path(FUSED_BLOCKS_SOURCE))
+are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:

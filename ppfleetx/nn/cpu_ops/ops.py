@@ -39,43 +39,43 @@ OPTIONS = (
 )
 """Options of the compiler."""
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
-SOURCE = Path(__file__).with_name("kernels.cc")
-QUANTIZED_SOURCE = Path(__file__).with_name("quantized.cc")
-FUSED_BLOCKS_SOURCE = Path(__file__).with_name("fused_blocks.cc")
-BFLOAT16_SOURCE = Path(__file__).with_name("bfloat16.cc")
+_NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
+SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
+"""The source of each library: ``kernels`` has the operators of this file, the others those of the module with
+their name."""
 BUILT = Path(__file__).with_name("built")
 
 
-def library_path(source: Path = SOURCE) -> Path:
-    """The path of the library for this Paddle, this kind of CPU and this source, whether or not it exists."""
+def library_path(library: str) -> Path:
+    """The path of a library for this Paddle, this kind of CPU and its source, whether or not it exists."""
+    source = SOURCES[library]
     cpuinfo = read_cpuinfo()
     # Where Linux lists no flags (other processors than x86), the whole description is that of the kind.
     cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
     kind = [paddle.__version__, paddle.version.commit, *OPTIONS, *cpu]
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     digest = hashlib.sha256(b"".join(texts) + " ".join(kind).encode())
-    name = "cpu_ops" if source == SOURCE else source.stem
-    return BUILT / f"{name}-{digest.hexdigest()[:16]}.so"
+    return BUILT / f"{library}-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache
-def are_available() -> bool:
-    """Whether the operators can be called; loads the library the first time."""
-    return load_library(library_path())
-
-
-def load_library(path: Path) -> bool:
-    """Load a library of operators into Paddle; return False, with a warning, if that fails."""
+def load(library: str) -> bool:
+    """Load a library of operators into Paddle, once. Return False if it is not compiled, or cannot be loaded,
+    of which a warning says why."""
+    path = library_path(library)
     if not path.exists():
         return False
     try:
         core.load_op_meta_info_and_register_op(str(path))
     except RuntimeError as error:
-        get_logger().warning(
-            f"{path} cannot be loaded ({str(error).strip().splitlines()[0]}); {_HOW_TO_MAKE}"
-        )
+        reason = str(error).strip().splitlines()[0]
+        get_logger().warning(f"{path} cannot be loaded ({reason}); {_HOW_TO_MAKE}")
         return False
     return True
+
+
+are_available = functools.partial(load, "kernels")
+"""Whether the operators of this file can be called."""
 
 
 def note_if_missing() -> None:

@@ -13,23 +13,19 @@ Results differ from ``x @ dequantised + bias`` in float64 by no more than 2e-6 o
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 
 import paddle
 from paddle import _C_ops
 
-from ppfleetx.nn.cpu_ops.ops import QUANTIZED_SOURCE, WIDTH, library_path, load_library
+from ppfleetx.nn.cpu_ops import ops
+from ppfleetx.nn.cpu_ops.ops import WIDTH
 
 BLOCK = 8
 """The number of input features that are read together. Sizes of groups are multiples of it."""
 MOST_INPUTS = 65536
 """The most input features for which sums of 8-bit products stay within 32 bits."""
-
-
-@functools.cache
-def are_available() -> bool:
-    """Whether the operators can be called; loads the library the first time."""
-    return load_library(library_path(QUANTIZED_SOURCE))
+are_available = partial(ops.load, "quantized")
 
 
 def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
@@ -55,44 +51,28 @@ def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
-def int8_product(
-    x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
+def product(
+    kind: str,
+    x: paddle.Tensor,
+    panels: paddle.Tensor,
+    scales: paddle.Tensor,
+    bias: paddle.Tensor | None,
+    columns: int,
 ) -> paddle.Tensor:
     """``x [..., k] @ (levels * scales [+ offsets]) + bias``, without gradients.
 
     Args:
+        kind: ``int8`` or ``int4``; ``int8_int8`` or ``int4_int8`` to round ``x`` to 8 bits. Each row then has
+            a grid for each group of ``scales``, which ends at its largest magnitude there; a row with NaN or
+            infinity gives NaN.
         x: float32 on CPU.
-        panels: result of :func:`int8_panels`.
+        panels: result of :func:`int8_panels` (``int8``), :func:`int8_quads` (``int8_int8``) or
+            :func:`int4_panels`.
         scales: result of :func:`scale_panels`.
         bias: ``[n]`` or None.
         columns: n.
     """
-    return _C_ops._run_custom_op("ppfleetx_int8", x, panels, scales, bias, columns)[0]
-
-
-def int4_product(
-    x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
-) -> paddle.Tensor:
-    """:func:`int8_product` with the panels of :func:`int4_panels`."""
-    return _C_ops._run_custom_op("ppfleetx_int4", x, panels, scales, bias, columns)[0]
-
-
-def int8_int8_product(
-    x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
-) -> paddle.Tensor:
-    """:func:`int8_product` with the panels of :func:`int8_quads` and ``x`` rounded to 8 bits.
-
-    Each row has a grid for each group of ``scales``, which ends at its largest magnitude there; a row with
-    NaN or infinity gives NaN.
-    """
-    return _C_ops._run_custom_op("ppfleetx_int8_int8", x, panels, scales, bias, columns)[0]
-
-
-def int4_int8_product(
-    x: paddle.Tensor, panels: paddle.Tensor, scales: paddle.Tensor, bias: paddle.Tensor | None, columns: int
-) -> paddle.Tensor:
-    """:func:`int4_product` with ``x`` rounded as in :func:`int8_int8_product`."""
-    return _C_ops._run_custom_op("ppfleetx_int4_int8", x, panels, scales, bias, columns)[0]
+    return _C_ops._run_custom_op(f"ppfleetx_{kind}", x, panels, scales, bias, columns)[0]
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:

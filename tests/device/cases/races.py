@@ -189,7 +189,7 @@ CHANGES: dict[str, Callable[[Reached], Any]] = {
         "ppfleetx.distributed.transfer:recorded_event", _done_in("download")
     ),
     "the source of a copy is let go": _instead("ppfleetx.distributed.transfer:queue_copy", _forgets_source),
-    "offload does not wait for gradients": _instead("ppfleetx.optims.on_host:copy_to_host", _not_blocking),
+    "offload does not wait for gradients": _instead("ppfleetx.optims.optimizer:copy_to_host", _not_blocking),
     "one group, two orders": _instead("ppfleetx.distributed.collectives:_packed", _other_order),
     "two groups, two orders": _instead("ppfleetx.parallel.grad_sync:GradientSync.reduce", _two_groups),
     "sum_gathered does not wait": _instead(
@@ -199,7 +199,7 @@ CHANGES: dict[str, Callable[[Reached], Any]] = {
         "ppfleetx.distributed.collectives:_all_to_all", _asynchronous("alltoall_single")
     ),
     "what is sent is let go": _instead("ppfleetx.parallel.pipeline_schedules:_Sent", _forgets_sent),
-    "what is summed is let go": _instead("ppfleetx.nn.column_overlap:_finish", _forgets_used),
+    "what is summed is let go": _instead("ppfleetx.nn.matmul:_finish", _forgets_used),
 }
 
 

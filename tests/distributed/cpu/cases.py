@@ -421,7 +421,7 @@ def parallel_cross_entropy(dtype: str) -> list[float]:
 
 def evaluation_loss(vocab: int, padding: int) -> float:
     """Relative difference of an evaluation's loss, in columns that ranks share, from that in float64."""
-    from ppfleetx.nn.loss import parallel_token_loss
+    from ppfleetx.nn.loss import token_loss
     from tests.nn.test_loss import example, in_float64
 
     start()
@@ -431,7 +431,7 @@ def evaluation_loss(vocab: int, padding: int) -> float:
     part = paddle.to_tensor(logits[..., width * me : width * (me + 1)])
     rest = paddle.to_tensor(labels), paddle.to_tensor(mask), vocab
     with paddle.no_grad():
-        found = parallel_token_loss(part, *rest, dist.get_group(0)).loss.item()
+        found = token_loss(part, *rest, dist.get_group(0)).loss.item()
     expected = in_float64(logits, labels, mask, vocab)
     return abs(found - expected) / expected
 

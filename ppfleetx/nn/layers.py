@@ -1,15 +1,17 @@
-"""Linear layers that are not sliced: plain ones, and grouped ones with a matrix per group of rows."""
+"""Layers that a factory makes of plain operators: linears, the sliced word table, dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import paddle
+import paddle.nn.functional as F
 from paddle import nn
 
+from ppfleetx.distributed.device import lacks_kernel
+from ppfleetx.distributed.random import sliced_stream
 from ppfleetx.nn.cpu_ops import bfloat16
-from ppfleetx.nn.grouped_matmul import Counts
-from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.matmul import Counts, Matmul
 
 
 class Linear(nn.Layer):
@@ -90,3 +92,73 @@ def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
     if not paddle.in_dynamic_mode() or (x.place.is_cpu_place() and x.shape != smaller.shape):
         smaller = smaller.expand_as(x)
     return x + smaller
+
+
+class VocabParallelEmbedding(nn.Layer):
+    """A word embedding whose rows are divided over the tensor-parallel ranks.
+
+    Paddle's own layer uses ``c_embedding``, which copies the whole table in each pass on a plugin's device.
+
+    Args:
+        shape: shape of this rank's rows.
+        rank: this rank's number in the tensor-parallel group.
+        join: sums the ranks' results.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], *, rank: int, join: Callable[[paddle.Tensor], paddle.Tensor]
+    ) -> None:
+        super().__init__()
+        self.rank, self.join = rank, join
+        self.weight = self.create_parameter(list(shape), default_initializer=nn.initializer.Constant(0.0))
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        """Token ids ``[...]`` to ``[..., h]``."""
+        rows, is_here = local_rows(tokens, self.weight.shape[0], self.rank)
+        return self.join(F.embedding(rows, self.weight) * is_here.astype(self.weight.dtype))
+
+
+def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """For each token, a row of this rank's table and whether the token belongs to this rank, ``[..., 1]``.
+
+    Tokens of other ranks get rows spread over the table, because a GPU is slow to add many gradients to one
+    row, even if they are zero.
+    """
+    first = rank * num_rows
+    is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
+    return tokens % num_rows, is_here.unsqueeze(-1)
+
+
+class Dropout(nn.Dropout):
+    """Dropout that does nothing in evaluation or at probability 0."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Drop elements of ``x``; return ``x`` itself in evaluation or if ``p`` is 0."""
+        if not self.training or self.p == 0:
+            return x
+        if lacks_kernel("dropout", x):
+            return super().forward(x.astype("float32")).astype(x.dtype)
+        return super().forward(x)
+
+
+class NoDropout:
+    """A callable that returns its input; used where dropout never applies."""
+
+    p, training = 0.0, False
+
+    def __call__(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x
+
+
+class SlicedDropout(Dropout):
+    """Dropout of activations sliced over tensor-parallel ranks, with a different mask on each."""
+
+    stream = staticmethod(sliced_stream)
+    """The random stream for kernels that drop elements themselves."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Like :meth:`Dropout.forward`, with this rank's own random stream."""
+        if not self.training or self.p == 0:
+            return x
+        with self.stream():
+            return super().forward(x)
