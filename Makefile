@@ -22,8 +22,7 @@ help:  ## Show this list
 $(VENV)/.run: requirements.txt pyproject.toml $(wildcard ppfleetx/nn/cpu_ops/*.cc ppfleetx/nn/cpu_ops/*.h) ppfleetx/nn/cpu_ops/ops.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'ppfleetx needs Python 3.11 or newer; say which with PYTHON=...' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[plots,gguf]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile --requirement requirements.txt --editable '.[plots,gguf]'
 	@$(PY) -m ppfleetx.utils.cpu_launcher >/dev/null
 	@$(PY) -m ppfleetx.nn.cpu_ops --if-possible
 	@touch $@

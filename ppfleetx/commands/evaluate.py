@@ -29,7 +29,7 @@ from ppfleetx.data.tasks.evaluation import (
     window_batches,
 )
 from ppfleetx.data.tokenizer.tokenizer import check_tokenizer
-from ppfleetx.models.module import perplexity
+from ppfleetx.models.evaluator import perplexity
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS
 from ppfleetx.utils.files import atomic_write, writing
 from ppfleetx.utils.log import get_logger

@@ -61,7 +61,7 @@ def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -
     text = read_text(path, **entry).replace("\t", " ")
     tree = parse_yaml(text, shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
-        raise ConfigError("is not a mapping of keys", place=shown_path(path))
+        raise ConfigError("is not a mapping of keys", **(entry or {"place": shown_path(path)}))
     yield from given_in(tree, prefix)
 
 

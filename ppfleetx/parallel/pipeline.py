@@ -1,6 +1,6 @@
 """Pipeline parallelism: Paddle's schedules (1F1B, interleaved) on our list of stages.
 
-Paddle moves activations and decides the order. This package handles names, initial values, the split into
+Paddle moves activations and decides the order. This module handles names, initial values, the split into
 chunks, tied weights, loss and update, so that they do not depend on the plan.
 """
 

@@ -19,7 +19,7 @@ from ppfleetx.distributed.context import DATA_AXES, ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
-from ppfleetx.models.module import EvalOutput, Metric
+from ppfleetx.models.evaluator import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
 from ppfleetx.nn.chunked_loss import PieceHead
 from ppfleetx.nn.loss_output import as_loss_output

@@ -11,7 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import read, upload
-from ppfleetx.models.module import Metric
+from ppfleetx.models.evaluator import Metric
 from ppfleetx.nn.fake_quant import quantizers_of
 from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.moe import Router

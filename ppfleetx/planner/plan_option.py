@@ -29,8 +29,8 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``. Raises ConfigError if
-    an unknown word, or a value that is not allowed."""
+    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``. Raises ConfigError
+    for an unknown word or a value that is not allowed."""
     given = _parse(words, option)
     values: dict[str, object] = {
         name: _whole(given, word, option) for word, name in DEGREE_WORDS.items() if word in given

@@ -68,9 +68,6 @@ def test_a_corpus_that_is_not_there_is_named(verb: str) -> None:
         run(verb, "--input", "nowhere", "--output-prefix", "out")
 
 
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
-
-
 def test_the_files_are_the_librarys_own():
     files = stdlib_files()
     parts = {part for path in files for part in path.parts}

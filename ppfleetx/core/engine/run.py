@@ -11,7 +11,7 @@ import numpy as np
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.progress import TrainState
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.models.module import Metric
+from ppfleetx.models.evaluator import Metric
 from ppfleetx.optims.schedules import Schedule
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.tasks.glue import TASKS, GlueTask, glue_metrics
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
+from ppfleetx.models.evaluator import Measured
 from ppfleetx.models.gpt.stages import gpt_classification_stages
-from ppfleetx.models.module import BasicModule, Measured, Tensors
+from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.parallel.step import StepRunner

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.cli import run_tool
 from ppfleetx.utils.process_env import import_paddle
+
+LIBRARIES = {
+    "operators for decoding": "kernels",
+    "operators for quantised models": "quantized",
+    "operator for whole blocks": "fused_blocks",
+    "operators for training in bfloat16": "bfloat16",
+}
 
 
 def main() -> None:
@@ -22,11 +30,9 @@ def main() -> None:
     from ppfleetx.nn.cpu_ops.build import build
 
     try:
-        print(f"operators for decoding: {build('kernels')}")
-        print(f"operators for quantised models: {build('quantized')}")
-        print(f"operator for whole blocks: {build('fused_blocks')}")
-        bfloat16 = build("bfloat16") or "none, the processor or Paddle has no such products"
-        print(f"operators for training in bfloat16: {bfloat16}")
+        with ThreadPoolExecutor() as pool:  # each starts a compiler
+            for purpose, path in zip(LIBRARIES, pool.map(build, LIBRARIES.values()), strict=True):
+                print(f"{purpose}: {path or 'none, the processor or Paddle has no such products'}")
     except UserError as error:
         if not args.if_possible:
             raise

@@ -16,7 +16,7 @@ from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.models.module import EvalOutput
+from ppfleetx.models.evaluator import EvalOutput
 from tests.e2e.conftest import NANO
 
 
