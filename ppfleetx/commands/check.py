@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.counts import bytes_text, counted
+from ppfleetx.config.counts import bytes_text, counted, runs_of
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
@@ -313,18 +313,15 @@ def _of_all_blocks(names: Iterable[str]) -> list[str]:
     blocks: dict[tuple[str, str], list[int]] = {}
     for name in names:
         found = _BLOCK.match(name)
-        before, number, after = found.groups() if found else (name, "-1", "")
-        blocks.setdefault((before, after), []).append(int(number))
-    return [f"{before}{_runs(numbers)}{after}" for (before, after), numbers in blocks.items()]
+        before, number, after = found.groups() if found else (name, None, "")
+        numbers = blocks.setdefault((before, after), [])
+        if number is not None:
+            numbers.append(int(number))
+    return [f"{before}{_shown(numbers)}{after}" for (before, after), numbers in blocks.items()]
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """Numbers as ranges: ``0-2,5``; empty for the -1 of a parameter outside the blocks."""
-    present = {number for number in numbers if number >= 0}
-    starts = sorted(n for n in present if n - 1 not in present)
-    ends = sorted(n for n in present if n + 1 not in present)
-    runs = zip(starts, ends, strict=True)
-    return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in runs)
+def _shown(numbers: Iterable[int]) -> str:
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs_of(numbers))
 
 
 def _schedule(cfg: RunConfig) -> str:

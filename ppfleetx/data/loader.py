@@ -149,7 +149,7 @@ class Dataset(Protocol):
         """The number of samples in one pass."""
 
     def describe(self) -> str:
-        """Describe the data in one line for people."""
+        """Describe the data for people, in one line or a few."""
 
     def __getitem__(self, index: int) -> Sample:
         """Return the arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s],

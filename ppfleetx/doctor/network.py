@@ -292,7 +292,8 @@ def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The address that Paddle's launcher announces for this machine: ``POD_IP``, or else the host name's."""
+    """The address that Paddle's launcher announces for this machine: ``POD_IP`` if it is set, else the
+    address of the host name, else 127.0.0.1."""
     if named := environ.get("POD_IP"):
         return named
     try:

@@ -159,10 +159,8 @@ def _optimizer_and_sync(
     seed = cfg.Global.seed if train else None
     masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
-        if (
-            cfg.Optimizer.groups or cfg.Optimizer.name == "Muon"
-        ):  # of the whole model, not of this rank's part
-            group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
+        # It refuses groups that suit no parameter of the whole model; this rank may have only a part of it.
+        group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
         fused = "adamw" in factory.fused.taken
         place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))
         optimizer = build_optimizer(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.commands.check import check_report
+from ppfleetx.commands.check import bubble_share, check_report
 from ppfleetx.config.field_types import all_keys, field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
@@ -71,6 +71,11 @@ def test_finetuning_and_evaluation_do_not_write_where_pretraining_does():
     assert not pretraining & set(places)
 
 
+def test_6_7b_has_its_size():
+    """FleetX's single-card file of that name had hidden size 1024."""
+    assert parameter_count(load_config(GPT / "pretrain_gpt_6.7B_sharding16.yaml").Model) == 6_654_402_560
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,6 +136,11 @@ def test_offload_names_what_the_host_has_to_hold(overrides, words):
     offload = ["Distributed.sharding.sharding_offload=True"]
     assert words in check_report(load_config(path, [*offload, *overrides]))
     assert words not in check_report(load_config(path, overrides))
+
+
+def test_bubble():
+    plan = load_config(GPT / "pretrain_gpt_13B_dp8.yaml").plan
+    assert bubble_share(plan, 64) == pytest.approx(7 / 71)
 
 
 def test_what_cannot_run_yet_is_named(small):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, make_sample
+from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, SampleOptions, make_sample
 from ppfleetx.data.indexed import IndexedDataset
 
 E = 9
@@ -30,17 +30,17 @@ def test_masks_around_ends_of_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "array"),
+    ("name", "array", "values"),
     [
-        ("reset_position_ids", "position_ids"),
-        ("reset_attention_mask", "document_start"),
-        ("eod_mask_loss", "loss_mask"),
+        ("reset_position_ids", "position_ids", [0, 1, 2, 0, 1, 2, 0]),
+        ("reset_attention_mask", "document_start", [0, 0, 0, 3, 3, 3, 6]),
+        ("eod_mask_loss", "loss_mask", [1, 1, 0, 1, 1, 0, 1]),
     ],
 )
-def test_each_option_changes_its_array_alone(name: str, array: str) -> None:
+def test_each_option_changes_its_array_alone(name: str, array: str, values: list[int]) -> None:
     plain, changed = make_sample(WINDOW, options()), make_sample(WINDOW, options(**{name: True}))
     differing = [key for key in changed if key not in plain or (plain[key] != changed[key]).any()]
-    assert differing == [array]
+    assert differing == [array] and changed[array].tolist() == values
     assert plain["position_ids"].tolist() == list(range(7)) and plain["loss_mask"].sum() == 7
 
 
@@ -89,6 +89,13 @@ def test_samples_cover_the_stream_once_and_overlap_by_one(
         assert np.array_equal(sample["labels"], stream[start + 1 : start + length + 1])
         assert sample["sample_ids"] == index
     assert sorted(dataset._maps.shuffle_index.tolist()) == list(range(len(dataset)))
+
+
+def test_a_padding_sample_counts_nowhere(toy_prefix: str, tmp_path: Path) -> None:
+    sample = build(toy_prefix, tmp_path)[PADDING]
+    assert sample["loss_mask"].sum() == 0
+    assert sample["sample_ids"] == -1
+    assert sample["tokens"].shape == (32,)
 
 
 def test_too_little_text_is_said_with_numbers(toy_prefix: str, tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ def test_what_fits_is_said(place: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["check", "train"])
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(place: Path, verb: str) -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
+    place: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(DataError) as caught:
         call(verb, ["-c", str(place / "run.yaml"), "-o", "Model.vocab_size=200"])
     for words in (
@@ -60,6 +62,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(place: Path, verb: st
         f"Data.tokenizer.dir is in {place / 'run.yaml'}:",
     ):
         assert words in str(caught.value)
+    assert verb == "train" or "is valid" not in capsys.readouterr().out
     assert not (place / "out" / "latest").exists()
 
 

@@ -12,6 +12,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.optimizer import MuonConfig, OptimizerConfig
+from ppfleetx.core.module.gpt import GPTModule
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.attention_spec import qkv_parts
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
@@ -21,6 +23,7 @@ from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.muon import Muon, newton_schulz
 from ppfleetx.optims.rule import ParamView
+from ppfleetx.parallel.parallelize import parallelize
 
 GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "muon.npz")
 CASES = sorted({key.split("/")[0] for key in GOLDENS.files} - {"ns"})
@@ -191,6 +194,13 @@ def test_muon_that_moves_nothing_is_refused():
         with pytest.raises(ConfigError) as found:
             group_rows(cfg, parameter_specs(model).values())
         assert found.value.key == "Optimizer.name"
+
+
+def test_training_refuses_it_too():
+    cfg = load_config("debug/gpt_nano", ["Optimizer.name=Muon", "Model.lora={rank: 2}"])
+    with pytest.raises(ConfigError) as found:
+        parallelize(GPTModule(cfg), cfg, ParallelContext.single(), train=True)
+    assert found.value.key == "Optimizer.name"
 
 
 def test_check_names_every_parameter_of_a_group():

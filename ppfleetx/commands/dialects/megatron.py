@@ -1,5 +1,5 @@
-"""The programs of ``projects/megatron`` and ``projects/paddleformers``: prepare
-GPT-2's corpus, train, collect results."""
+"""The programs of ``projects/megatron`` and ``projects/paddleformers``: prepare GPT-2's corpus, train,
+collect results."""
 
 from __future__ import annotations
 

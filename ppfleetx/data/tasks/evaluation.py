@@ -109,12 +109,12 @@ class EvaluationSet(Protocol):
 
 
 class SlidingWindows:
-    """Windows that score every token of a text but the first exactly once.
+    """Windows over a text that together score each of its tokens, except the first, exactly once.
 
     The first window scores ``max_seq_len`` tokens. Each later window begins ``stride`` tokens after the
-    previous one and scores its ``stride`` new tokens, so every token but the first few is predicted from at
-    least ``max_seq_len - stride`` tokens. The last window is shorter. ``num_words`` counts the words of the
-    text in the file, ``detokenizer`` names the rules applied to it.
+    previous one and scores its ``stride`` new tokens, so every token but the first ``max_seq_len - stride``
+    is predicted from at least that many tokens. The last window may be shorter. ``num_words`` counts the
+    words of the text in the file; ``detokenizer`` names the rules applied to it.
     """
 
     def __init__(

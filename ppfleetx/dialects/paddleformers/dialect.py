@@ -139,7 +139,8 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Check the length, and translate the steps of a profile."""
+    """Require ``max_steps``, because a run here ends after its steps, and translate the steps of a
+    profile."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
