@@ -12,7 +12,7 @@ ifeq ($(origin OUT)-$(origin CONFIG),command line-file)
 $(error OUT=$(OUT): the quickstart's configuration reads and writes in ./quickstart; give CONFIG=FILE with it, which names $(OUT))
 endif
 
-.PHONY: help quickstart chat test real-test device-test parity operators hangs planner-accuracy lint docs site docs-test clean
+.PHONY: help quickstart chat test slow-test real-test device-test parity operators hangs planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' 'BEGIN { n = 0 } /^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
@@ -62,7 +62,10 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
+
+slow-test: $(VENV)/.test  ## Run the tests and cases that make test leaves out
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 real-test: $(VENV)/.test $(REAL)  ## Compare a real model of 135 million parameters with transformers, shrink, finetune, export and convert it
 	PPFLEETX_REAL_MODEL=$(abspath $(REAL)) $(PY) -m pytest tests/real

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,8 +87,17 @@ def _reset_log() -> None:
     logger.propagate = True
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files that take minutes first, so that all workers end at about the same time."""
+    """Mark the later cases of ``slow_after`` as slow, and run files that take minutes first, so that all
+    workers end at about the same time."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        if quick := item.get_closest_marker("slow_after"):
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if cases[test] > quick.args[0]:
+                item.add_marker("slow")
     items.sort(key=_is_short)  # stable: otherwise the order stays
 
 

@@ -27,7 +27,9 @@ def exported_latent(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return make_export(tmp_path_factory.mktemp("latent_style"), {**STYLES["latent_style"], "moe": moe})
 
 
-@pytest.fixture(params=["exported", "exported_llama", "exported_latent"])
+@pytest.fixture(
+    params=["exported", "exported_llama", pytest.param("exported_latent", marks=pytest.mark.slow)]
+)
 def each(request: pytest.FixtureRequest) -> Exported:
     """Learned positions and a tied head; rotary positions, grouped heads, SwiGLU, a head of its own and a
     mixture of experts in the second layer; the same with latent attention, and DeepSeek's mixtures."""

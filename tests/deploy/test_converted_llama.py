@@ -112,6 +112,7 @@ def test_evaluation_sets_begin_with_bos(third: Path, tmp_path: Path) -> None:
         assert tokenizer.decode(window.ids[-window.num_scored :]) in (" fox", "x", "ox")
 
 
+@pytest.mark.slow
 def test_an_export_keeps_it_all(third: Path, generator: Generator) -> None:
     directory = export(configuration(third), CTX, load_generator(configuration(third), CTX))
     engine = InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))

@@ -96,6 +96,7 @@ def test_the_documented_commands(tmp_path: Path, exported: Exported) -> None:
     assert texts(answered) == expected.rstrip()
 
 
+@pytest.mark.slow
 def test_from_the_generation_yaml(tmp_path: Path, exported: Exported) -> None:
     """Its settings go with the export, and are used where the configuration has none of its own; replicas
     share the prompts and give what one process gives."""

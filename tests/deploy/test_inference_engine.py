@@ -55,6 +55,7 @@ def test_exported_and_dynamic_texts_are_equal(each: Exported, keys: dict[str, ob
     assert len({one.ids for generations in expected for one in generations}) > 3
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("keys", [SETTINGS["greedy"], SETTINGS["top_p"], SETTINGS["plain"]])
 def test_the_program_for_any_machine(
     each: Exported, keys: dict[str, object], monkeypatch: pytest.MonkeyPatch

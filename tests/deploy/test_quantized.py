@@ -40,6 +40,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("style", "way"), WAYS)
 def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", STYLES[style])

@@ -21,6 +21,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return make_export(tmp_path_factory.mktemp("large"), model, tokenizer_size=50_304)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 50}], ids=["all", "top_p", "top_k"])
 def test_rows_do_not_depend_on_their_batch_nor_on_the_export(large: Exported, options: dict) -> None:
     prompts = [[seed % 300, 7, 8 * seed, *range(seed % 11)] for seed in range(32)]

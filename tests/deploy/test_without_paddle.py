@@ -176,6 +176,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_every_tool_without_paddle(arguments: dict[str, list[str]], tmp_path: Path) -> None:
     assert set(arguments) == {*TOOLS, *MODULES}, "say here with which arguments a new tool does its work"
     results = run(arguments, tmp_path)

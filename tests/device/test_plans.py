@@ -141,6 +141,7 @@ def limited(here, device, tmp_path_factory):
     pools.close()
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(("plan", "model"), PLANS)
 def test_float32(comparison, need_cards, device, record_property, plan, model):
     need_cards(plan.world_size)
@@ -226,6 +227,7 @@ def train_in_16_bits(comparison, device):
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "model", "dtype", "level", "name"), HALF_PLANS)
 def test_16_bits(train_in_16_bits, need_cards, need_type, record_property, plan, model, dtype, level, name):
     need_cards(plan.world_size)

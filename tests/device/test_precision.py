@@ -57,6 +57,7 @@ def test_float32(alone, device, cpu_losses, record_property, model, recomputed):
     assert found <= TOLERANCE["float32"]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("recomputed", ["kept", "full", "core_attn"])
 @pytest.mark.parametrize(("dtype", "level"), FORMS)
 @pytest.mark.parametrize("model", ["gpt", "llama"])

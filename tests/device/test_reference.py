@@ -106,12 +106,14 @@ def test_ranks_that_do_different_things_are_named(broken):
     assert "all_reduce" in said and "broadcast" in said and "rank 1 of the group" in said
 
 
+@pytest.mark.slow
 def test_sends_wait_for_their_receives_where_that_is_asked_for(ranks, broken):
     assert ranks(2, "both_send_first") == [""] * 2
     values, _ = broken(2, "both_send_first", {"rendezvous": 1})
     assert "OSError" in values
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("refused", ["float64", "uint8"])
 def test_ascend_s_limits(broken, refused):
     """After an error a device is of no use any more, so the type that is refused comes last."""
@@ -130,6 +132,7 @@ def test_an_error_of_the_device_stays(broken):
     assert values == [["OSError", "OSError"]] and "as the test asked for" in log
 
 
+@pytest.mark.slow
 def test_a_training_as_the_page_has_it(tmp_path):
     """A program of its own, which finds the device by its environment alone."""
     write_corpus(tmp_path / "toy")

@@ -46,6 +46,7 @@ def test_cards_that_are_not_there_are_the_reason(look, monkeypatch):
     assert look().sizes() == [1, 2, 4]
 
 
+@pytest.mark.slow
 def test_a_test_leaves_a_report(tmp_path):
     """In a pytest of their own, as a user starts it."""
     if reference.obstacle():

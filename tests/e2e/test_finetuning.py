@@ -125,6 +125,7 @@ def test_plans_equal_one_card(pools, files, tmp_path, plans, more):
         assert metrics(found) == metrics(expected)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [GLUE, SFT])
 def test_a_run_goes_on_exactly(pools, files, base, tmp_path, config):
     """Dropout is on, in the adapters too; on responses adapters are saved alone."""

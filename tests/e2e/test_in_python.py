@@ -36,6 +36,7 @@ if late == "late":
 """
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("late", ["first", "late"])
 def test_several_runs_in_one_process(corpus, tmp_path, late):
     """With the same and with another model; after Paddle was imported and used, with one warning."""

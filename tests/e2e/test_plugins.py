@@ -180,6 +180,7 @@ def letters(cfg):
 """
 
 
+@pytest.mark.slow
 def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(
     pools: Pools, corpus: Path, tmp_path: Path
 ) -> None:

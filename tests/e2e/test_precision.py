@@ -81,6 +81,7 @@ def test_a_skipped_step_uses_its_samples_and_moves_nothing_else(whole, train):
             scale, quiet = scale * 2, 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("save_at", [2, 10])
 def test_a_resumed_run_repeats_the_uninterrupted_one(whole, train, save_at):
     """Stopped among the skipped steps, and in the middle of a window."""
@@ -90,6 +91,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(whole, train, save_at):
     assert progress(second) == progress(whole)[save_at:]
 
 
+@pytest.mark.slow_after(1)
 def test_under_another_plan_the_scale_goes_on(whole, train):
     first = train("first", HALF, Engine__save_load__save_steps=10)
     ckpt_dir = str(first / "epoch_0_step_10")
@@ -119,6 +121,7 @@ def test_offload_comes_and_goes_at_a_checkpoint(train):
         assert_same_weights(wholes[number] / "epoch_0_step_8", again / "epoch_0_step_8")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_go_between_precisions_without_loss(train, pools, dtype):
     """From float32 to 16 bits the masters are the float32 weights, and back the weights are the masters."""

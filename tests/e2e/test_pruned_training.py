@@ -76,6 +76,7 @@ def scheduled(request, tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> 
     return output_dir, request.param, done.stdout + done.stderr
 
 
+@pytest.mark.slow_after(1)
 def test_what_is_taken_out_stays_out(scheduled) -> None:
     output_dir, _, said = scheduled
     steps = {step: open_checkpoint(output_dir / f"epoch_0_step_{step}") for step in (8, 12, 16, 40)}
@@ -116,6 +117,7 @@ def test_the_smaller_model_computes_the_same(scheduled, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(small), logits(whole), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("step", [8, 12, 20])
 def test_a_resumed_run_goes_on_bit_for_bit(scheduled, tool: Tool, tmp_path: Path, step: int) -> None:
     output_dir, config, _ = scheduled

@@ -24,6 +24,7 @@ KEPT, STEPS = 3, 12
 TIMES = int(os.environ.get("PPFLEETX_TESTS_TIMES", "1"))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
 def test_killed_runs_end_as_if_nothing_had_happened(tmp_path, corpus, in_background):
     killed = KilledRuns(tmp_path, corpus, {"Engine.save_load.async_save": in_background})

@@ -39,6 +39,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_others_end_and_name_who_was_lost(tmp_path: Path, corpus: Path, case: Case) -> None:
     overrides = {

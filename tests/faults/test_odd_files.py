@@ -88,6 +88,7 @@ def outcome(path: Path, overrides: list[str]) -> str:
     return "accepted"
 
 
+@pytest.mark.slow
 def test_odd_overrides_are_accepted_or_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     rng, keys = random.Random(3), all_keys(RunConfig)
@@ -100,6 +101,7 @@ def test_odd_overrides_are_accepted_or_refused(monkeypatch: pytest.MonkeyPatch, 
     assert found.count("accepted") > 5 and found.count("refused") > 60
 
 
+@pytest.mark.slow
 def test_odd_lines_are_accepted_or_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(CONFIGS, tmp_path / "configs")

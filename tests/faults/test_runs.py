@@ -53,6 +53,7 @@ def saved_at(output_dir, step):
     return manifest.tensors, manifest.state, manifest.ranks
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", SAME_PLANS, ids=str)
 def test_continuation_and_background(pools, corpus, tmp_path, plan):
     whole, background, rest = tmp_path / "whole", tmp_path / "background", tmp_path / "rest"

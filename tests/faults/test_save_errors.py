@@ -30,6 +30,7 @@ def undisturbed(pools, corpus, tmp_path_factory):
     return losses_under
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("number", "in_background"),
     [(errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EROFS, False), (errno.EACCES, True)],
@@ -62,6 +63,7 @@ def test_a_last_save_that_fails_is_an_error_all_the_same(pools, corpus, tmp_path
     assert program.steps() == [1, 2, 3] and len(losses(tmp_path)) == 4
 
 
+@pytest.mark.slow_after(1)
 @BOTH_WAYS
 @pytest.mark.parametrize(
     ("target", "more", "words"),
@@ -81,6 +83,7 @@ def test_one_rank_whose_part_is_not_written_is_named_by_all(
     assert resolve_checkpoint(tmp_path, verify=True).name == "epoch_0_step_1"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("plan", "in_background"),
     [(Plan(mp=2), False), (Plan(mp=2), True), (Plan(dp=2), False), (Plan(pp=2), True)],

@@ -21,6 +21,7 @@ def train(**arguments):
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("plan", "model", "more"),
     [(Plan(sep=2), "gpt", {}), (Plan(sep=2), "llama", {"documents": True}), (Plan(sep=2, mp=2), "mixed", {})],

@@ -165,6 +165,7 @@ def test_the_gradient_is_that_of_a_loss_that_the_task_adds_up(
     assert abs(one_card[0][1] / plain["grad_norm"][0] - 1) > 1e-3, "the penalty has a gradient"
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(("plan", "extra"), CASES, ids=str)
 def test_plans_find_the_same(
     comparison: Comparison, one_card: list[list[float]], plan: Plan, extra: dict[str, Any]
@@ -180,6 +181,7 @@ def three_on_one_card(comparison: Comparison) -> list[list[float]]:
     return run(comparison.pools, Plan(), {}, by="three")[0]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("plan", "extra"), [CASES[i] for i in (0, 2, 4, 5, 6, 8, 11)], ids=str)
 def test_each_divisor(
     comparison: Comparison, three_on_one_card: list[list[float]], plan: Plan, extra: dict[str, Any]

@@ -43,6 +43,7 @@ PLANS = [
 NAMES = [f"{plan}{', LoRA' if extra is LORA else ''}" for plan, extra, _ in PLANS]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(("plan", "extra", "copied"), PLANS, ids=NAMES)
 def test_one_ulp_on_one_rank(comparison, plan, extra, copied):
     ranks = comparison.pools.run(

@@ -9,6 +9,7 @@ from tests.parity.test_plans import ALIKE, DROPOUT
 FOUR_LAYERS = {**DROPOUT, "Model.num_layers": 4}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("granularity", ["full", "core_attn"])
 def test_recomputation_drops_the_same(comparison, granularity):
     """In the pipeline, where other micro batches run between a forward pass and its recomputation."""
@@ -47,6 +48,7 @@ def test_streams_of_two_ranks(comparison, plan, trunk_is_replicated):
     assert len(set(both)) == len(both) - num_replicated, "two streams drew the same"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("plan", "extra"),
     [

@@ -90,6 +90,7 @@ def test_every_key_of_the_configuration_is_an_option_or_says_why_not() -> None:
     assert (here | others) - _all_keys() == set(), "no such keys"
 
 
+@pytest.mark.slow
 def test_pairs_are_many_and_each_refusal_names_a_key() -> None:
     found = pairs()
     assert len({pair.names for pair in found}) > 10 * len(OPTIONS)
@@ -105,6 +106,7 @@ def comparison(tmp_path_factory):
     pools.close()
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "pair",
     [

@@ -39,6 +39,7 @@ BOTH = [MP, SEP, PP, Plan(mp=2, sep=2, sequence_parallel=True)]
 TURNS = [(plan, ("gpt", "llama")[number % 2]) for number, plan in enumerate(PLANS) if plan not in BOTH]
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize(
     ("plan", "model"), [*TURNS, *((plan, model) for plan in BOTH for model in ("gpt", "llama"))], ids=str
 )
@@ -219,12 +220,19 @@ WAYS = {
 }
 
 
+# The first case of each way comes first, the second ones next, ...
+IN_TURNS = sorted(
+    ((number, way, case) for way, cases in WAYS.items() for number, case in enumerate(cases)),
+    key=lambda turn: turn[0],
+)
+
+
+@pytest.mark.slow_after(len(WAYS) + 3)
 @pytest.mark.parametrize(
     ("plan", "model", "options"),
     [
         pytest.param(*case, id=f"{way}: {case[1]}, {case[0]}{case[0].pp_layers or ''}")
-        for way, cases in WAYS.items()
-        for case in cases
+        for _, way, case in IN_TURNS
     ],
 )
 def test_weights_too(comparison, plan, model, options):

@@ -55,6 +55,7 @@ def difference(results, expected):
     return max(abs(a - b) / abs(b) for a, b in zip(results[0]["loss"], expected["loss"], strict=True))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("plan", "dtype", "level"),
     [
@@ -74,6 +75,7 @@ def test_close_to_one_card(run, one_card, plan, dtype, level):
         assert set(result["scale"]) == ({32768.0} if dtype == "float16" else {None})
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_scales_from_above(run, one_card, plan):
     """Every rank skips the same steps, and they are the ones that one card skips with micro batches as
@@ -89,6 +91,7 @@ def test_scales_from_above(run, one_card, plan):
         assert changed == [not skipped for skipped in result["skipped"]], "a skipped step changed a state"
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
@@ -137,6 +140,7 @@ def test_bfloat16_has_no_scale_and_skips_nothing(run):
     assert result["scale"] == [None] and result["error"].startswith("gradient norm is")
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -164,6 +168,7 @@ def test_the_start_takes_little_more_than_what_is_kept(comparison, plan):
     assert peak == pytest.approx(predicted, rel=0.01)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("stage", "options", "steps"),
     [

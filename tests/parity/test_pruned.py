@@ -24,6 +24,7 @@ def comparison(tmp_path_factory):
     pools.close()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("plan", "model"), CHOICE, ids=str)
 def test_losses_gradients_and_weights(comparison, plan, model):
     comparison.check(plan, model, extra=pruned.FORMS[SCHEDULE])
@@ -43,6 +44,7 @@ def test_plans_change_at_each_resumption(comparison, tmp_path):
     assert comparison.train_along(plans, tmp_path, **PART) == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("plan", [Plan(), Plan(mp=2), Plan(sharding=2, sharding_stage=2)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_master_weights_stay_zero_too(comparison, plan, dtype):

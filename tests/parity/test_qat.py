@@ -14,6 +14,7 @@ def test_scales_belong_to_the_model_and_go_from_plan_to_plan(comparison, tmp_pat
     assert comparison.train_along(plans, tmp_path, **options) == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_learned_clips_without_a_gradient_yet_pass_the_fused_optimizer(comparison, stage):
     """Operators are fused in float32 only, where a sum in another order may round to the next grid point."""

@@ -30,6 +30,7 @@ def train_part(**arguments):
     return training.train_part(**arguments)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [
