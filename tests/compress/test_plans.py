@@ -62,6 +62,7 @@ def test_two_ranks_compute_what_one_process_does(pools, small, style, form) -> N
             assert ranks[0]["ids"] == alone["ids"], name
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("style", "form"), [("gpt2_style", "int4"), ("llama_style", "int8")])
 def test_adapters_beside_quantised_weights_train_as_on_one_card(pools, small, style, form, tmp_path) -> None:
     config = tmp_path / "adapted.yaml"

@@ -11,7 +11,7 @@ from tools.gen_parallelism_docs import order_of_passes, timetable, zero_bubble_t
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["parallelism", "dialect", "planner"])
+@pytest.mark.parametrize("page", ["parallelism", "dialect", pytest.param("planner", marks=pytest.mark.slow)])
 def test_pages_are_up_to_date(page):
     tool = f"tools/gen_{page}_docs.py"
     done = subprocess.run([sys.executable, tool, "--check"], cwd=ROOT, capture_output=True, text=True)

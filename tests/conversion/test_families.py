@@ -93,6 +93,7 @@ def tokens_of(rows: list[list[Generation]]) -> list[list[int]]:
     return [list(row[0].ids) for row in rows]
 
 
+@pytest.mark.slow_after(6)
 @ALL
 def test_greedy_search_gives_transformers_tokens(tmp_path, name):
     """Rows of unequal lengths in one batch, with keys kept and without; each alone with guessed tokens."""
@@ -104,6 +105,7 @@ def test_greedy_search_gives_transformers_tokens(tmp_path, name):
     assert tokens_of(alone) == TOLD[name]["ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["qwen3_window", "gemma3", "olmo3", "stablelm_norms", "bloom", "falcon_new", "cohere2", "opt"]
 )

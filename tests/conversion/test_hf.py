@@ -233,6 +233,7 @@ print(high_water() - base)
 """
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("source", ["hf", "ppfleetx"])
 def test_memory_is_that_of_a_few_tensors(tmp_path, source):
     """A model of 22 equal layers: 170 MB, the largest tensor 2.6 MB."""

@@ -152,6 +152,7 @@ def _parts(output: IO[bytes]) -> Iterator[bytes]:
             yield part
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "name, words",
     [
