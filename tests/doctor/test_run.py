@@ -151,6 +151,7 @@ if os.environ.get("PADDLE_TRAINER_ID") == "1":
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_killed(tmp_path):
     """A whole job: its first rank waits for the other, gives up, and tells why; nothing is left running."""
     (tmp_path / "sitecustomize.py").write_text(STOPS)

@@ -37,6 +37,7 @@ def mixture(request) -> tuple[Generator, list[list[int]], list[list[int]]]:
     return Generator(model, cfg, None), [*prompts], [*following]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("batch_rows", "keys"),
     [(1, {"prompt_lookup_num_tokens": 3}), (7, {}), (7, {"use_cache": False})],

@@ -60,6 +60,7 @@ def _results(file: Path) -> tuple[list[dict[str, Any]], list[float]]:
     return records, [one.pop("score") for one in generations if "score" in one]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("style", "plan"),
     [("gpt2", "dp2"), ("gpt2", "sharding2"), ("gpt2", "mp2"), ("llama", "mp2"), ("deepseek", "mp2")],

@@ -57,6 +57,7 @@ def test_what_is_guessed(history, count, expected):
     assert guess(np.array(history), count).tolist() == expected
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("prompts", [[CYCLE], [CYCLE, [3, 1], [5], CYCLE[:7], [9, 9, 9, 9]]])
 def test_tokens_are_those_without_guesses(model, prompts):
     next_token, limits = NextTokenModel(model, 61), [NEW - 7 * row for row in range(len(prompts))]

@@ -101,6 +101,7 @@ def test_options_beyond_float32_leave_the_likeliest_token(options: dict) -> None
         assert draw(weights, paddle.to_tensor(numbers)).tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_tokens_of_many_blocks_are_drawn_as_often_as_they_should_be() -> None:
     """Of 300 tokens, two of the three blocks of which are not full of likely ones."""
     draws, vocab = 40_000, 300
