@@ -24,6 +24,7 @@ class TokensOnly(Exported):
         return self.model(tokens)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("variant", "packed"), [(name, False) for name in VARIANTS] + [("gpt2", True), ("llama", True)]
 )

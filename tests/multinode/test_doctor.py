@@ -126,6 +126,7 @@ def test_an_interface_of_another_network_and_one_that_is_down_are_named(nodes) -
     assert any(f"{second.cable} 10.77.0.2 (down)" in row["found"] for row in rows["nodes", "interfaces"])
 
 
+@pytest.mark.slow
 def test_faults_of_one_node_are_all_named(corpus: Path, tmp_path: Path, nodes) -> None:
     output, empty = tmp_path / "output", tmp_path / "empty"
     output.mkdir()

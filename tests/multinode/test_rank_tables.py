@@ -50,6 +50,7 @@ def start(node: Node, port: int, table: Path, config: Path, devices: str) -> sub
     )
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_process(corpus: Path, tmp_path: Path, nodes: tuple[Node, Node]) -> None:
     tools = PROJECT / "mindformers/tools"
     for node in nodes:

@@ -89,6 +89,7 @@ def test_a_rank_killed_on_one_node_ends_both(tool: Tool, tmp_path: Path, nodes) 
     assert "Container rank 1" in results[1][1]  # the launcher counts the ranks of its node
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_waited_for_and_an_unplugged_host_is_not(
     tool: Tool,  # noqa: F811
     tmp_path: Path,

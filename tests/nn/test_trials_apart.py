@@ -46,6 +46,7 @@ def tried(*names: str, device: str = "cpu") -> list[str | None]:
     return trials_apart.tried_apart(trials, device, {"FLAGS_check_nan_inf_level": 3})
 
 
+@pytest.mark.slow
 def test_one_child_makes_the_trials_until_one_costs_it_the_card_or_its_life():
     found = tried("right", "wrong", "tells_flags", "poisons", "right", "crashes", "right")
     assert [found[number] for number in (0, 4, 6)] == [None] * 3

@@ -16,6 +16,7 @@ def compare(row, found, committed):
         warnings.warn(f"{row}: fewer than committed; keep it so: {CURE}", stacklevel=2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("row", counts.STEPS)
 def test_a_step_waits_no_more_than_before(pools, row):
     compare(row, counts.step(pools, row), counts.read()["steps"][row])

@@ -18,6 +18,7 @@ def runs(tmp_path_factory):
     return write_runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("scenario", [*few()], ids=lambda scenario: scenario.name)
 def test_only_kernels_of_the_table_run(pools, runs, scenario):
     found = pools(scenario.world).run(CASES + scenario.case, **arguments_of(scenario, runs))

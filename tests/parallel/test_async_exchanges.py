@@ -55,6 +55,7 @@ def test_what_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch
     assert waited == [before + 4096] and held() == before
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("plan", "model", "extra", "keys"),
     [

@@ -23,6 +23,7 @@ def on_one_card(comparison):
     return functools.cache(lambda name: comparison.pools.run(Plan(), TRAIN, micro_batch_size=1, name=name)[0])
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

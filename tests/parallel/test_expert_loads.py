@@ -32,6 +32,7 @@ def steps(moe: str, micro_batch_size: int, **more: object) -> tuple[list[float],
     return numbers, {name: parameter.numpy() for name, parameter in named if ".router." in name}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "moe",
     [

@@ -12,6 +12,7 @@ from tests.helpers.ranks import Pools
 from tests.parity.comparison import Comparison
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, ep=2)], ids=str)
 def test_a_run_whose_tokens_all_go_to_one_expert_goes_on_and_says_so(comparison, plan):
     call = "tests.parallel.test_experts:all_to_one_expert"
@@ -35,6 +36,7 @@ def two_nodes(tmp_path_factory):
         each.close()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
