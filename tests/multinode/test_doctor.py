@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import NANO, ROOT, environment
 from tests.helpers import programs
 from tests.multinode.nodes import Node

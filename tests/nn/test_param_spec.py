@@ -97,6 +97,7 @@ def ranks_alike(plan: ParallelPlan, rank: int, *but: str) -> list[int]:
     return [r for r in range(plan.world_size) if all(plan.coordinates(r)[a] == at[a] for a in same)]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_what_follows_is_what_each_parameter_needs(declared, size):
     degrees = {(p.dp, p.mp, p.pp, p.sharding, p.sep, p.sequence_parallel): p
