@@ -71,6 +71,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_quantised_checkpoint_speaks_for_itself(run_dir, corpus, tmp_path, way) -> None:
     report = _quantize(run_dir, tmp_path / "small", calibration=corpus, **WAYS[way])

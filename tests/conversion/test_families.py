@@ -93,7 +93,7 @@ def tokens_of(rows: list[list[Generation]]) -> list[list[int]]:
     return [list(row[0].ids) for row in rows]
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(4)
 @ALL
 def test_greedy_search_gives_transformers_tokens(tmp_path, name):
     """Rows of unequal lengths in one batch, with keys kept and without; each alone with guessed tokens."""
@@ -119,6 +119,7 @@ def test_an_exported_program_gives_them_too(tmp_path, name):
         assert tokens_of([engine.generate([one], options)[0] for one in PROMPTS]) == TOLD[name]["ids"]
 
 
+@pytest.mark.slow
 def test_longrope_is_exported_for_short_rows_alone(tmp_path):
     """Where no row becomes long, nothing has to be computed anew."""
     name, longest = "phi3_longrope_up_to_its_length", 24

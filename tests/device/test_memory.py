@@ -30,7 +30,7 @@ def pools(here):
     pools.close()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -92,6 +92,7 @@ def test_epochs_are_refused(tool: Tool, tmp_path: Path) -> None:
     assert "Global.rampup_batch_size" in message and "run_mode" in message
 
 
+@pytest.mark.slow
 def test_sequences_grow_under_any_plan_and_over_a_stop(pools, corpus: Path, tmp_path: Path) -> None:
     """The length of a step follows from the samples before it."""
     growing = {"Global.rampup_seq_len": "[4,4,64]", "Engine.max_steps": 5, "Engine.eval_freq": 0}

@@ -102,6 +102,7 @@ def test_under_another_plan_the_scale_goes_on(whole, train):
         assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_offload_comes_and_goes_at_a_checkpoint(train):
     """Masters and moments saved from host memory, in the background, go on where they are on the device, and
     the other way round: bit for bit."""

@@ -16,6 +16,7 @@ def resumption(pools: Pools, corpus: Path, tmp_path_factory: pytest.TempPathFact
     return Resumption(pools, tmp_path_factory.mktemp("runs"), corpus, steps=4, num_layers=4)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("before", "after"), SOME, ids=str)
 def test_another_plan_continues_the_run(resumption: Resumption, before: Plan, after: Plan) -> None:
     assert resumption.difference(before, after) <= TOLERANCE

@@ -118,6 +118,7 @@ def train_in_ranks(directory: str, output: str) -> None:
         train(*start_process(str(NANO), given, reads=("Train", "Eval")))
 
 
+@pytest.mark.slow
 def test_plans_record_the_same(pools: Pools, both: Path, tmp_path: Path) -> None:
     arguments = {"directory": str(both), "output": str(tmp_path)}
     for size in (1, 2):

@@ -39,6 +39,7 @@ PLANS = (
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("action", ["skip", "rewind"])
 def test_a_spike_is_left_out_the_same_under_any_plan(pools, corpus, tmp_path, action):
     assert run(pools, corpus, tmp_path / "one", action, ParallelPlan()) == [""]

@@ -93,6 +93,7 @@ def test_groups_are_those_of_an_independent_search(make_model, kind: str) -> Non
     assert len({tuple(ids) for results in found for ids in results}) > len(prompts)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     "rules", [RULES, Rules((9,), 0, forced_bos_id=17, forced_eos_id=23)], ids=["rules", "forced"]
 )

@@ -76,6 +76,7 @@ def comparable(golden: dict) -> tuple[list[list[int]], list]:
     return [PROMPTS[number] for number in numbers], [golden["ids"][number] for number in numbers]
 
 
+@pytest.mark.slow_after(18)
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "full_forward"])
 @pytest.mark.parametrize("case", GREEDY)
 def test_greedy(next_token: NextTokenModel, family: str, case: str, use_cache: bool) -> None:
@@ -89,6 +90,7 @@ def test_greedy(next_token: NextTokenModel, family: str, case: str, use_cache: b
     assert [[row.ids] for row in rows] == expected
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("case", BEAM)
 def test_beam_search(next_token: NextTokenModel, family: str, case: str) -> None:
     """All prompts in one batch of unequal lengths. Hugging Face's own default length penalty is 1."""

@@ -74,6 +74,7 @@ def test_tokens_are_those_without_guesses(model, prompts):
                 assert decode_with_lookup(next_token, prompts, rules, limits, most) == expected
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("which", ["itself", "noisy", "another", "itself, shorter"])
 @pytest.mark.parametrize("prompts", [[CYCLE], [[3, 1], CYCLE, [5], CYCLE[:7], [9, 9, 9, 9]]])
 def test_tokens_are_those_without_an_assistant(make_model, prompts, which):

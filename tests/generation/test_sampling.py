@@ -48,6 +48,7 @@ def expected_distribution(
     return result
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_chi_square(options: dict) -> None:
     draws = 20_000

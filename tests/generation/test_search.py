@@ -31,6 +31,7 @@ def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool =
     return [(row.ids, row.finish_reason) for row in rows]
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize(
     "rules", [Rules(), Rules((9,), 4, RowOptions(repetition_penalty=1.3))], ids=["plain", "end_min_penalty"]
 )

@@ -88,6 +88,7 @@ O1, O2 = HALVES[:2]
 ZERO_BUBBLE = Plan(pp=2, pp_schedule="zb_h1")
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("plan", "extra", "taken", "more"),
     [

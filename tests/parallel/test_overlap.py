@@ -175,6 +175,7 @@ def test_one_bucket_beside_the_gradients():
     assert peak(True) - peak(False) <= 2 * size
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -55,6 +55,7 @@ def test_each_layer_waits_for_its_own(monkeypatch):
     assert len(events) == 1 + 1 + 3
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
     """With messages that bring nothing before somebody waits for them."""

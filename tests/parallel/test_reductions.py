@@ -28,6 +28,7 @@ ON_CPUS_ALONE = "all_reduce of float64 in nn/loss.py:_parallel_entropy"
 PRUNED = {"Compress.Prune.enable": True, "Compress.Prune.ratio": 0.5, "Compress.Prune.begin_step": 0}
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     ("plan", "extra"),
     [

@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(("plan", "model", "extra"), CASES, ids=str)
 def test_numbers_are_those_of_1f1b_to_the_bit(pools: Pools, plan: Plan, model: str, extra: dict) -> None:
     ranks = compare(pools, plan, model, **extra)

@@ -8,6 +8,7 @@ from tests.parity.test_plans import LORA, SMALL, WINDOW, YARN, recompute
 BY_LAYER = {"Model.attention_window_layers": "[0]", "Model.rotary_layers": "[0, 1]"}  # SMALL has two layers
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("model", "extra", "other"),
     [

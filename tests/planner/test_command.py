@@ -97,6 +97,7 @@ def test_plans_are_ranked(capsys):
     assert "memory by part" in text
 
 
+@pytest.mark.slow
 def test_least_memory_comes_first_where_it_is_the_goal(capsys):
     found = json.loads(planned(capsys, "--devices", "8", "--goal", "memory", "--json"))
     memory = [max(plan["memory_gib"]) for plan in found["plans"]]
@@ -105,6 +106,7 @@ def test_least_memory_comes_first_where_it_is_the_goal(capsys):
     assert memory[0] < max(fast["plans"][0]["memory_gib"])
 
 
+@pytest.mark.slow
 def test_offload_is_tried_where_memory_is_short(capsys):
     """13B in float16 on four cards of 40 GB: states alone are more than all of them hold."""
     config = "ppfleetx/configs/nlp/gpt/pretrain_gpt_13B_dp8.yaml"

@@ -7,6 +7,7 @@ from tests.planner.machine import compare_memory, compare_traffic
 from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS, overrides
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("plan", "family"),
     [
@@ -30,6 +31,7 @@ def test_memory_is_what_the_allocator_counts(pools, plan, family):
         assert abs(row.error) <= (0.0 if exact else 0.08), row
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("plan", "family"),
     [

@@ -97,7 +97,7 @@ def run(path: Path, **inputs: np.ndarray) -> np.ndarray:
     return predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("name", "way"), CASES)
 @pytest.mark.parametrize("by_cpu_ops", [False, True], ids=["paddle", "cpu_ops"])
 def test_logits_are_those_of_the_model(name, way, by_cpu_ops, tmp_path) -> None:

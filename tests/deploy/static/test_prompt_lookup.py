@@ -33,6 +33,7 @@ def test_guesses_are_those_of_the_generator() -> None:
     assert 50 < found < 250
 
 
+@pytest.mark.slow_after(1)
 def test_tokens_of_a_single_prompt_are_those_without_guesses(each: Exported) -> None:
     """Also at the last position of the model, which the second to last text gets to."""
     texts = ["the cat", "hat and hat and hat and hat and", "a", "é" * 29, "cat cat cat cat"]
