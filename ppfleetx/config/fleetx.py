@@ -64,7 +64,7 @@ _DROPPED = {
     "Generation.early_finish": "generation ends when every sequence has ended",
     "Compress.Quantization.onnx_format": "exported models have one format",
     "Compress.Quantization.for_tensorrt": "exported models have one format",
-    "Compress.Quantization.is_full_quantize": "quantizable_layer_type says what is quantised",
+    "Compress.Quantization.is_full_quantize": "quantizable_layer_type says what is quantized",
     "Compress.Prune.cal_sens": "ppfleetx prune reports what is removed",
     "Tuning": "there is no automatic parallel mode",
     "Fused": "it changes no result",
@@ -218,7 +218,7 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 def _task_of_program(tree: Node) -> Iterator[str]:
     """Set the task that a file of the later layout leaves to its program (``finetune/run.py``,
-    ``offline-eval/run.py``), recognised by the datasets."""
+    ``offline-eval/run.py``), recognized by the datasets."""
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
         ("Eval", _OFFLINE, "GPTEvalModule"),

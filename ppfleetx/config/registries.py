@@ -99,7 +99,7 @@ class NormTraits:
     """Facts about a norm.
 
     Attributes:
-        parameters: its parameters, out of ``weight`` and ``bias``; each has the normalised width.
+        parameters: its parameters, out of ``weight`` and ``bias``; each has the normalized width.
         zero_centered: whether the gain is ``1 + weight``.
     """
 

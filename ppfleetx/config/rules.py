@@ -53,7 +53,7 @@ def _texts(cfg: RunConfig) -> Iterator[RuleError]:
         if dataset.is_glue and not cfg.Model.task.classifies:
             yield RuleError(
                 (f"{key}.name", "Model.module"),
-                f"a GLUE task is learnt by Model.module = {modules_that('classifies')}, "
+                f"a GLUE task is learned by Model.module = {modules_that('classifies')}, "
                 f"not by {cfg.Model.module}",
             )
 
@@ -191,7 +191,7 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
     if cfg.Model.moe is not None and cfg.Compress.quantization is not None and cfg.plan.emp > 1:
         yield RuleError(
             (f"{_SECTION}.enable", "Distributed.expert_mp_degree", "Distributed.mp_degree"),
-            "experts whose matrices are sliced are not trained with quantisation; set expert_mp_degree to 1",
+            "experts whose matrices are sliced are not trained with quantization; set expert_mp_degree to 1",
         )
     if cfg.Compress.Distill is not None and cfg.Model.task.classifies:
         keys = ("Compress.Distill", "Model.module")

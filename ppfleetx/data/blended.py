@@ -33,7 +33,7 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     """The corpus of each sample, int16 [size], and the sample's number within that corpus, int64 [size].
 
     Sample k is taken from the corpus that is furthest behind its share: the one with the largest ``weight *
-    max(k, 1) - taken``, or the first of these. Weights are normalised. Megatron-LM's ``helpers.cpp`` uses the
+    max(k, 1) - taken``, or the first of these. Weights are normalized. Megatron-LM's ``helpers.cpp`` uses the
     same rule in the same double precision, so both produce the same order.
     """
     shares = np.array(weights, np.float64)
@@ -123,7 +123,7 @@ def _walk(
     return chosen, taken
 
 
-def normalise(weights: Sequence[float]) -> list[float]:
+def normalize(weights: Sequence[float]) -> list[float]:
     values = np.array(weights, np.float64)
     return (values / np.sum(values)).tolist()
 
@@ -163,7 +163,7 @@ def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) ->
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
     about = {"exhaustive": sizes, "num_samples": num_samples}
     build = partial(exhaustive_indices, sizes, num_samples)
-    return _order(["exhaustive", sizes], normalise(sizes), num_samples, cache_dir, build, about)
+    return _order(["exhaustive", sizes], normalize(sizes), num_samples, cache_dir, build, about)
 
 
 def _order(

@@ -17,7 +17,7 @@ from ppfleetx.data.blended import (
     BlendedDataset,
     blend_sizes,
     exhaustive_order,
-    normalise,
+    normalize,
     weighted_order,
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
@@ -260,7 +260,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """The parts to blend, with normalised weights. Corpora without a weight of their own are left out if they
+    """The parts to blend, with normalized weights. Corpora without a weight of their own are left out if they
     are too short for one sample."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
@@ -271,7 +271,7 @@ def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode
             get_logger().warning(f"{mode}: left out, since their split is shorter than one sample: {names}")
             parts = [part for part in parts if part.num_tokens > dataset_cfg.max_seq_len]
     parts = [part for part in parts if part.weight > 0] or parts[:1]
-    weights = normalise([part.weight for part in parts])
+    weights = normalize([part.weight for part in parts])
     return [replace(part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
 
 

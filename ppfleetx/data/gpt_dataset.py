@@ -1,4 +1,4 @@
-"""Samples for language modelling, cut from one split of a corpus in Megatron-LM's order."""
+"""Samples for language modeling, cut from one split of a corpus in Megatron-LM's order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The order of training samples: document, sample and shuffle maps, bit for bit equal to Megatron-LM's.
 
 A split's sequences, repeated for E epochs and shuffled (`document_index`), form one long stream of tokens.
-Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so neighbours share one.
+Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so neighbors share one.
 `sample_index` says where each sample starts, and `shuffle_index` in which order the samples are visited. The
 rules are the same as in Megatron-LM's ``core/datasets/gpt_dataset.py``, but no loop runs over samples or
 documents.

@@ -1,4 +1,4 @@
-"""Tokenised corpora on disk: Megatron's ``.bin`` / ``.idx`` pair, read through mmap and written as a stream.
+"""Tokenized corpora on disk: Megatron's ``.bin`` / ``.idx`` pair, read through mmap and written as a stream.
 
 ``PREFIX.bin`` holds the token ids of all sequences, one after another, and nothing else. ``PREFIX.idx`` is,
 little-endian throughout (N sequences, D = documents + 1)::
@@ -249,7 +249,7 @@ class IndexedDatasetWriter:
     """Writes a ``.bin`` / ``.idx`` pair as a stream; nothing appears under the final names before `finalize`.
 
     It also writes the checksums of both files (`ppfleetx.data.checksums`). The index is held in memory as
-    flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalises on
+    flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalizes on
     success, and removes the temporary file if the block raises. Raises DataError if the dtype cannot be
     stored, or a file cannot be written.
     """

@@ -46,7 +46,7 @@ class Observed:
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
     """Fit the card of ``cluster`` to runs; also returns a text that compares the errors before and after.
 
-    Minimises the squared difference between the logarithms of predicted and measured step times. The compute
+    Minimizes the squared difference between the logarithms of predicted and measured step times. The compute
     constants are scaled together; with two or more runs, links and latencies are scaled too, but stay near
     the card's values unless the runs show otherwise.
 

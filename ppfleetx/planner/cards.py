@@ -97,7 +97,7 @@ class Card(Section):
         return num_bytes / speed + kernels * self.kernel_latency_us * _MICRO
 
     def link_bandwidth(self, num_cards: int) -> float:
-        """The bus bandwidth in bytes/s of a collective among ``num_cards`` neighbours in one node."""
+        """The bus bandwidth in bytes/s of a collective among ``num_cards`` neighbors in one node."""
         sizes = sorted(self.link_gb_s)
         at_least = next((size for size in sizes if size >= num_cards), sizes[-1])
         return self.link_gb_s[at_least] * 1e9

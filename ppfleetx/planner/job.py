@@ -99,7 +99,7 @@ class Job:
             for ``kernels``.
         overlap: communication that overlaps with computation; none for published runs, because the cards
             were fitted that way.
-        compress: fake quantisation or small weights, which change the model's parameters.
+        compress: fake quantization or small weights, which change the model's parameters.
     """
 
     model: ModelConfig

@@ -28,7 +28,7 @@ class Cluster:
         card: the cards in the nodes.
         per_node: cards of a node.
         network: bytes/s that a node sends over all its interfaces; 0: the value in the card's description.
-        axes: the order in which ranks are numbered, the axis of nearest neighbours last: Fleet's order or,
+        axes: the order in which ranks are numbered, the axis of nearest neighbors last: Fleet's order or,
             for the published runs of another program, that program's.
     """
 
@@ -75,7 +75,7 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The layout of the groups of ``axis``, whose neighbouring ranks lie ``stride`` apart."""
+    """The layout of the groups of ``axis``, whose neighboring ranks lie ``stride`` apart."""
     if axis in ("ep", "emp", "edp"):
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -86,7 +86,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
     """The layout of a group of expert parallelism. The ranks of a stage are in order; the ranks of one
-    data-parallel replica are neighbours.
+    data-parallel replica are neighbors.
     """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp

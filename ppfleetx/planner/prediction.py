@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, counted with full attention."""
+        """Model FLOPs utilization, counted with full attention."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 
 LEAST_COST = 0.05
 """A slow rank is reported if it costs at least this share of a step."""
-_UNLIKE = 1.5  # tolerance towards other stages, which may have less work
+_UNLIKE = 1.5  # tolerance toward other stages, which may have less work
 
 
 @dataclass(frozen=True)

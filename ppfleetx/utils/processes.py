@@ -118,11 +118,11 @@ def end_descendants(grace: float) -> list[int]:
         The descendants that did not end even then, because the kernel holds them.
     """
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
-        signalled: set[int] = set()
+        signaled: set[int] = set()
         deadline = time.monotonic() + seconds
         while running := descendants():
-            _send(number, [pid for pid in running if pid not in signalled])
-            signalled.update(running)
+            _send(number, [pid for pid in running if pid not in signaled])
+            signaled.update(running)
             if time.monotonic() >= deadline:
                 break
             _reap()

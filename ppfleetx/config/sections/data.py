@@ -63,7 +63,7 @@ class DatasetConfig(Section):
     """A corpus prefix, a directory of corpora, or a list of these. For other datasets: the directory of the
     files `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`, `.json`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
-    """Share of each entry of `input_dir` in the blend, normalised; null: in proportion to its tokens."""
+    """Share of each entry of `input_dir` in the blend, normalized; null: in proportion to its tokens."""
     blend: Literal["shares", "exhaustive"] = "shares"
     """How several corpora are mixed. shares: by `weights`; a corpus is repeated as often as its share
     requires. exhaustive: every sample of every corpus once, evenly spread, as Megatron-LM does without

@@ -308,7 +308,7 @@ class ProfilerSummaryConfig(Section):
     op: Bool = True
     """Time by operator."""
     device: Bool = False
-    """Device utilisation."""
+    """Device utilization."""
     dist: Bool = False
     """Communication and its overlap."""
     mem: Bool = False

@@ -15,7 +15,7 @@ BLOCK_LINEARS = (
     *("attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up"),
     *("mlp.experts.fc1", "mlp.experts.fc2", "mlp.shared.fc1", "mlp.shared.fc2"),
 )
-"""The linears that blocks can have, for adapters and quantisation, as canonical names without
+"""The linears that blocks can have, for adapters and quantization, as canonical names without
 ``decoder.layers.{i}.``."""
 
 

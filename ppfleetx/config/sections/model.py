@@ -125,7 +125,7 @@ class ModelConfig(Section):
     position_offset: CountInt = 0
     """Learned positions: the table's row for the first token. The table has this many more rows (OPT)."""
     embedding_norm: Bool = False
-    """Normalise the word embeddings (BLOOM)."""
+    """Normalize the word embeddings (BLOOM)."""
     embedding_multiplier: PositiveFloat = 1.0
     """Factor of the word embeddings, e.g. `sqrt(hidden_size)` for Gemma."""
     residual_multiplier: PositiveFloat = 1.0
@@ -150,7 +150,7 @@ class ModelConfig(Section):
     """Share of each head with rotary positions: its first `int(rotary_percent * head_dim)` features, an even
     number."""
     rotary_interleaved: Bool = False
-    """Rotary positions rotate pairs of neighbouring features (0 and 1, 2 and 3, ...), as in DeepSeek and
+    """Rotary positions rotate pairs of neighboring features (0 and 1, 2 and 3, ...), as in DeepSeek and
     GPT-J; false: feature `i` of the first half of a head is paired with feature `i` of the second half."""
     rope_scaling: RopeScalingConfig | None = None
     """Stretch the rotary frequencies to longer sequences; null: do not."""
@@ -172,9 +172,9 @@ class ModelConfig(Section):
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
     qk_layernorm: Literal["all_heads", "each_head"] | Bool = False
-    """Normalise the query and the key of each head before rotary positions, with one gain for all heads;
+    """Normalize the query and the key of each head before rotary positions, with one gain for all heads;
     `each_head` (Command-R+, StableLM 2): the same with a separate gain for each head and no bias; `all_heads`
-    (OLMo 2): normalise the queries of all heads as one vector with a gain for each element, and the keys
+    (OLMo 2): normalize the queries of all heads as one vector with a gain for each element, and the keys
     likewise, which needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
     """Make keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null: ordinary
@@ -187,7 +187,7 @@ class ModelConfig(Section):
     sandwich_norm: Bool = False
     """A further norm after attention and after the MLP, before the residual addition."""
     pre_norm: Bool = True
-    """Normalise the inputs of attention and the MLP; false (OLMo 2): only their outputs, which needs
+    """Normalize the inputs of attention and the MLP; false (OLMo 2): only their outputs, which needs
     `sandwich_norm`."""
     attn_post_norm_scale: NonNegativeFloat = 1.0
     """Initial gain of the norm after attention (with `sandwich_norm`)."""

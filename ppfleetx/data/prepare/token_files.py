@@ -1,4 +1,4 @@
-"""Merge tokenised corpora into one, or summarise them."""
+"""Merge tokenized corpora into one, or summarize them."""
 
 from __future__ import annotations
 

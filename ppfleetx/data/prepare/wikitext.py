@@ -31,7 +31,7 @@ _MAX_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The result of converting one file. ``windows`` counts those of ``length + 1`` tokens. Neighbours share
+    """The result of converting one file. ``windows`` counts those of ``length + 1`` tokens. Neighbors share
     one token; a remainder at the end belongs to the next pass."""
 
     split: str
