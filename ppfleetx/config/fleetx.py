@@ -152,9 +152,7 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether ``node`` is an override and ``present`` is not. Overrides replace values of files, in either
-    spelling.
-    """
+    """Whether only ``node`` is an override. Overrides replace values of files, in either spelling."""
     return is_argument(node.place) and not is_argument(present.place)
 
 
@@ -217,8 +215,9 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set the task that a file of the later layout leaves to its program (``finetune/run.py``,
-    ``offline-eval/run.py``), recognized by the datasets."""
+    """Set the task that the names of the datasets imply. In the later layout, the program
+    (``finetune/run.py``, ``offline-eval/run.py``) determines the task, not the file.
+    """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
         ("Eval", _OFFLINE, "GPTEvalModule"),
@@ -384,7 +383,7 @@ def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[di
 
 
 def _of_flat(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert the keys that lie beside the sizes of the network and have DeepSpeed's names."""
+    """Convert the keys with DeepSpeed's names, which are in section ``Model`` itself."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(

@@ -286,7 +286,7 @@ LEGAL: tuple[PlanRule, ...] = (
         "exchanges sequence parts for heads",
     ),
 )
-"""All conditions, with their reasons. Data parallelism and sharding can be combined with everything."""
+"""All conditions. Data parallelism and sharding can be combined with everything."""
 
 
 @dataclass(frozen=True)
@@ -350,8 +350,8 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether the plan is also enumerated with offload. It must have no replicas, sequence parallelism if it
-    has mp, and virtual stages if it has pp.
+    """Whether :func:`enumerate_plans` also lists the plan with offload: it has no replicas, uses sequence
+    parallelism whenever it has mp, and virtual stages whenever it has pp.
     """
     return (
         plan.sharding_stage > 1

@@ -164,7 +164,6 @@ class Registered:
 
     @property
     def words(self) -> str:
-        """The accepted names, in words."""
         return self.registry.in_words()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -25,7 +25,6 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The rules on finetuning that ``cfg`` breaks."""
     yield from _texts(cfg)
     if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
         yield RuleError(
@@ -106,7 +105,8 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
     """The sizes of model and data that a plan must divide.
 
-    For sequence lengths, it has their greatest common divisor: a number that divides it divides each length.
+    ``seq_len`` is the greatest common divisor of all sequence lengths, because a degree that divides it
+    divides each of them.
     """
     model = cfg.Model
     return Workload(
@@ -136,7 +136,7 @@ def sequence_length(cfg: RunConfig) -> int:
 
 
 def expert_message_bytes(cfg: RunConfig) -> float:
-    """Mean bytes of hidden states that a rank sends to each rank along ep in a mixture of experts."""
+    """The mean bytes of hidden states that a rank sends to each expert-parallel rank for one layer."""
     model, plan = cfg.Model, cfg.plan
     rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
@@ -168,7 +168,6 @@ def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def optimizer_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The contradictions between the optimizer and the model."""
     others = sorted(cfg.Optimizer.names - {"AdamW"})
     if cfg.Model.mup_base_width is not None and others:
         yield RuleError(
@@ -181,7 +180,6 @@ _SECTION = "Compress.Quantization"
 
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The rules on compression that ``cfg`` breaks."""
     quantization = cfg.Compress.Quantization
     if quantization is not None:
         for broken in quantization.unknown_layers(cfg.Model.num_layers, cfg.Model.block_linears()):

@@ -1,5 +1,5 @@
-"""Notes about a valid configuration: options that another key switches off, and keys and libraries that a run
-would miss."""
+"""Find options that have no effect because another key switches them off, and keys and libraries that a run
+needs and does not have."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_map import load_or_build
 
 BLEND_VERSION = 1
-"""Increased when equal weights would give a different order than before."""
+"""Increase this when equal weights give a different order than before."""
 
 MAX_CORPORA = int(np.iinfo(np.int16).max)
 
@@ -41,12 +41,11 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Like `blending_indices`, for a blend that takes every sample of every corpus once, or for its first
-    ``size`` samples.
+    """Like `blending_indices`, for a blend that takes every sample of every corpus once; with ``size``, only
+    its first samples.
 
-    The rule is the same, with weights in proportion to the sizes, among the corpora that have samples left.
-    Megatron-LM's ``build_exhaustive_blending_indices`` does the same. If its blend of ``size`` samples
-    without weights is possible, it is the beginning of this blend.
+    The weights are in proportion to the sizes, and corpora without samples left are skipped, as in
+    Megatron-LM's ``build_exhaustive_blending_indices``.
     """
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
@@ -136,8 +135,13 @@ def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[i
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend: the corpus of each sample, int16 [n], and its number within that corpus, int64
-    [n]; the share of each corpus, for messages; and everything that determines the order, for fingerprints.
+    """The order of the samples of a blend.
+
+    Attributes:
+        decisive: everything that determines the order, for fingerprints.
+        shares: the share of each corpus, for messages.
+        dataset_index: the corpus of each sample, int16 [n].
+        dataset_sample_index: the number of each sample within its corpus, int64 [n].
     """
 
     decisive: list
@@ -187,8 +191,9 @@ def _order(
 
 
 class BlendedDataset:
-    """One dataset made of several, sample by sample; if it ``tells_sources``, samples carry ``source_ids``,
-    the numbers of their corpora."""
+    """One dataset that mixes the samples of several. With ``tells_sources``, each sample has ``source_ids``,
+    the number of its corpus.
+    """
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA
@@ -219,8 +224,8 @@ class BlendedDataset:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the corpora, in the order of ``source_ids``: the last part of each prefix, if these
-        differ."""
+        """The names of the corpora, in the order of ``source_ids``: the last parts of their prefixes, or
+        whole prefixes if the last parts are not unique."""
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes

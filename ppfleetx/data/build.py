@@ -41,7 +41,8 @@ _LENGTH_MULTIPLE = 8  # few different shapes, and little padding
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """The sequences ``[first, last)`` of a corpus that make up the split, and its share of the blend."""
+    """The sequences ``[first, last)`` of a corpus that belong to a split, and the corpus's share of the
+    blend."""
 
     corpus: TokenStore
     first: int

@@ -1,8 +1,7 @@
 """Checksums of a corpus in blocks, in a small file beside it: ``PREFIX.checksums.json``.
 
-Only a checksum shows that a token has changed on disk. The file holds a CRC-32 of each 1 MiB block of
-``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of itself. Other programs that read the pair
-ignore it.
+The file has a CRC-32 of each 1 MiB block of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and a
+CRC-32 of its own content. Other programs that read the pair ignore it.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Check the blocks of a file in order. Yields each block's bytes and, if damaged, its description."""
+        """Yield the bytes of each block of a file, in order, with a `Block` if it is damaged, else None."""
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:
             for number, crc in enumerate(sums.crcs):

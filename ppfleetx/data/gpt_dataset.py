@@ -95,10 +95,13 @@ class SampleOptions:
 class GPTDataset:
     """Samples ``0 .. len - 1``, cut from sequences ``[first, last)`` of a corpus, in shuffled order.
 
-    ``num_samples``, which the run will ask for, decides how many epochs are shuffled together (None: one);
-    `plan_epochs` says what ``at_least`` does. ``name`` is that of the split in messages. Index maps are kept
-    in ``cache_dir``; None: ``cache`` beside the corpus. Raises DataError if the split is empty or shorter
-    than one sample.
+    Args:
+        num_samples, at_least: see `plan_epochs`.
+        name: the name of the split, for messages.
+        cache_dir: the directory of the index maps; None: ``cache`` beside the corpus.
+
+    Raises:
+        DataError: the split is empty or shorter than one sample.
     """
 
     def __init__(

@@ -102,9 +102,9 @@ class TokenStore:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few
-        blocks, which differ for fixed-length chunks under two tokenizers. A single changed token elsewhere
-        goes unnoticed. The path does not count, so a corpus can be moved."""
+        """A hash of lengths, boundaries, size and a few blocks of tokens, which identifies a corpus without
+        reading all of it. A changed token outside these blocks goes unnoticed. The path does not count, so a
+        corpus can be moved."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
         for values in (self.sizes, self.document_indices):
@@ -284,9 +284,16 @@ class IndexedDatasetWriter:
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents with any number of sequences each: the tokens of all sequences one after
-        another, their lengths, and for each document the number of sequences up to its end. Raises ValueError
-        if these do not add up, or a length is negative."""
+        """Append many documents with any number of sequences each.
+
+        Args:
+            flat_tokens: the tokens of all sequences, one after another.
+            lengths: the number of tokens of each sequence.
+            boundaries: for each document, the number of sequences up to its end.
+
+        Raises:
+            ValueError: these do not add up, or a length is negative.
+        """
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64)

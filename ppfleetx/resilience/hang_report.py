@@ -131,9 +131,7 @@ class Report:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank reports because it makes no progress itself, not because another rank asked for
-        it.
-        """
+        """Whether this rank reports because it makes no progress itself, not because another rank asked."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:

@@ -27,7 +27,7 @@ Repeat = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Spike:
-    """One spike, and the reaction to it.
+    """A step whose loss or gradient norm jumped, and the reaction to it.
 
     Attributes:
         step: the optimizer step. It was taken only if ``action`` is ``repeated``.

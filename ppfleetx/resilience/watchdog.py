@@ -129,9 +129,8 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """The seconds since the last progress. 0 while ranks meet at the start, which has its own time
-        limit.
-        """
+        """The seconds since the last progress; 0 while ranks meet at the start, which has another time
+        limit."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)

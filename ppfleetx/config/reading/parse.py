@@ -154,7 +154,6 @@ class _Loader(yaml.SafeLoader):
     """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """The tag of a node without an explicit one."""
         is_plain = kind is yaml.ScalarNode and implicit[0]
         return _PLAIN if is_plain else super().resolve(kind, value, implicit)
 

@@ -99,8 +99,8 @@ class QuantizationConfig(Section):
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
     def unknown_layers(self, num_layers: int, names: Sequence[str]) -> Iterator[RuleError]:
-        """Layers to skip that the model does not have, and patterns that match none of the linears'
-        ``names``."""
+        """Yield an error for each layer to skip that the model does not have, and for each pattern that
+        matches none of the linears' ``names``."""
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
                 yield RuleError(

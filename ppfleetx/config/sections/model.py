@@ -281,13 +281,11 @@ class ModelConfig(Section):
 
     @property
     def embedding_dropout(self) -> float:
-        """Dropout after the embedding."""
         given = self.embedding_dropout_prob
         return self.hidden_dropout_prob if given is None else given
 
     @property
     def kv_heads(self) -> int:
-        """The number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -326,22 +324,18 @@ class ModelConfig(Section):
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether the query/key/value projection has a bias."""
         return self.add_bias_linear if self.add_qkv_bias is None else self.add_qkv_bias
 
     @property
     def has_out_proj_bias(self) -> bool:
-        """Whether the attention output projection has a bias."""
         return self.add_bias_linear if self.add_out_proj_bias is None else self.add_out_proj_bias
 
     @property
     def has_mlp_bias(self) -> bool:
-        """Whether the MLP linears have biases."""
         return self.add_bias_linear if self.add_mlp_bias is None else self.add_mlp_bias
 
     @property
     def has_head_bias(self) -> bool:
-        """Whether the output head has a bias."""
         return bool(self.add_head_bias)
 
     def block_linears(self) -> list[str]:
@@ -369,7 +363,6 @@ class ModelConfig(Section):
 
     @property
     def logits_factor(self) -> float:
-        """The factor of the logits."""
         return self.logits_multiplier / self.width_multiplier
 
     @property
@@ -500,7 +493,6 @@ class ModelConfig(Section):
                 )
 
     def _of_variants(self) -> Iterator[RuleError]:
-        """Keys that need another key."""
         rotates, has_table = self.positions.rotates, self.positions.has_table
         is_rope = self.position_embedding_type == "rope"
         for key, wants, is_there in (
@@ -541,7 +533,6 @@ class ModelConfig(Section):
         return self.attention_window if chosen is None or layer in chosen else None
 
     def rotates_in(self, layer: int) -> bool:
-        """Whether a layer has rotary positions."""
         return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
     def _of_longrope(self, scaling: RopeScalingConfig) -> Iterator[RuleError]:

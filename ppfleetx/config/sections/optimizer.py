@@ -57,8 +57,8 @@ class LRConfig(Section):
 
     @property
     def num_warmup_steps(self) -> float:
-        """The warm-up in optimizer steps, which may be fractional; a `warmup_rate` needs `decay_steps`, which
-        loading fills in. Raises RuleError for ``warmup_rate`` without ``decay_steps``."""
+        """The length of the warm-up in optimizer steps, which may be fractional. Raises RuleError for a
+        ``warmup_rate`` without ``decay_steps``."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         if not self.warmup_rate:

@@ -58,9 +58,15 @@ class ChatError(UserError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template that writes a conversation as the model expects it. ``special_tokens`` have the names that
-    it may use (``bos_token``, ``eos_token``, ...); ``place`` is its origin, for messages; ``stops`` are texts
-    that end an answer, in addition to the end tokens. The plain template is used if the model has none."""
+    """A template that writes a conversation as the model expects it.
+
+    Attributes:
+        source: the Jinja source.
+        special_tokens: texts of tokens by the names that templates use: ``bos_token``, ``eos_token``, ...
+        place: the template's origin, for messages.
+        stops: texts that end an answer, in addition to the end tokens.
+        is_plain: whether this is the template for models without one.
+    """
 
     source: str
     special_tokens: Mapping[str, str]

@@ -31,8 +31,9 @@ _MAX_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The result of converting one file. ``windows`` counts those of ``length + 1`` tokens. Neighbors share
-    one token; a remainder at the end belongs to the next pass."""
+    """The result of converting one file. ``windows`` is the number of samples of ``length + 1`` tokens in it,
+    of which neighbors share one token.
+    """
 
     split: str
     prefix: str
