@@ -228,7 +228,7 @@ Reason = tuple[tuple[str, ...], str]
 """The keys that decide, and the reason in words."""
 
 
-def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
+def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
     """The fused products with weights that a 16-bit run cannot use on any device, and the reason."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
@@ -259,7 +259,7 @@ def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
     """Fused operators that are listed although the run would not use them."""
     listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
-    for name, (keys, why) in without_place(cfg).items():
+    for name, (keys, why) in unusable_fused_ops(cfg).items():
         if name in listed:
             yield RuleError(
                 ("Model.fused_ops", *keys), f"{name} would not be used: {why}; leave it out of the list"

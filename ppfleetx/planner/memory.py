@@ -243,7 +243,7 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
     v, last = job.plan.virtual_pp_degree, stage == job.plan.pp - 1
     kept = sum(run.tape.kept * run.count for run in runs)
     whole = kept + (v - 1) * sum(run.tape.kept * run.count for run in runs if run.everywhere)
-    others = whole * in_flight - kept + _waiting_for_weights(job, stage) + _traveling(job, stage)
+    others = whole * in_flight - kept + _waiting_for_weights(job, stage) + _bytes_in_transit(job, stage)
     chunk = whole / v
     logits = runs[-1].tape.kept if last else 0.0
     passes = [(others, True)]
@@ -285,7 +285,7 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
     return micro_batches * elements * job.precision.activation_bytes
 
 
-def _traveling(job: Job, stage: int) -> float:
+def _bytes_in_transit(job: Job, stage: int) -> float:
     """Bytes of messages with ``overlap_p2p_comm``: an input that has arrived early and an output in
     transit."""
     if not job.overlaps_messages:

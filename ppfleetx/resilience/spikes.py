@@ -152,7 +152,7 @@ class SpikeGuard:
         """Whether more than ``Engine.spike.max_in_a_row`` steps in a row were spikes."""
         return self._in_a_row > self._options.max_in_a_row
 
-    def gives_up_at(self, spike: Spike) -> str:
+    def stop_reason(self, spike: Spike) -> str:
         """Why the run must end after a spike; empty if it can continue."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1

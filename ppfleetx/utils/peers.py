@@ -75,7 +75,7 @@ def end_with_peers(grace: float, exit_code: int) -> None:
     _state.grace, _state.exit_code = grace, exit_code
 
 
-def ends_this_process() -> bool:
+def may_end_process() -> bool:
     """Whether this process may be ended: it runs one of our programs, not a user's."""
     return _state.grace is not None
 

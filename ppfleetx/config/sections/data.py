@@ -115,7 +115,7 @@ class DatasetConfig(Section):
                 yield RuleError((key, "name"), f"{self.name} has no such option; PromptResponseDataset has")
         yield from unknown_options(self.name, self.options, DATASETS.traits(self.name).options)
         if self.is_texts:
-            yield from self._violations_of_texts()
+            yield from self._text_violations()
         elif self.is_corpus and not self._has_shares:
             rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
             yield RuleError(("split",), rule)
@@ -138,7 +138,7 @@ class DatasetConfig(Section):
     def _is_set(self, key: str) -> bool:
         return getattr(self, key) != type(self).model_fields[key].default
 
-    def _violations_of_texts(self) -> Iterator[RuleError]:
+    def _text_violations(self) -> Iterator[RuleError]:
         for key in _CORPUS_KEYS:
             if self._is_set(key):
                 yield RuleError((key, "name"), f"{self.name} has no such option; only GPTDataset has")

@@ -410,13 +410,13 @@ class ModelConfig(Section):
         return frozenset(chosen) - frozenset(self.no_recompute_layers or ())
 
     def violations(self) -> Iterator[RuleError]:
-        yield from self._of_sizes()
+        yield from self._size_violations()
         if self.latent_attention is not None:
-            yield from self._of_latent_attention()
-        yield from self._of_variants()
+            yield from self._latent_attention_violations()
+        yield from self._variant_violations()
         if self.rope_scaling is not None and self.rope_scaling.type == "longrope":
-            yield from self._of_longrope(self.rope_scaling)
-        yield from self._of_widths()
+            yield from self._longrope_violations(self.rope_scaling)
+        yield from self._width_violations()
         if self.tie_word_embeddings and self.add_head_bias:
             yield RuleError(
                 ("add_head_bias", "tie_word_embeddings"), "a head tied to the word embedding has no bias"
@@ -426,7 +426,7 @@ class ModelConfig(Section):
                 ("attention_kernel", "use_flash_attn"),
                 "the reference kernel and use_flash_attn contradict each other; drop one of them",
             )
-        yield from self._of_layer_lists()
+        yield from self._layer_list_violations()
         if self.moe is not None and not self.moe.mixture_layers(self.num_layers):
             listed = self.moe.layers is not None
             keys = ("moe.layers",) if listed else ("moe.first_dense_layers", "num_layers")
@@ -434,7 +434,7 @@ class ModelConfig(Section):
         if self.lora is not None:
             yield from self.lora.unmatched_targets(self.block_linears())
 
-    def _of_sizes(self) -> Iterator[RuleError]:
+    def _size_violations(self) -> Iterator[RuleError]:
         heads, groups = self.num_attention_heads, self.kv_heads
         is_ordinary = self.latent_attention is None
         if is_ordinary and self.head_dim is None and self.hidden_size % heads:
@@ -465,7 +465,7 @@ class ModelConfig(Section):
                 f"the swiglu width of hidden size {self.hidden_size} would be 0; give Model.ffn_hidden_size",
             )
 
-    def _of_latent_attention(self) -> Iterator[RuleError]:
+    def _latent_attention_violations(self) -> Iterator[RuleError]:
         if self.mup_base_width is not None:
             yield RuleError(
                 ("mup_base_width", "latent_attention"),
@@ -492,7 +492,7 @@ class ModelConfig(Section):
                     "belongs to ordinary heads; latent attention has its own sizes and norms. Leave it out",
                 )
 
-    def _of_variants(self) -> Iterator[RuleError]:
+    def _variant_violations(self) -> Iterator[RuleError]:
         rotates, has_table = self.positions.rotates, self.positions.has_table
         is_rope = self.position_embedding_type == "rope"
         for key, wants, is_there in (
@@ -535,7 +535,7 @@ class ModelConfig(Section):
     def rotates_in(self, layer: int) -> bool:
         return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
-    def _of_longrope(self, scaling: RopeScalingConfig) -> Iterator[RuleError]:
+    def _longrope_violations(self, scaling: RopeScalingConfig) -> Iterator[RuleError]:
         for key in ("short_factor", "long_factor"):
             found, pairs = len(getattr(scaling, key)), self.rotary_size // 2
             if found != pairs:
@@ -549,7 +549,7 @@ class ModelConfig(Section):
                 "with longrope all layers rotate by the same angles",
             )
 
-    def _of_widths(self) -> Iterator[RuleError]:
+    def _width_violations(self) -> Iterator[RuleError]:
         projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
         inner = self.ffn_size * (2 if self.is_gated else 1)
         for keys, what, width in (
@@ -560,7 +560,7 @@ class ModelConfig(Section):
             if width > MAX_SIZE:
                 yield RuleError(keys, f"the {what} would be {width} wide; Paddle counts up to {MAX_SIZE}")
 
-    def _of_layer_lists(self) -> Iterator[RuleError]:
+    def _layer_list_violations(self) -> Iterator[RuleError]:
         lists = {key: getattr(self, key) for key in _LAYER_LISTS}
         for key, layers in {**lists, "moe.layers": self.moe and self.moe.layers}.items():
             if outside := [layer for layer in layers or () if layer >= self.num_layers]:

@@ -341,7 +341,7 @@ class Engine:
                 self._saved_step = self.state.step
                 self._guard.load_state(self.state.spikes)
         spike = spike.answered(self.state.step if moved is not None else None, (begin, end))
-        gives_up = self._guard.gives_up_at(spike)
+        gives_up = self._guard.stop_reason(spike)
         if gives_up:
             spike = replace(spike, action="stop")
         self._notify("on_spike", spike)
