@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.data.blended import (
-    MAX_CORPORA,
     BlendedDataset,
     blend_sizes,
     exhaustive_order,
@@ -237,18 +235,9 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
         [CorpusPart(corpus, *split_ranges(len(corpus), dataset_cfg.split)[number], 1.0) for corpus in group]
         for group in open_corpora(cfg, mode)
     ]
-    if weights is not None and len(weights) != len(groups):
-        key = getattr(cfg.Data, mode).key_of(mode, "weights")
-        given = counted(len(weights), "weight")
-        raise ConfigError(f"{given} for {len(groups)} entries of input_dir", key=key)
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts
-    if len(parts) > MAX_CORPORA:
-        raise DataError(
-            f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
-            "can be blended: write them as fewer with ppfleetx merge-data"
-        )
     # The corpora of a directory share its weight in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
@@ -47,6 +47,11 @@ _CORPUS_KEYS = (
 )
 _SET_NAME = re.compile(r"[\w-][\w.-]*")
 _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
+
+
+def split_shares(split: str | Sequence[float]) -> tuple[float, ...]:
+    """The shares of a corpus's ``split`` as numbers, from ``"949,50,1"`` or ``[949, 50, 1]``."""
+    return tuple(map(float, re.split(r"[,/\s]+", split.strip()) if isinstance(split, str) else split))
 
 
 class DatasetConfig(Section):
@@ -151,11 +156,9 @@ class DatasetConfig(Section):
 
     @property
     def _has_shares(self) -> bool:
-        shares = self.split
-        if isinstance(shares, str):
-            if not _SHARES.fullmatch(shares):
-                return False
-            shares = tuple(float(share) for share in re.split(r"[,/\s]+", shares.strip()))
+        if isinstance(self.split, str) and not _SHARES.fullmatch(self.split):
+            return False
+        shares = split_shares(self.split)
         return 1 <= len(shares) <= 3 and 0 < sum(shares) < math.inf
 
 

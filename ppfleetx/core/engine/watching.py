@@ -33,7 +33,7 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
 def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
     """Exchange process ids with the other ranks, so that each can ask the kernel about the others."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
-        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.Peers.own()))))
+        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
 
 
 @contextmanager

@@ -32,7 +32,6 @@ Message = Mapping[str, Any]
 """``role``, ``content`` (a text, or None) and any other keys that a template reads."""
 DEFAULT = "default"
 CHAT_DATASET, TEMPLATE_OPTION = "ChatDataset", "chat_template"
-MAX_TEMPLATE = 1 << 18
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
@@ -85,10 +84,6 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> CompiledTemplate:
-        if len(self.source) > MAX_TEMPLATE:
-            raise DataError(
-                f"{self.place}: has {len(self.source):,} characters; the most is {MAX_TEMPLATE:,}"
-            )
         try:
             return CompiledTemplate(self.source)
         except (TemplateError, TemplateLimitError) as error:

@@ -25,8 +25,6 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 _ENDINGS = ("tokens", "raw")
-_MAX_BYTES = 1 << 32
-"""The size of the largest file. WikiText-103 has half a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,6 @@ def _find(source: Path) -> dict[str, str]:
 def _names_in_zip(source: Path) -> list[str]:
     try:
         with zipfile.ZipFile(source) as archive:
-            large = [one.filename for one in archive.infolist() if one.file_size > _MAX_BYTES]
-            if large:
-                raise DataError(f"{source}: {large[0]} is larger than any WikiText")
             return archive.namelist()
     except FileNotFoundError:
         raise DataError(f"{source}: there is no such zip or folder") from None

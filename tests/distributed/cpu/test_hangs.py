@@ -94,7 +94,7 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
     tempfile.tempdir, watchdog._RAM = str(local), local
     limits = watchdog.Limits(timeout=patience, start_timeout=patience)
     watchdog.begin(Identity(rank, 2), limits, Path(directory), end=lambda: os._exit(EXIT))
-    own = [watchdog.Peers.own()]
+    own = [watchdog.own_process()]
     others: list = []
     dist.all_gather_object(others, own)
     watchdog.remember_peers({number: one[0] for number, one in enumerate(others)})
