@@ -24,6 +24,8 @@ _MICRO = 1e-6
 
 
 class Card(Section):
+    """A kind of accelerator (or the CPU), and the constants of its speed and memory."""
+
     name: Text
     """The name of the card on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"

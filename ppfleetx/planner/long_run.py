@@ -80,7 +80,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions about the whole run on the command line; None means not asked."""
+    """The command-line options about the whole run; None means that the option was not given."""
 
     price: float | None
     node_mtbf_hours: float | None

@@ -1,4 +1,5 @@
-"""``--plan dp=4,mp=8,...``: read it, apply it to a configuration, and write the result."""
+"""Parse a plan (``dp=4,mp=8,...``, as given to ``--plan``), apply it to a configuration, and write the
+result."""
 
 from __future__ import annotations
 

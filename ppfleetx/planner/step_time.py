@@ -72,7 +72,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """The seconds that a layer waits for its parameters (stage 3), which are sent while the previous layer
+    """The seconds that a layer waits for its parameters (stage 3). They are sent while the previous layer
     computes.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
