@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ppfleetx.config.batch import BatchPlan, Ramp, resolve_batch
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.rules import (

@@ -20,10 +20,10 @@ from ppfleetx.data.blended import (
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
-from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
+from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
-from ppfleetx.data.tasks.records import ChatDataset, GlueDataset, PromptResponseDataset
 from ppfleetx.data.tokenizer.files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
+from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import file_status, opened, read_bounded
+from ppfleetx.utils.untrusted_files import file_status, opened, read_bounded
 
 BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.data import split_shares
 from ppfleetx.data.index_map import (
     IndexMaps,
@@ -20,7 +20,7 @@ from ppfleetx.data.index_map import (
     order_fingerprint,
     plan_epochs,
 )
-from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.indexed_dataset import TokenStore
 
 MODES = ("Train", "Eval", "Test")
 

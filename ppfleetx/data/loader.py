@@ -11,8 +11,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 
 Tail = Literal["wrap", "drop", "pad"]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.config.counts import counted
+from ppfleetx.config.formatting import counted
 from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn
 from ppfleetx.utils.installed import not_installed, version_of

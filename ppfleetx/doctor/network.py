@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.config.counts import bytes_text
+from ppfleetx.config.formatting import bytes_text
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
 from ppfleetx.doctor.meeting import Answer, Guest, Host, open_meeting

@@ -14,8 +14,8 @@ import yaml
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import Card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
-from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 

@@ -15,8 +15,8 @@ from ppfleetx.models.gpt.spec import BlockSpec, model_spec
 from ppfleetx.nn.cost import Recompute, Work
 from ppfleetx.nn.tape import Tape
 from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, ModelKey
-from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
 _BUCKET_BYTES = 64 << 20  # size of the buckets that sums are packed into (distributed/collectives.py)

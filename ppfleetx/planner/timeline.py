@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ppfleetx.config.schedules import zero_bubble_order
+from ppfleetx.config.pipeline_schedules import zero_bubble_order
 
 _STEADY_ROUNDS = 3
 _WEIGHTS = -1

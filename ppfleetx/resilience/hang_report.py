@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ppfleetx.resilience.activity import Progress
 from ppfleetx.resilience.flight_recorder import Call, CallRecord
+from ppfleetx.resilience.heartbeat import Progress
 from ppfleetx.utils.machine import memory
 
 FORMAT = 1

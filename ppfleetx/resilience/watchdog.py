@@ -3,7 +3,7 @@
 1. A rank that makes no progress for the timeout writes its report (``hang_report.py``).
 2. The other ranks see it and write their own reports, whatever they are doing.
 3. After a short wait each rank reads all reports (a frozen rank writes none) and combines them
-   (``explain.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise the
+   (``hang_diagnosis.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise the
    explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
 """
 
@@ -23,10 +23,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.resilience.activity import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
-from ppfleetx.resilience.explain import Explanation, explain, explain_alone
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
+from ppfleetx.resilience.hang_diagnosis import Explanation, explain, explain_alone
 from ppfleetx.resilience.hang_report import Identity, Report, capture_report, latest
+from ppfleetx.resilience.heartbeat import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of

@@ -17,7 +17,7 @@ from ppfleetx.data.blended import (
 )
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, SampleOptions
 from ppfleetx.data.index_map import plan_epochs
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 
 
 def test_sizes_with_surplus() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from ppfleetx.data.gpt_dataset import split_ranges
 from ppfleetx.data.index_map import IndexMaps, build_index_maps, maps_bytes, order_fingerprint, plan_epochs
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 
 # md5[:12] of the bytes of document, sample and shuffle index, from Megatron-LM d98e8a64 on the toy corpus:
 # (seed, sequence length, split, samples, mode), (tokens per epoch, epochs, samples in them), three hashes.

@@ -15,7 +15,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.blended import exhaustive_indices
 from ppfleetx.data.build import build_dataloader
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.doctor import files
 from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.configuration import memory, memory_row, plan, start

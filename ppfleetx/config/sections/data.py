@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
@@ -23,6 +22,7 @@ from ppfleetx.config.fields import (
     Size,
     Text,
 )
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS, unknown_options
 from ppfleetx.config.registry import Registered
 

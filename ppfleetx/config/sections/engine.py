@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
@@ -24,6 +23,7 @@ from ppfleetx.config.fields import (
     Seed,
     Text,
 )
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.registries import CALLBACKS, LOGGERS, unknown_options
 from ppfleetx.config.registry import Registered
 

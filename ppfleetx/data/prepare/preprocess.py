@@ -23,14 +23,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype, refuse_to_replace
-from ppfleetx.data.prepare.corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
+from ppfleetx.config.formatting import counted
+from ppfleetx.data.indexed_dataset import (
+    IndexedDatasetWriter,
+    bin_path,
+    idx_path,
+    optimal_dtype,
+    refuse_to_replace,
+)
+from ppfleetx.data.prepare.text_corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
 from ppfleetx.data.text_files import MAX_LINE_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.processes import process_exists
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress_bar import ProgressBar
 
 _PLACES_KEPT = 5  # of each kind of problem; all are counted
 _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}

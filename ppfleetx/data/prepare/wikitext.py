@@ -17,9 +17,9 @@ from typing import TextIO
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDatasetWriter, optimal_dtype, refuse_to_replace
+from ppfleetx.config.formatting import counted
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, optimal_dtype, refuse_to_replace
 from ppfleetx.data.tasks.evaluation import detokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 

@@ -11,13 +11,13 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
-from ppfleetx.planner.plan_option import plan_text
+from ppfleetx.planner.plan_to_config import plan_text
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
-from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.untrusted_files import os_errors
 
 _FORWARD, _BACKWARD, _AGAIN, _IDLE = "#4477aa", "#228833", "#ccbb44", "#dddddd"
 _WEIGHTS = "#aa3377"

@@ -10,8 +10,8 @@ from typing import Any
 from ppfleetx.config.batch import Ramp
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job
-from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import HOUR, Prediction, run_length
 from ppfleetx.planner.step_time import step_time
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError, shown
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
 from ppfleetx.data.text_files import load_object, read_records, refuse_surrogates, text_of
-from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.untrusted_files import os_errors
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
@@ -296,10 +296,10 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
 class ChatDataset(RecordDataset):
     """Conversations, for causal language modeling with the loss on the assistant's turns.
 
-    A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides about BOS
-    and about the end of a turn. A conversation that is too long loses its oldest turns, but not the system
-    message. If one question with its answer is still too long, its end is cut off. Raises DataError if the
-    file is missing, or a record is not a conversation with an answer. The message names file and line;
+    A record of the file has one of the forms of `ppfleetx.data.tasks.finetuning`. The template decides about
+    BOS and about the end of a turn. A conversation that is too long loses its oldest turns, but not the
+    system message. If one question with its answer is still too long, its end is cut off. Raises DataError if
+    the file is missing, or a record is not a conversation with an answer. The message names file and line;
     ConfigError if there is no such template.
     """
 
