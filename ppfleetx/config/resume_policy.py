@@ -178,7 +178,7 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """The keys with this effect. A section stands for all its keys that have no entry of their own."""
+    """The keys with this effect. A section stands for all its keys that are not listed themselves."""
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 

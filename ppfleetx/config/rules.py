@@ -225,7 +225,7 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
 _MIXED = "Engine.mix_precision."
 
 Reason = tuple[tuple[str, ...], str]
-"""The keys that decide, and the reason in words."""
+"""The keys that decide, and the reason."""
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:

@@ -39,7 +39,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
 
     A :class:`UserError` or a missing library prints one message and ends with code 2, running out of memory
     with 5, an error of the card with 6, and the end of another process of the job with 3, even if Paddle
-    wraps it in an error of its own. When the reader of standard output is gone (``| head -1``), the program
+    wraps it in another error. When the reader of standard output is gone (``| head -1``), the program
     ends silently with 141. Any other exception is a bug and keeps its traceback.
 
     SIGTERM and SIGHUP end the process with a message after it has cleaned up, unless the program handles them

@@ -160,7 +160,7 @@ class WeightsConfig(Section):
     """Number of input features that share a scale; null: all."""
     activation_bits: Literal[8] | None = None
     """8: round the inputs of the blocks' linears to 8 bits, too; null: do not. With groups, each group of an
-    input has a scale of its own, and the head's input is rounded as well."""
+    input has a separate scale, and the head's input is rounded as well."""
     asymmetric: Bool = False
     """Weights are `scale * q + offset`, with 16-bit scales and offsets of each group, in the word embedding
     and the head as well; False: `scale * q`, with 32-bit scales."""

@@ -310,7 +310,7 @@ class ChatDataset(RecordDataset):
         self._lines, digest = _read(path)
         more = [self.template.source, dict(self.template.special_tokens)]
         super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
-        self._has_told = False
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -348,9 +348,9 @@ class ChatDataset(RecordDataset):
         return ids[: self.max_seq_len + 1], learned[: self.max_seq_len + 1]
 
     def _warn_cut(self, place: str, left_out: int, length: int) -> None:
-        if self._has_told:
+        if self._has_warned:
             return
-        self._has_told = True
+        self._has_warned = True
         what = f"{counted(left_out, 'message')} at the beginning" if left_out else "its end"
         if length > self.max_seq_len + 1:
             what = f"{what}, and its end" if left_out else what
