@@ -1,40 +1,46 @@
-"""The Jinja environment for chat templates, with the extensions of Hugging Face transformers.
+"""The Jinja that chat templates expect: the environment of Hugging Face transformers, with limits.
 
 As documented by transformers, templates can use ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
 ``continue``, ``generation`` blocks, ``tojson`` without HTML escapes, ``raise_exception`` and
-``strftime_now``. A template comes with a model, from an unknown author: Jinja's sandbox keeps it away from
-Python, and a limit of steps stops endless loops. Neither stops a determined attacker.
+``strftime_now``. A template comes with a model, from an unknown author. Jinja's sandbox keeps it away from
+Python; the limits stop a template that loops forever or grows a text without end. They do not stop a
+determined attacker.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from types import FrameType
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes, pass_eval_context
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 3_000_000
 """The most lines of compiled template code to run. A conversation of a hundred turns takes a few thousand."""
+MAX_SIZE = 1 << 24
+"""The most characters of a text, or elements of a list."""
+_MAX_NUMBER = 1_000_000  # for an argument of a filter or a function
+_MAX_BITS = 1 << 16
 
 
 class TemplateLimitError(Exception):
-    """A template runs too long, or makes a text that is too large."""
+    """A template runs too long or makes something too large."""
 
 
 @contextmanager
 def bounded_steps() -> Iterator[None]:
-    """Raise TemplateLimitError when Python functions called inside take more than ``MAX_STEPS`` steps in this
-    thread.
-    """
+    """Python functions called inside may take at most ``MAX_STEPS`` steps in this thread, else
+    TemplateLimitError."""
     left = MAX_STEPS
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -52,8 +58,44 @@ def bounded_steps() -> Iterator[None]:
         sys.settrace(before)
 
 
+def check_operation(operator: str, left: Any, right: Any) -> None:
+    """Raise TemplateLimitError for a result that would be too large."""
+    if operator == "+" and _has_size(left) and _has_size(right):
+        _check_size(len(left) + len(right))
+    elif operator == "*":
+        if _has_size(left) or _has_size(right):
+            sized, count = (left, right) if _has_size(left) else (right, left)
+            _check_size(len(sized) * (count if isinstance(count, int) else 1))
+        elif isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() + right.bit_length())
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * abs(right))
+
+
+def check_call(name: str, arguments: Iterable[Any]) -> None:
+    """Raise TemplateLimitError if a filter or function is given a number that would produce something
+    huge."""
+    for one in arguments:
+        if isinstance(one, int) and abs(one) > _MAX_NUMBER:
+            raise TemplateLimitError(f"it calls {name} with {one}")
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_SIZE:
+        raise TemplateLimitError(f"it makes a text or a list of {size:,}; the most is {MAX_SIZE:,}")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > _MAX_BITS:
+        raise TemplateLimitError(f"it makes a number of {bits:,} bits; the most is {_MAX_BITS:,}")
+
+
+def _has_size(value: Any) -> bool:
+    return isinstance(value, str | bytes | list | tuple)
+
+
 Span = tuple[int, int]
-"""The positions of the first character and of the one after the last."""
+"""First character, and the one after the last."""
 
 
 class AskedToStopError(TemplateError):
@@ -113,20 +155,63 @@ class _GenerationBlocks(Extension):
         yield self._local.pieces, self._local.spans
 
 
+class _BoundedCode(CodeGenerator):
+    """Checks concatenation with ``~`` in the environment, as for ``+``, so that its size is limited."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (as Jinja has it)
+        self.write("environment.concatenate((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
 class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _BoundedCode
+    intercepted_binops = frozenset({"+", "*", "**"})
     tracker: _GenerationBlocks
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
+            optimized=False,  # the optimizer would compute constants without limits
             extensions=[_GenerationBlocks, LoopControlExtension],
         )
         self.filters["tojson"] = _to_json
+        self.filters = {name: _bounded_filter(name, one) for name, one in self.filters.items()}
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": lambda form: datetime.now().strftime(form),
         }
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def concatenate(self, parts: tuple[Any, ...]) -> str:
+        text = ""
+        for part in parts:
+            piece = str(part)
+            check_operation("+", text, piece)
+            text += piece
+        return text
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (names of a
+        # template's own arguments must not collide with these, hence Jinja's spelling)
+        owner = getattr(__obj, "__self__", None)
+        if not isinstance(owner, Extension):
+            check_call(getattr(__obj, "__name__", "a function"), (*args, *kwargs.values()))
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        check_call(name, (*args, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    return bounded
 
 
 def _to_json(

@@ -1,5 +1,6 @@
-"""Chat templates render as ``apply_chat_template`` does (recipe: tests/goldens/make_hf_chats.py); a limit
-of steps stops endless ones."""
+# ruff: noqa: E501 templates are long
+"""Chat templates render as ``apply_chat_template`` does (recipe: tests/goldens/make_hf_chats.py); limits
+stop runaway ones."""
 
 import json
 import threading
@@ -125,6 +126,14 @@ HOSTILE = {
         "steps",
     ),
     "range": ("{% for a in range(10 ** 9) %}{% endfor %}", "range"),
+    "texts": ("{{ 'a' * 10 ** 10 }}", "a text or a list of 10,000,000,000"),
+    "doubling": ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "text"),
+    "tilde": ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "text"),
+    "numbers": ("{{ 9 ** 99999999 }}", "bits"),
+    "squares": ("{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", "bits"),
+    "filter": ("{{ 'a' | center(999999999) }}", "calls center with 999999999"),
+    "method": ("{{ 'a'.ljust(999999999) }}", "calls ljust with 999999999"),
+    "bytes": ("{{ (1).to_bytes(999999999) }}", "to_bytes"),
     "class": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     "globals": ("{{ raise_exception.__globals__['os'] }}", "unsafe"),
     "attr": ("{{ ('' | attr('__class__')).__mro__ }}", "unsafe"),
