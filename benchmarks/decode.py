@@ -167,9 +167,9 @@ def ours(
     next_token = (model or our_model)()
     import paddle
 
+    from ppfleetx.generation.decode_loop import Rules, Sampler, decode, greedy
     from ppfleetx.generation.prompt_lookup import decode_with_lookup
     from ppfleetx.generation.row_options import RowOptions
-    from ppfleetx.generation.search import Rules, Sampler, decode, greedy
     from ppfleetx.generation.session import DecodingSession
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:

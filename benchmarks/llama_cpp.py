@@ -162,7 +162,7 @@ def ours(model: str, threads: int) -> tuple[Run, Callable[[str], list[int]]]:
     loaded.network.eval()
     import paddle
 
-    from ppfleetx.generation.search import Rules, decode, greedy
+    from ppfleetx.generation.decode_loop import Rules, decode, greedy
     from ppfleetx.generation.session import DecodingSession
 
     def run(prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:

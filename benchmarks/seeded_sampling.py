@@ -94,8 +94,8 @@ def in_batches(sample: Sample, prompts: list[list[int]], size: int, options: dic
 def sample_with(next_token: Any) -> Sample:
     import paddle
 
+    from ppfleetx.generation.decode_loop import Rules, Sampler, decode
     from ppfleetx.generation.row_options import RowOptions
-    from ppfleetx.generation.search import Rules, Sampler, decode
     from ppfleetx.generation.session import DecodingSession
 
     def sample(prompts: list[list[int]], first: int, options: dict[str, Any]) -> list[list[int]]:

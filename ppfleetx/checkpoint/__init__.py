@@ -1,4 +1,4 @@
-"""Checkpoints. Programs that read other formats say so here, which loads nothing that reads our own."""
+"""Checkpoints, and the registry of other formats, which loads nothing that reads our own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ if TYPE_CHECKING:
 
 
 class ForeignFormats:
-    """Says what other programs' directories and files are. This base class knows none."""
+    """Formats of other programs. This base class knows none."""
 
     def described(self, path: Path) -> str | None:
-        """Sentences, beginning with the path, that say what ``path`` is and how to convert it; None if
-        unknown.
-        """
+        """Say in sentences, beginning with the path, what ``path`` is and how to convert it; None if
+        unknown."""
 
     def is_readable(self, path: Path) -> bool:
         return False
@@ -33,6 +32,6 @@ def foreign_formats() -> ForeignFormats:
 
 
 def read_also(formats: ForeignFormats) -> None:
-    """Register formats, so that programs that load checkpoints can read them or say how to convert them."""
+    """Register the formats that loading a checkpoint should read or explain."""
     global _formats
     _formats = formats

@@ -79,15 +79,15 @@ def refuse_without_base(checkpoint: Checkpoint) -> None:
 
 
 _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
-"""The number of input features in one row of a quantised matrix, by its element type."""
+"""The number of input features in one row of a quantized matrix, by its element type."""
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
     """Merge adapters into their base and write the resulting model; return its step directory.
 
     ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
-    quantised. ``base`` are the frozen weights for adapters saved alone; None: the weights they were trained
-    on. Raises CheckpointError if there are no adapters, or they were trained on another base.
+    quantized. ``base`` are the frozen weights of adapters that were saved without them; None: those they were
+    trained on. Raises CheckpointError if there are no adapters, or they were trained on another base.
     """
     output = Path(output)
     if is_taken(output):
@@ -108,7 +108,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
 @dataclass(frozen=True)
 class TrainedAdapters:
-    """The adapters of a checkpoint: ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` float32 of each
+    """The adapters of a checkpoint: float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each
     linear X."""
 
     lora: LoraConfig
@@ -116,14 +116,14 @@ class TrainedAdapters:
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
-    """Read the adapters at ``path``, which were trained over the weights at ``base``. Raises
-    CheckpointError if there are none, or they were trained over other weights, or with a head of classes."""
+    """Read the adapters at ``path``, which were trained over the weights at ``base``. Raises CheckpointError
+    if there are none, or they were trained over other weights, or with a classification head."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))
     names = [name for name in parameter_shapes(model) if is_beside_base(name)]
     if heads := [name for name in names if ".lora." not in name]:
-        raise CheckpointError(f"checkpoint {checkpoint.path} has a head of its own, {heads[0]}")
+        raise CheckpointError(f"checkpoint {checkpoint.path} has a classification head, {heads[0]}")
     source = with_vocabulary(open_resolved(resolve_checkpoint(base)), model.vocab_size)
     frozen = _frozen_names(source, model)
     fingerprints = checkpoint.manifest.fingerprints
@@ -141,7 +141,7 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
 
 
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:
-    """The tensors of the base ``source``, with the scales of quantised ones."""
+    """The tensors of the base ``source``, with the scales of quantized ones."""
     scales = {name for name in source.names() if name.endswith(".scale")}
     names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
     return names + [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
@@ -192,9 +192,9 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
 
 
 def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return ``tensors`` without scales, and with quantised weights as float32, read on demand.
+    """Dequantize weights to float32, on demand, and drop their scales.
 
-    A quantised ``X.weight``, int8 ``[k, n]`` or pairs in uint8 ``[k / 2, n]``, has a scale ``X.scale``: ``[g,
+    A quantized ``X.weight``, int8 ``[k, n]`` or pairs in uint8 ``[k / 2, n]``, has a scale ``X.scale``: ``[g,
     n]`` for g groups of input features, float16 ``[2 g, n]`` with an offset after each scale or, for the rows
     of a table, ``[k, 1]`` or float16 ``[k, 2 g]``. Tensors of experts have one more dimension in front.
     """

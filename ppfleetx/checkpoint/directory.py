@@ -23,7 +23,7 @@ from ppfleetx.utils.untrusted_files import os_errors
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """The key and value of every checkpoint that a configuration takes weights from."""
+    """The key and value of every checkpoint from which a configuration takes weights."""
     options, lora = cfg.Engine.save_load, cfg.Model.lora
     for key, place in (
         ("Engine.save_load.ckpt_dir", options.ckpt_dir),
@@ -50,11 +50,11 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     """The step directory that `path` refers to.
 
     `path` is a step directory, a rank directory in one, an output directory, or the file `latest` or `best`
-    of an output directory. An output directory stands for the checkpoint that its `latest` names, or for its
-    newest complete checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank
-    directories with one) stands for itself, and an output directory of FleetX stands for its last step.
+    of an output directory. For an output directory, this is the checkpoint that its `latest` names, or
+    without that file the newest complete one. For FleetX, it is `path` itself (a directory with
+    `model.pdparams`, or with rank directories that have one), or the last step of an output directory.
 
-    This checks marker, manifest, file sizes and headers, and with `verify` all data too. Raises
+    Marker, manifest, file sizes and headers are checked, and with `verify` all data too. Raises
     CheckpointError if there is no sound checkpoint; the message names the newest good one, or says how to
     convert a checkpoint of another program.
     """
@@ -87,8 +87,7 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open a directory that `resolve_checkpoint` returned, in our format or FleetX's. Raises
-    CheckpointError."""
+    """Open the result of `resolve_checkpoint`, in our format or FleetX's. Raises CheckpointError."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)
@@ -100,7 +99,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """The complete checkpoint saved last in `output_dir`, or None. This reads only the markers."""
+    """The complete checkpoint saved last in `output_dir`, or None; only markers are read."""
     complete = complete_checkpoints(output_dir)
     return complete[-1] if complete else None
 
@@ -121,8 +120,7 @@ def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
     """The undamaged checkpoint that was saved last, of those for which `counts` is true; with `verify` all
-    its data is read. Damaged checkpoints that are newer, or of unknown age, are skipped with a warning
-    each."""
+    its data is read. A warning names each newer one that is damaged, or whose age is unknown."""
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
         get_logger().warning(f"skipped a damaged checkpoint: {error}")
@@ -186,7 +184,7 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def _newest(output_dir: Path, bad: Path | None = None) -> str:
-    """The end of a sentence that names the newest good checkpoint other than ``bad``; "" if there is none."""
+    """Words to append to an error that name the newest good checkpoint but ``bad``; "" if there is none."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

@@ -1,4 +1,4 @@
-"""The documents of a checkpoint: `config.yaml` and the tokenizer's files, beside the manifest.
+"""The documents of a checkpoint: `config.yaml` and the tokenizer's files.
 
 The configuration describes the model, not the machines of the run: it has no plan, device, kernels or output
 directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
@@ -55,13 +55,13 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """The documents of a model with this configuration, as {path in the checkpoint: content}."""
-    texts = {} if tokenizer is None else {**tokenizer.files(), **_learnt_template(cfg, tokenizer)}
+    texts = {} if tokenizer is None else {**tokenizer.files(), **_learned_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
-def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The chat template that the model is trained with, as a document; empty if it is the tokenizer's own."""
+def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """The chat template that the model is trained with, as a document; none if the tokenizer has it."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != CHAT_DATASET:
         return {}
@@ -92,7 +92,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     }
     for key in OF_ONE_CALL:
         del tree["Generation"][key]
-    # Distillation and pruning are over; quantisation still describes the weights.
+    # Distillation and pruning are over; quantization still describes the weights.
     compress = {**plain["Compress"], "Distill": None, "Prune": None}
     if compress != type(cfg.Compress)().model_dump(mode="json"):
         tree["Compress"] = compress

@@ -3,13 +3,9 @@ removing leftovers and old checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
-import threading
-import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 
@@ -26,7 +22,7 @@ from ppfleetx.checkpoint.manifest import (
 from ppfleetx.checkpoint.ownership import Ownership, run_of
 from ppfleetx.checkpoint.reader import Checkpoint, read_marker
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.files import atomic_write, remove_unfinished
+from ppfleetx.utils.files import atomic_write, exclusive_lock, remove_unfinished
 from ppfleetx.utils.log import get_logger
 
 # Names of a checkpoint that is being written, replaced or deleted. The dot hides it from every search, so a
@@ -34,8 +30,6 @@ from ppfleetx.utils.log import get_logger
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 _LOCK_FILE = ".lock"
 _LOCK_SECONDS = 60.0
-_thread_locks: dict[Path, threading.Lock] = {}
-_thread_locks_guard = threading.Lock()
 
 
 def write_latest(output_dir: Path, name: str) -> None:
@@ -43,8 +37,7 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Make `best` point to a complete checkpoint, which `keep_newest` then keeps instead of the former
-    best. Raises CheckpointError."""
+    """Make `best` point to a complete checkpoint, which `keep_newest` then spares. Raises CheckpointError."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
@@ -62,8 +55,8 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """Make `latest` point to the newest good checkpoint, after a killed save or damage. The run that
-    continues from it calls this, because it may have nothing left to save."""
+    """Make `latest` point to the newest good checkpoint, after a killed save or damage. A run that resumes
+    calls this, because it may have nothing left to save."""
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
     fields = read_sealed(latest) if latest.exists() else None
@@ -73,25 +66,15 @@ def repair_latest(checkpoint: Checkpoint) -> None:
         write_latest(output_dir, name)
 
 
-@contextlib.contextmanager
-def output_lock(output_dir: Path) -> Iterator[None]:
-    """Lock `output_dir` against saves by other threads and processes. A process that dies releases the
-    lock. Raises CheckpointError if another process holds the lock for too long."""
-    with _thread_locks_guard:
-        thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
-    # A record lock: unlike flock's, a forked child does not inherit it.
-    with thread_lock, (output_dir / _LOCK_FILE).open("ab") as file:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"another process is saving a checkpoint into {output_dir}")
-            time.sleep(0.1)
-        yield
+def output_lock(output_dir: Path) -> AbstractContextManager[None]:
+    """Lock `output_dir` against saves by other processes. A process that dies releases the lock. Raises
+    CheckpointError if another process holds the lock for too long."""
+    refusal = CheckpointError(f"another process is saving a checkpoint into {output_dir}")
+    return exclusive_lock(output_dir / _LOCK_FILE, refusal, seconds=_LOCK_SECONDS)
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove leftovers of interrupted saves and deletions. The caller holds the lock, so nothing uses
-    them."""
+    """Remove leftovers of interrupted saves and deletions. The caller must hold the lock."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -103,8 +86,8 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def make_way(target: Path, ownership: Ownership | None) -> None:
-    """Make sure that the run may publish a checkpoint as `target`, else raise CheckpointError. A damaged
-    checkpoint, whose owner cannot be determined, is renamed with a warning."""
+    """Raise CheckpointError unless the run may publish a checkpoint as `target`. A damaged checkpoint, whose
+    owner cannot be determined, is renamed with a warning."""
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
     if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
@@ -120,7 +103,7 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether this is a checkpoint of this format that is too damaged to be read."""
+    """Whether this is a checkpoint of our format that is too damaged to be read."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:
@@ -131,7 +114,7 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a complete checkpoint to its final name, then delete the one that had this name before."""
+    """Rename a complete checkpoint to its final name, and delete the earlier one of this name."""
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -154,8 +137,8 @@ def delete_checkpoint(path: Path) -> None:
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
     """Delete all complete checkpoints of a run except the newest `keep_max`, the best, and the spared ones.
 
-    Incomplete directories and the checkpoints of other runs are not touched. A checkpoint that cannot be
-    deleted is reported and left: the new checkpoint is safe, and training continues.
+    Incomplete directories and the checkpoints of other runs are not touched. Training continues after a
+    warning if a checkpoint cannot be deleted.
     """
     if ownership.keep_max is None:
         return
@@ -175,14 +158,6 @@ def keep_newest(output_dir: Path, ownership: Ownership) -> None:
 def remove_tree(path: Path) -> None:
     """Delete a hidden directory. Files that cannot be deleted are left for the next save."""
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # either may mean that another process holds it
-        return False
-    return True
 
 
 def describe_os_error(error: OSError) -> str:

@@ -24,8 +24,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor, by (kind, name, state), that differs between two checkpoints: how in words, and the
-    largest absolute difference if it has the same shape in both."""
+    """A tensor that differs between two checkpoints: its (kind, name, state), a description, and the largest
+    absolute difference if it has the same shape in both."""
 
     key: tuple[str, str, str]
     what: str

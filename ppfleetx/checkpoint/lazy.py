@@ -79,7 +79,7 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
 
 
 def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
-    """The same tensor, but a read raises CheckpointError if a number is NaN or infinite."""
+    """The same tensor, but reading it raises CheckpointError if a number is NaN or infinite."""
 
     def load() -> np.ndarray:
         with np.errstate(over="ignore"):  # an overflowing cast is found below

@@ -1,4 +1,4 @@
-"""The manifest, which lists the contents of a checkpoint, and the small sealed files beside it.
+"""The manifest, which lists the contents of a checkpoint, and its small sealed files.
 
 When a manifest is read, pydantic checks the types; :func:`check_together` checks that each element of each
 tensor is in exactly one slice. `docs/checkpoint_format.md` specifies the format.
@@ -176,14 +176,13 @@ class Manifest:
         step, epoch: the number of finished optimizer steps and passes over the data.
         files: by path relative to the checkpoint, with `/`.
         tensors: by (kind, name, state).
-        state: the trainer's own state (progress, RNG, scaler, schedule, ...): any JSON value.
+        state: the trainer's state (progress, RNG, scaler, schedule, ...): any JSON value.
         ranks: the directory and the coordinate in the plan of each rank.
         vocab_size: the true vocabulary size, for tensors with a `vocab_dim`.
         fingerprints: hashes that identify tokenizer and data.
-        run: the identity of the run that saved it; None if it belongs to no run (older versions,
-            conversions).
-        documents: the configuration and tokenizer files (`checkpoint/documents.py`), by path; older versions
-            saved none.
+        run: the run that saved it; None for conversions and older versions.
+        documents: configuration and tokenizer files (`checkpoint/documents.py`), by path; older versions have
+            none.
     """
 
     step: int
@@ -257,8 +256,8 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """The directory of a rank's files within a checkpoint. Along dp and sep, replicas after the first
-    write only parameters in the experts' view."""
+    """The directory of a rank's files within a checkpoint. Along dp and sep, replicas after the first write
+    only experts."""
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
@@ -272,7 +271,7 @@ def step_directory(epoch: int, step: int) -> str:
 
 
 def parse_step_directory(name: str) -> tuple[int, int] | None:
-    """The (epoch, step) in the name of a checkpoint, or None if `name` is not such a name."""
+    """The (epoch, step) in the name of a step directory; None for any other name."""
     match = _STEP_DIR.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -283,8 +282,7 @@ def read_sealed(path: Path) -> dict[str, str] | None:
 
 
 def seal(**fields: str | int) -> bytes:
-    """The content of a small file of `key value` lines. The last line is the CRC-32 of the lines before
-    it."""
+    """The content of a file of `key value` lines, the last of which is the CRC-32 of the others."""
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 

@@ -1,4 +1,4 @@
-"""The ownership of checkpoints. A run deletes and replaces only its own checkpoints.
+"""The ownership of checkpoints: a run deletes and replaces only its own.
 
 A run gets a random identity when it starts. It is stored in the manifests of the run's checkpoints and in the
 file `run_id` of the output directory; a run that resumes there keeps it. A checkpoint without an identity
@@ -57,8 +57,8 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Whether the run may delete or replace this checkpoint: it saved the checkpoint under this name,
-        and nobody added a file."""
+        """Whether the run may delete or replace this checkpoint: it saved it under this name, and nobody
+        added a file."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -103,8 +103,7 @@ def write_run(output_dir: Path, record: RunRecord) -> None:
 
 
 def run_of(path: Path) -> str | None:
-    """The identity of the run that saved the checkpoint in this step directory; None if it has none.
-    Raises CheckpointError."""
+    """The run that saved the checkpoint in this step directory, or None. Raises CheckpointError."""
     return _saved_by(path).run
 
 

@@ -31,8 +31,8 @@ _BLOCK_BYTES = 64 * 1024 * 1024
 
 
 class Checkpoint:
-    """An open checkpoint. Marker, manifest, documents, file sizes and headers have been checked. Data is
-    checked when it is read; `verify` checks all of it."""
+    """An open checkpoint, whose marker, manifest, documents, file sizes and headers have been checked. Data
+    is checked when it is read; `verify` checks all of it."""
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
         self.path, self.manifest, self.saved_at_ns = path, manifest, saved_at_ns
@@ -74,8 +74,8 @@ class Checkpoint:
         """Read the box (offset, shape) of a tensor, by default all of it. bfloat16 is read as bits, in
         uint16.
 
-        This reads only the parts of the files that hold the box, into `out` if given (a contiguous array of
-        the box's shape and of the stored element type). Raises CheckpointError for an unknown tensor, a box
+        Only the parts of the files that hold the box are read, into `out` if given (a contiguous array of the
+        box's shape and of the stored element type). Raises CheckpointError for an unknown tensor, a box
         outside it, or damaged bytes.
         """
         entry = self.entry(name, kind, state)
@@ -86,7 +86,7 @@ class Checkpoint:
         return result
 
     def document(self, relative: str) -> bytes | None:
-        """The content of a document; None if the checkpoint has none at this path. Raises CheckpointError."""
+        """The content of the document at this path, or None. Raises CheckpointError."""
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
@@ -152,9 +152,8 @@ def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in step directory `path`, which `resolve_checkpoint` finds. Raises
-    CheckpointError if the checkpoint is incomplete, or marker, manifest, documents, sizes or headers are
-    damaged."""
+    """Open the checkpoint in a step directory, such as `resolve_checkpoint` finds. Raises CheckpointError if
+    it is incomplete, or its marker, manifest, documents, sizes or headers are damaged."""
     path = Path(path)
     marker = read_marker(path)
     content = read_manifest(path, marker)
@@ -167,8 +166,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
-    """Content of the manifest in step directory `path`. Raises CheckpointError unless it is what its
-    marker says."""
+    """Content of the manifest in step directory `path`. Raises CheckpointError if it does not match the
+    marker."""
     manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
     content = read_bounded(manifest_path, size)
     if len(content) != size:
@@ -190,9 +189,6 @@ def read_marker(path: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{marker_path} is of format {shown(fields.get('format'))}, not {FORMAT}-{VERSION}"
         )
-    numbers = [fields.get(key, "") for key in ("manifest_bytes", "saved_at_ns")]
-    if "manifest_sha256" not in fields or not all(number.isdecimal() for number in numbers):
-        raise CheckpointError(f"{marker_path} lacks the size and checksum of the manifest, or its time")
     return fields
 
 

@@ -27,7 +27,7 @@ _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
 def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
-    """The generators of all ranks, as a checkpoint keeps them. Every rank calls this. Returns `rng`, the
+    """The generators of all ranks, as a checkpoint stores them. Every rank calls this. Returns `rng`, the
     state of rank 0, and `rng_of_ranks`: the `degrees` of the plan and, in `ranks`, each rank's coordinate
     `at` on each axis and `differs`, the parts of its state that differ from rank 0's."""
     first, *_ = states = gather(ctx, rng_state())
@@ -42,8 +42,8 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from the result of `gather_rng_state`. Returns whether each rank got its
-    own state.
+    """Restore this rank's generators from the result of `gather_rng_state`. Returns whether each rank got the
+    state it had.
 
     It does if the plan has the same degrees. Otherwise all ranks get the default generators of rank 0, and
     the named streams of Paddle's tracker keep their seeds. Dropout is unaffected: its masks are a function of
@@ -83,11 +83,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore the result of `rng_state`. The tracker's streams are restored only with `streams`. Raises
+    """Restore the result of `rng_state`, and the tracker's streams only with `streams`. Raises
     CheckpointError.
 
     Paddle has one generator for each device that a process sees. If the state was saved with other devices,
-    Paddle's generators keep their seeds, and a warning says so.
+    Paddle's generators keep their seeds, with a warning.
     """
     try:
         python, numpy = state["python"], state["numpy"]

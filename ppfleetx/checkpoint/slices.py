@@ -111,11 +111,10 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
 
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
-    """Whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once.
+    """Whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once, in linear time.
 
     The corners of a box, each with a sign for the parity of its far coordinates, determine its indicator
-    function. The boxes tile the array if and only if their signed corners sum to the array's. This takes
-    linear time.
+    function. The boxes tile the array if and only if their signed corners sum to the array's.
     """
     ends: Counter[Index] = Counter()
     whole = ((0,) * len(shape), tuple(shape))

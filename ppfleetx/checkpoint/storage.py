@@ -89,7 +89,7 @@ def rename(source: Path, target: Path) -> None:
 
 def exchange(one: Path, other: Path) -> bool:
     """Swap two directories atomically. Returns False, with nothing changed, if the system cannot do this.
-    Raises OSError if it can, but not these two."""
+    Raises OSError if it can, but not with these two."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -129,8 +129,8 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a piece, checked chunk by chunk. If they are the whole piece, they may be
-    read into `into`. Raises CheckpointError."""
+    """Read bytes [start, end) of a piece, checked chunk by chunk, into `into` if given, which is for whole
+    pieces. Raises CheckpointError."""
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
     # np.empty, because a bytearray would be zeroed first, which costs as much as the read.
@@ -142,7 +142,7 @@ def read_range(
 
 
 def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
-    """Read named pieces and compare checksums. Returns one sentence for each damaged piece."""
+    """Read named pieces and compare checksums: one sentence for each damaged piece."""
     own = threading.local()
 
     def make_scratch() -> None:

@@ -35,9 +35,8 @@ def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any
-    other state (the powers of beta, a single number) is the same on all ranks and stored with the first
-    slice."""
+    """One slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any other
+    state (the powers of beta, a single number) is the same on all ranks and stored with the first slice."""
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
@@ -56,14 +55,15 @@ def load_model(
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
-    """Copy a checkpoint's weights into parameters, each rank its own part. Returns the names of the loaded
+    """Copy a checkpoint's weights into parameters, each rank its part. Returns the names of the loaded
     parameters.
 
-    Element types are converted. If a 16-bit checkpoint has master weights, these are used. A table with
-    different padding gets the true rows and keeps its own padding. Parameters in ``allow_missing`` may be
+    Element types are converted. Master weights of a 16-bit checkpoint are used if it has them. A table with
+    different padding gets the true rows and keeps its padding. Parameters in ``allow_missing`` may be
     missing, and keep their values; so do those whose shape or vocabulary differs, with
-    ``allow_other_shapes``. ``allow_extra`` True ignores all tensors that the model does not have, a set of
-    names these. ``model_names`` are all names of the model, if ``named_params`` belong to one rank.
+    ``allow_other_shapes``. ``allow_extra`` are names of tensors to ignore if the model does not have them;
+    True ignores all such tensors. ``model_names`` are all names of the model, if ``named_params`` belong to
+    one rank.
 
     Raises CheckpointError if the vocabulary differs, or tensors are missing, unknown or of another shape
     (before anything is changed), or data is damaged.
@@ -100,9 +100,9 @@ def load_optimizer(
 ) -> None:
     """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
 
-    If the checkpoint has no master weights, because it was trained in float32, its weights are used instead.
-    `model_names` are the names of the whole model, if `state` belongs to one rank. Raises CheckpointError if
-    a state is missing, unknown or of another shape (before anything is changed), or data is damaged.
+    A checkpoint trained in float32 has no master weights; its weights are used instead. `model_names` are the
+    names of the whole model, if `state` belongs to one rank. Raises CheckpointError if a state is missing,
+    unknown or of another shape (before anything is changed), or data is damaged.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
@@ -178,16 +178,14 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """The elements of a tensor in host memory; bfloat16 as its bits, in uint16.
-
-    Where possible (float32 on a CPU), the array is the tensor's own memory, not a copy.
-    """
+    """The elements of a tensor in host memory; bfloat16 as its bits, in uint16. Where possible (float32 on a
+    CPU), this is the tensor's memory, not a copy."""
     return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
 
 
 @contextmanager
 def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Yields a tensor's elements from :func:`host_array`; changes are written back to the tensor."""
+    """Context that yields :func:`host_array` of a tensor, and writes changes back to the tensor."""
     if _is_host(tensor):
         yield host_array(tensor)
         return
@@ -255,7 +253,7 @@ def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -
         )
         if is_stored and not is_wanted:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} is quantised ({name} is {checkpoint.entry(name).dtype}), and "
+                f"checkpoint {checkpoint.path} is quantized ({name} is {checkpoint.entry(name).dtype}), and "
                 "this configuration has no Compress.Weights. It can be generated with, evaluated, served and "
                 "exported by its own configuration (leave out -c FILE). Its weights cannot be trained: train "
                 "adapters beside them (`ppfleetx finetune --from DIR -o Model.lora.rank=8`), or the "
@@ -263,7 +261,7 @@ def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -
             )
         if is_wanted and not is_stored:
             raise CheckpointError(
-                f"Compress.Weights describes a quantised checkpoint, and {checkpoint.path} is not quantised "
+                f"Compress.Weights describes a quantized checkpoint, and {checkpoint.path} is not quantized "
                 f"({name} is {checkpoint.entry(name).dtype}); `ppfleetx quantize` makes one"
             )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ class Weights:
         place: the source of the weights, for messages.
         tensors: by canonical name, in any order, with or without vocabulary padding.
         model, generation: the keys of these sections that the source defines.
-        vocab_size: the size of the vocabulary without padding; None if the source does not distinguish
-            padding.
+        vocab_size: the size of the vocabulary without padding; None if unknown.
         epoch, step: progress of the training; 0 for formats that do not record it.
         source: facts about the source (any JSON), to keep in the checkpoint's state.
         notes: warnings about how the source was read, one sentence each.
@@ -60,8 +59,7 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """The weights with all tensors, except the ones named in ``keep``, in one element type. None
-        changes none."""
+        """Convert all tensors, except those named in ``keep``, to one element type; None converts none."""
         if dtype is None:
             return self
         return self.with_tensors(
@@ -82,7 +80,7 @@ class Weights:
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """The network that the keys of a `Model` section describe. Raises CheckpointError, which names their
+    """The network that the keys of a `Model` section describe. Raises CheckpointError, which names
     `place`."""
     try:
         return section_of(ModelConfig, dict(keys))
@@ -154,12 +152,12 @@ def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) ->
         values = piece.array()
         if not np.array_equal(cast(cast(values, "F32", wanted), wanted, "F32"), values):
             return list(pieces)
-        made.append(replace(piece, dtype=wanted, data=_cast_when_read(piece, wanted), is_live=False))
+        made.append(replace(piece, dtype=wanted, data=partial(_cast, piece, wanted), is_live=False))
     return made
 
 
-def _cast_when_read(piece: TensorSlice, wanted: str) -> Callable[[], np.ndarray]:
-    return lambda: cast(piece.array(), piece.dtype, wanted)
+def _cast(piece: TensorSlice, wanted: str) -> np.ndarray:
+    return cast(piece.array(), piece.dtype, wanted)
 
 
 class ForeignCheckpoint(Checkpoint):

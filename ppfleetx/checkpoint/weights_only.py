@@ -44,9 +44,9 @@ from ppfleetx.utils.untrusted_files import read_bounded
 
 
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
-    """Read the weights of a checkpoint in our format, from any path that `Engine.save_load.ckpt_dir` accepts:
-    float32 master weights instead of 16-bit weights if ``masters``, quantised weights as they are stored if
-    ``few_bits``."""
+    """Read the weights of a checkpoint in our format, from any path that `Engine.save_load.ckpt_dir` accepts.
+    With ``masters``, float32 master weights replace 16-bit weights; with ``few_bits``, quantized weights are
+    read as they are stored, and otherwise refused."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     if not few_bits:
@@ -70,12 +70,11 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = F
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for quantised weights, which no other format here can hold."""
     entries = ((name, checkpoint.entry(name).dtype) for name in checkpoint.names())
     small = next((name for name, dtype in entries if dtype in ("I8", "U8")), None)
     if small is not None:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} is quantised ({small} has 8 bits or fewer) and is not converted; "
+            f"checkpoint {checkpoint.path} is quantized ({small} has 8 bits or fewer) and is not converted; "
             "convert the checkpoint it was made from"
         )
 
@@ -91,7 +90,7 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
 
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """The `Generation` section of a manifest's configuration, without wrong keys and keys of a single
+    """The `Generation` section of a manifest's configuration, without invalid keys and keys of a single
     call."""
     section = config.get("Generation") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
@@ -135,8 +134,8 @@ def save_weights(
     step: int = 0,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint of weights alone and return its step directory. ``source`` is what its state says
-    about where the weights come from; ``documents`` None: those of ``cfg`` and ``tokenizer``."""
+    """Write a checkpoint of weights alone and return its step directory. ``source`` are facts about the
+    origin of the weights; ``documents`` None: those of ``cfg`` and ``tokenizer``."""
     return save_checkpoint(
         output,
         epoch=epoch,
@@ -154,12 +153,8 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it. Returns the step
-    directory.
-
-    ``tensors`` are all parameters of `model`, padded; progress, tokenizer and generation defaults are those
-    of `weights`.
-    """
+    """Write a checkpoint of weights alone, and `config.yaml` and the tokenizer next to it. Returns the step
+    directory. ``tensors`` are all parameters of `model`, padded."""
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = None
@@ -196,7 +191,7 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Write the end-of-text tokens that only ``config.json`` names to a file that the tokenizer reads."""
+    """Write end-of-text tokens that only ``config.json`` names to a file that the tokenizer reads."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
@@ -207,8 +202,7 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer in a directory, with its own end-of-document token; None if our tokenizer cannot read
-    it."""
+    """The tokenizer in a directory; None, with a warning, if our tokenizer cannot read it."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:

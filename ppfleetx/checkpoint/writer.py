@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,6 @@ def save_checkpoint(
     config: Mapping[str, Any] | str | None = None,
     fingerprints: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
-    rank_dir: str | None = None,
     documents: Mapping[str, bytes] | None = None,
     ownership: Ownership | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -67,7 +67,6 @@ def save_checkpoint(
 
     Args:
         tensors: slices that together cover every tensor.
-        rank_dir: the directory of this rank's files; None: the directory of rank (0, 0, 0).
         documents: the content of each document (`checkpoint/documents.py`), by path.
         ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints
             beyond `keep_max` are deleted. None: the checkpoint belongs to no run, and no checkpoint is
@@ -79,8 +78,7 @@ def save_checkpoint(
         CheckpointError: the checkpoint could not be written (disk full, no permission, ...). Earlier
             checkpoints are unchanged.
     """
-    rank_dir = rank_dir or rank_directory()
-    output_dir = Path(output_dir)
+    output_dir, rank_dir = Path(output_dir), rank_directory()
     try:
         with saving(output_dir, epoch, step) as staged:
             index = write_rank(staged, rank_dir, tensors, max_file_bytes=max_file_bytes, verify=verify)
@@ -106,32 +104,19 @@ def save_checkpoint(
         ) from error
 
 
-class saving:  # noqa: N801  (a context manager reads as a verb)
-    """Lock the output directory and make a directory to write a checkpoint into. On exit, it is removed
-    unless `commit` has renamed it."""
-
-    def __init__(self, output_dir: Path, epoch: int, step: int) -> None:
-        self._output_dir = output_dir
-        self._staged = output_dir / f"{housekeeping.SAVING}{step_directory(epoch, step)}"
-
-    def __enter__(self) -> Path:
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = housekeeping.output_lock(self._output_dir)
-        self._lock.__enter__()
+@contextmanager
+def saving(output_dir: Path, epoch: int, step: int) -> Iterator[Path]:
+    """Lock the output directory and yield a new directory to write a checkpoint into. At the end, it is
+    removed unless `commit` has renamed it."""
+    staged = output_dir / f"{housekeeping.SAVING}{step_directory(epoch, step)}"
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with housekeeping.output_lock(output_dir):
+        housekeeping.clear_leftovers(output_dir)
+        staged.mkdir()
         try:
-            housekeeping.clear_leftovers(self._output_dir)
-            self._staged.mkdir()
-        except BaseException:
-            self._lock.__exit__(None, None, None)
-            raise
-        return self._staged
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._staged.exists():
-                housekeeping.remove_tree(self._staged)
+            yield staged
         finally:
-            self._lock.__exit__(None, None, None)
+            housekeeping.remove_tree(staged)
 
 
 def write_rank(

@@ -25,7 +25,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 if TYPE_CHECKING:
-    from ppfleetx.compress.samples import Samples
+    from ppfleetx.compress.calibration import Samples
     from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ def calibration_samples(
     """
     if options.calibration is None:
         return None
-    from ppfleetx.compress.samples import read_samples
+    from ppfleetx.compress.calibration import read_samples
 
     return read_samples(
         options.calibration,

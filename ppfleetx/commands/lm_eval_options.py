@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.conversion.huggingface.generation import DEFAULTS
+from ppfleetx.conversion.huggingface.generation_config import DEFAULTS
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:

@@ -20,19 +20,19 @@ from ppfleetx.commands.checkpoint_verbs import (
     refuse_unfit,
 )
 from ppfleetx.commands.start_process import start_with
-from ppfleetx.compress.experts import (
-    experts_left,
-    kept_experts,
-    pruned_mixtures,
-    router_scores,
-    without_experts,
-)
 from ppfleetx.compress.prune import (
     kept_of,
     magnitude_scores,
     pruned_model,
     pruned_tensors,
     sizes_after,
+)
+from ppfleetx.compress.prune_experts import (
+    experts_left,
+    kept_experts,
+    pruned_mixtures,
+    router_scores,
+    without_experts,
 )
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.model import ModelConfig

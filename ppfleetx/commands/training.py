@@ -46,7 +46,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress_bar import track
 
 if TYPE_CHECKING:
-    from ppfleetx.compress.in_training import PruningInTraining
+    from ppfleetx.compress.prune_in_training import PruningInTraining
 
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
@@ -151,7 +151,7 @@ def _pruning(
             key="Compress.Prune.begin_step" if options.end_step is None else "Compress.Prune.end_step",
             value=options.last_step,
         )
-    from ppfleetx.compress.in_training import PruningInTraining
+    from ppfleetx.compress.prune_in_training import PruningInTraining
 
     return PruningInTraining(cfg, ctx, runner)
 

@@ -39,12 +39,7 @@ _HIDDEN = -1e9  # logit of ids that get no probability
 
 
 class Distillation(WrappedTask):
-    """A language-modelling task whose training loss includes a teacher.
-
-    Args:
-        task: the original task.
-        cfg: the ``Compress.Distill`` section.
-    """
+    """Wraps a language-modelling task so that its training loss includes a teacher."""
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
         super().__init__(task)
@@ -52,9 +47,7 @@ class Distillation(WrappedTask):
         self._teacher: StagedModel | None = None
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The task's loss. In training it is weighted, and the divergence from the teacher's outputs is
-        added.
-        """
+        """The task's loss; in training, weighted and with the divergence from the teacher's outputs."""
         if not paddle.is_grad_enabled():
             return super().loss(outputs, batch, factory)
         in_pieces = isinstance(outputs, LogitsInPieces)
@@ -112,9 +105,7 @@ class _PiecesOfBoth(LogitsInPieces):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Refuse a teacher whose experts the student's plan cannot divide, because groups are made for the
-    student.
-    """
+    """Refuse a teacher whose experts the student's plan cannot divide."""
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -167,7 +158,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
-    """The storage format of a checkpoint's weights; None if they are not quantised."""
+    """The storage format of a checkpoint's weights; None if they are not quantized."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")
     return None if weights is None else section_of(WeightsConfig, weights)
@@ -177,8 +168,8 @@ def divergence(
     student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
 ) -> paddle.Tensor:
     """KL(p || q) at each position ``[s, b]``, from logits ``[s, b, V]`` of q (``student``, with gradient) and
-    p (``teacher``), or from this rank's columns of them, whose others are on the ranks of ``group``. Columns
-    from ``true_vocab`` on are padding."""
+    p (``teacher``). With a ``group``, V counts this rank's columns. Columns from ``true_vocab`` on are
+    padding."""
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)
 
 

@@ -31,21 +31,9 @@ _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 
 @dataclass(frozen=True)
-class Scores:
-    """The importance of each part of one layer.
-
-    Attributes:
-        groups: ``[g]`` float64.
-        units: ``[f]`` float64.
-    """
-
-    groups: np.ndarray
-    units: np.ndarray
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The parts of one layer that are kept, as sorted indices."""
+class GroupsAndUnits:
+    """Two arrays for one layer: the scores of its groups ``[g]`` and units ``[f]``, float64; or the sorted
+    indices of those that are kept."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -53,7 +41,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Parts:
-    """The division of a layer's tensor along ``axis`` into groups or units of a width."""
+    """How a layer's tensor is divided along ``axis``: into groups or into units, each ``width`` long."""
 
     of_groups: bool
     axis: int
@@ -65,8 +53,7 @@ class Parts:
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """The division of a layer's tensor with the name ``own``; None if it does not belong to particular groups
-    or units."""
+    """How the layer's tensor ``own`` is divided; None if it does not belong to particular groups or units."""
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
         axis = len(shape) - 1
@@ -101,7 +88,7 @@ def sizes_after(
     drop_layers: tuple[int, ...] = (),
 ) -> Sizes:
     """The sizes after removing the share ``ratio`` of the groups and units, rounded down, and
-    ``drop_layers``; kept ones are rounded up to a multiple (for a later tensor-parallel degree). Raises
+    ``drop_layers``; what stays is rounded up to a multiple (for a later tensor-parallel degree). Raises
     ConfigError if too little would be left, or nothing would change."""
     check_network(model)
     check_share(ratio, multiple)
@@ -131,7 +118,7 @@ def sizes_after(
 
 
 def check_share(ratio: float, multiple: int) -> None:
-    """Raise ConfigError if these are not a share to remove, and a number to round up to."""
+    """Raise ConfigError for an invalid share to remove, or number to round up to."""
     if not 0 <= ratio < 1:
         raise ConfigError("is the share taken out: from 0 to below 1", key="--ratio", value=ratio)
     if multiple < 1:
@@ -186,7 +173,7 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
 
 def magnitude_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, layer: int, criterion: Criterion
-) -> Scores:
+) -> GroupsAndUnits:
     """The sum of magnitudes or squares of all weights that write into a group or unit or read from it."""
 
     def mass(name: str) -> np.ndarray:
@@ -194,7 +181,9 @@ def magnitude_scores(
         parts = parts_of(f"{name}.weight", tensor.shape, model)
         return mass_of_parts(tensor.read(), tensor.dtype, parts, criterion)
 
-    return Scores(mass("attention.qkv") + mass("attention.out_proj"), mass("mlp.fc1") + mass("mlp.fc2"))
+    return GroupsAndUnits(
+        mass("attention.qkv") + mass("attention.out_proj"), mass("mlp.fc1") + mass("mlp.fc2")
+    )
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
@@ -206,9 +195,9 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
     return mass.sum(axis=1 - parts.axis).reshape(-1, parts.width).sum(axis=1)
 
 
-def kept_of(scores: Scores, sizes: Sizes) -> Kept:
-    """The parts with the largest scores. Of parts with equal scores, those with smaller indices are kept."""
-    return Kept(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
+def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
+    """The parts with the largest scores. Among equal scores, smaller indices are kept."""
+    return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 
 def _largest(scores: np.ndarray, count: int) -> np.ndarray:
@@ -219,7 +208,7 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def pruned_tensors(
-    tensors: Mapping[str, LazyTensor], model: ModelConfig, sizes: Sizes, kept: Mapping[int, Kept]
+    tensors: Mapping[str, LazyTensor], model: ModelConfig, sizes: Sizes, kept: Mapping[int, GroupsAndUnits]
 ) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of the pruned model, read lazily, with layers renumbered; ``kept`` are the parts of each
     layer that is kept."""
@@ -234,8 +223,7 @@ def pruned_tensors(
             yield f"decoder.layers.{numbers[layer]}.{own}", _cut(tensor, own, model, kept[layer])
 
 
-def _cut(tensor: LazyTensor, own: str, model: ModelConfig, kept: Kept) -> LazyTensor:
-    """The slice of a layer's tensor that belongs to the kept parts."""
+def _cut(tensor: LazyTensor, own: str, model: ModelConfig, kept: GroupsAndUnits) -> LazyTensor:
     parts = parts_of(own, tensor.shape, model)
     if parts is None:
         return tensor

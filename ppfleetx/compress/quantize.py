@@ -1,7 +1,7 @@
-"""Post-training quantisation, stage by stage. Only two layers and the calibration windows are in memory.
+"""Post-training quantization, stage by stage; only two layers and the calibration windows are in memory.
 
-Calibration windows go through two models at once: the original model, and the quantised model as far as it is
-ready. A layer is calibrated on the inputs that it gets in the quantised model.
+Calibration windows go through two models at once: the original model, and the quantized model as far as it is
+ready. A layer is calibrated on its inputs in the quantized model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
 from ppfleetx.checkpoint.tensors import dtype_of, load_model
 from ppfleetx.checkpoint.weights import vocab_dims, with_vocabulary
-from ppfleetx.compress.report import LayerReport, Report
+from ppfleetx.compress.calibration import Samples
+from ppfleetx.compress.quantization_report import LayerReport, Report
 from ppfleetx.compress.rounding import (
     SMALLEST_SCALE,
     Stored,
@@ -34,7 +35,6 @@ from ppfleetx.compress.rounding import (
     smooth_block,
     weight_error,
 )
-from ppfleetx.compress.samples import Samples
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import (
@@ -63,18 +63,18 @@ cost too much."""
 _ROWS = 4  # windows per pass
 _MOST_ERROR = {8: 0.1, 4: 0.3}  # bits -> relative change of a layer's output that is not worth a warning
 _MOST_WARNINGS = 5
-_OUTLIER = 20  # a feature stands out if it reaches so many times the median
+_OUTLIER = 20  # times the median of all features, from which on a feature is an outlier
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options for quantising a checkpoint.
+    """The options for quantizing a checkpoint.
 
     Attributes:
         weights: the storage format of weights.
         method: round to nearest, or GPTQ. GPTQ and ``smooth`` need samples.
         smooth: whether to move outliers of activations into the weights first.
-        trained: the settings of quantisation-aware training, whose grid rounding to nearest then uses; None
+        trained: the settings of quantization-aware training, whose grid rounding to nearest then uses; None
             if there was none.
     """
 
@@ -85,11 +85,7 @@ class Options:
 
 
 def check_options(model: ModelConfig, options: Options) -> None:
-    """Check that all matrices of the model can be stored this way.
-
-    Raises:
-        ConfigError: a matrix cannot be stored this way; the first one is named.
-    """
+    """Raise ConfigError, which names the first matrix that cannot be stored this way."""
     for key, is_given, remedy in (
         ("--smooth", options.smooth, "leave it out"),
         ("--method", options.method == "gptq", "round to nearest (--method rtn)"),
@@ -126,10 +122,7 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
     """Complete ``weights`` with the first of :data:`GROUPS` that divides the input features of all matrices.
 
     If there is none, weights of 8 bits go without groups and offsets. With 4 bits, matrices that no group
-    size divides are not quantised, with a warning.
-
-    Raises:
-        ConfigError: no group size divides the input features of any matrix.
+    size divides are not quantized, with a warning. Raises ConfigError if that is true of all matrices.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
@@ -173,12 +166,12 @@ def _matrices(model: ModelConfig) -> dict[str, int]:
 
 
 class Quantizer:
-    """Quantises the model in a checkpoint.
+    """Quantizes the model in a checkpoint.
 
     Args:
         checkpoint: the weights.
         model: the ``Model`` section.
-        options: the options for quantising.
+        options: the options for quantizing.
         room: an empty directory for tensors that are ready to be written.
         samples: text for calibration and measurement; None skips both.
     """
@@ -201,12 +194,8 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantise the model. Returns its tensors, which are read lazily from ``room``.
-
-        Raises:
-            DataError: a weight is NaN or infinite.
-            CheckpointError: the checkpoint does not belong to the model.
-        """
+        """Quantize the model. Returns its tensors, which are read lazily from ``room``. Raises DataError if a
+        weight is NaN or infinite, CheckpointError if the checkpoint does not belong to the model."""
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
         # Products with widened weights are faster for whole windows.
@@ -216,7 +205,7 @@ class Quantizer:
         shared: dict[str, nn.Layer] = {}
         small_shared: dict[str, nn.Layer] = {}
         both = zip(stages, small_stages, strict=True)
-        for stage, small_stage in track(both, "quantising", total=len(stages), unit="stage"):
+        for stage, small_stage in track(both, "quantizing", total=len(stages), unit="stage"):
             layer = build_stage(stage, None, shared)
             layer.eval()
             new = {n: p for n, p in canonical_parameters(layer).items() if n not in self._ready}
@@ -237,7 +226,7 @@ class Quantizer:
                 with products:
                     self._walk.advance(layer, small, is_last=stage is stages[-1])
                 self.report.set_output_errors(products.errors())
-            get_logger().info(f"quantised {stage.name}: {len(stored)} of {len(new)} parameters")
+            get_logger().info(f"quantized {stage.name}: {len(stored)} of {len(new)} parameters")
         self._warn()
         if self._walk is not None:
             walk = self._walk
@@ -248,7 +237,7 @@ class Quantizer:
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
     ) -> dict[str, Stored]:
-        """The tensors to store for each quantised parameter of a stage."""
+        """The tensors to store for each quantized parameter of a stage."""
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
@@ -325,7 +314,7 @@ class Quantizer:
                 self.report.kept += parameter.size * parameter.element_size()
 
     def _warn(self) -> None:
-        """Name the layers whose products have changed much, and the features that may be the reason."""
+        """Warn of layers whose products have changed much, and of features that may be the reason."""
         weights, most = self._options.weights, _MOST_ERROR[self._options.weights.bits]
         remedies = ["a smaller --group"]
         if weights.activation_bits is not None:
@@ -345,7 +334,9 @@ class Quantizer:
                 f"--skip '{layer.name}'"
             )
         if len(found) > _MOST_WARNINGS:
-            get_logger().warning(f"so it is with {len(found) - _MOST_WARNINGS} more layers (see the table)")
+            get_logger().warning(
+                f"the same is true of {len(found) - _MOST_WARNINGS} more layers (see the table)"
+            )
 
     def _put(self, name: str, values: np.ndarray) -> None:
         path = self._room / f"{len(self._ready)}.npy"
@@ -362,7 +353,7 @@ class Quantizer:
         )
 
     def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
-        """Give ``layer``, whose linears hold integers or floating point, what is stored for its stage."""
+        """Load what is stored for a stage into ``layer``, whose linears hold integers or floating point."""
         for name, parameter in canonical_parameters(layer).items():
             if name in stored and parameter.dtype == paddle.float32:
                 parameter.set_value(stored[name].values())
@@ -371,7 +362,7 @@ class Quantizer:
 
 
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
-    """Words about the input feature that stands out most, by its largest input or its largest weight."""
+    """Describe the input feature that stands out most, by its largest input or its largest weight."""
     said = {}
     for what, largest in (("its input", inputs), ("the weights of its input", rows)):
         feature, median = int(largest.argmax()), float(np.median(largest))
@@ -382,9 +373,8 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
 
 class _Products:
-    """Context that compares the products of quantised linears with those of the original ones, for the same
-    inputs. Only linears that round activations are compared: for others, the weights say enough.
-    """
+    """Context that compares the products of quantized linears with those of the original ones, for the same
+    inputs. Only linears that round activations are compared; for others, the weights say enough."""
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
         self._weights = canonical_parameters(layer)
@@ -425,11 +415,9 @@ class _Products:
 
 @dataclass
 class _Inputs:
-    """Context that collects statistics of the inputs of a layer's linears.
+    """Context that collects statistics of the inputs of the ``linears`` of a stage.
 
     Attributes:
-        layer: a stage.
-        linears: canonical names of its linears.
         sums: linear -> ``X^T X [k, k]`` float64 of its inputs.
         largest: linear -> largest magnitude ``[k]`` of each input feature.
     """
@@ -483,14 +471,13 @@ class _Walk:
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
-        """Run the calibration windows of the quantised model through ``layer``."""
+        """Run the calibration windows of the quantized model through ``layer``."""
         for state in self._calibration:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Advance all activations by one layer: the original model's through the original layer, the
-        quantised model's through the quantised layer. After the last one, nothing is left to calibrate.
-        """
+        """Advance all activations by one layer: the original model's through the original layer, the others
+        through the quantized one. After the last layer, nothing is left to calibrate."""
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             if is_last and states is self._calibration:
                 continue
@@ -504,7 +491,7 @@ class _Walk:
         return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size).loss.item()
 
     def perplexities(self) -> tuple[float, float]:
-        """The perplexities before and after quantisation; available after the last stage."""
+        """The perplexities before and after quantization, once the last stage is done."""
         return tuple(
             math.exp(min(sum(states) / self.num_measured, 700)) for states in (self._before, self._after)
         )

@@ -28,7 +28,6 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.compress import QUANTIZER, Form, QuantizationConfig
 
 ScaleMethod = Literal["absmax", "mse"]
-BITS = range(2, 17)
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 """The scale of zeros; smaller scales would be denormal."""
 _SHRINK = np.linspace(1.0, 0.5, 26, dtype=np.float32)[1:]
@@ -39,27 +38,12 @@ _LARGEST_HALF, _SMALLEST_HALF = np.float32(65504), np.float32(2**-24)
 
 
 def largest_level(bits: int) -> int:
-    """The largest integer of a symmetric grid with this many bits, such as 127 for 8.
-
-    Raises:
-        ValueError: there is no such grid.
-    """
-    if bits not in BITS:
-        raise ValueError(f"a grid has {BITS[0]} to {BITS[-1]} bits, not {bits}")
+    """The largest integer of a symmetric grid with this many bits, such as 127 for 8."""
     return (1 << (bits - 1)) - 1
 
 
-def num_groups(in_features: int, group_size: int | None) -> int:
-    """The number of groups of ``group_size`` input features; one for None.
-
-    Raises:
-        ValueError: the size does not divide the number of features.
-    """
-    if group_size is None:
-        return 1
-    if group_size < 1 or in_features % group_size:
-        raise ValueError(f"groups of {group_size} do not divide {in_features} input features")
-    return in_features // group_size
+def _num_groups(in_features: int, group_size: int | None) -> int:
+    return 1 if group_size is None else in_features // group_size
 
 
 def scales_of(
@@ -70,29 +54,20 @@ def scales_of(
     group_size: int | None = None,
     method: ScaleMethod = "absmax",
 ) -> np.ndarray:
-    """Compute the scales of a matrix, float32.
+    """Compute the scales of a matrix, float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``. Raises DataError if a
+    value is NaN or infinite.
 
     Args:
         weight: ``[k, n]``.
         bits: bits of the grid.
-        per_tensor: whether to use one scale for the whole matrix; otherwise there is one per output channel
-            and group.
+        per_tensor: use one scale for the whole matrix, not one per output channel and group.
         group_size: input features per group; None: all.
         method: the grid ends at the largest magnitude (``absmax``), or where the squared error of the rounded
             values is smallest (``mse``, which tries 26 ends from the largest magnitude down to half of it).
-
-    Returns:
-        ``[1, 1]``, ``[1, n]`` or ``[g, n]``.
-
-    Raises:
-        ValueError: there is no such grid.
-        DataError: a value is NaN or infinite.
     """
     if not np.isfinite(weight).all():
         raise DataError("the matrix holds NaN or infinite values, which have no place on a grid")
-    if per_tensor and group_size is not None:
-        raise ValueError("one scale for all, or one per group: not both")
-    grouped = _grouped(np.asarray(weight, np.float32), num_groups(weight.shape[0], group_size))
+    grouped = _grouped(np.asarray(weight, np.float32), _num_groups(weight.shape[0], group_size))
     axes = (1, 2) if per_tensor else (1,)
     largest = np.abs(grouped).max(axis=axes, keepdims=True)
     whole = np.clip(largest / np.float32(largest_level(bits)), SMALLEST_SCALE, _largest_scale(bits))
@@ -104,25 +79,15 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
     """Compute the scales and offsets of an asymmetric grid with a small squared error.
 
     The grid covers a group's range or, with few bits, a little less, or is symmetric. For each of these, the
-    line that fits the levels best is tried as well.
-
-    Args:
-        weight: ``[k, n]``.
-        bits: bits of the grid.
-        group_size: input features per group; None: all.
-
-    Returns:
-        Scale and offset of each group in turn, ``[2 g, n]`` float16.
-
-    Raises:
-        DataError: a value is not a number that float16 can hold.
+    line that fits the levels best is tried as well. Returns scale and offset of each group of ``weight [k,
+    n]`` in turn, ``[2 g, n]`` float16. Raises DataError if float16 cannot hold a value.
     """
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
             f"the matrix holds NaN or infinite values or values beyond {_LARGEST_HALF:,.0f}, which have no "
             "place on a grid with offsets"
         )
-    grouped = _grouped(np.asarray(weight, np.float32), num_groups(weight.shape[0], group_size))
+    grouped = _grouped(np.asarray(weight, np.float32), _num_groups(weight.shape[0], group_size))
     best, least = None, None
     for grid in _grids(grouped, bits):
         for _ in range(2):
@@ -172,45 +137,25 @@ def _rounded_with_offsets(values: np.ndarray, scale: np.ndarray, offset: np.ndar
 
 
 def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Round ``weight [k, n]`` to the grid: int8 up to 8 bits, int16 above.
-
-    Raises:
-        ValueError: the scales do not fit the matrix.
-    """
-    grouped = _grouped(np.asarray(weight, np.float32), _groups_in(weight.shape, scales.shape))
+    """Round ``weight [k, n]`` to the grid: int8 up to 8 bits, int16 above."""
+    grouped = _grouped(np.asarray(weight, np.float32), len(scales))
     rounded = _rounded(grouped, scales[:, np.newaxis].astype(np.float32), bits)
     return rounded.astype(np.int8 if bits <= 8 else np.int16).reshape(weight.shape)
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray, *, asymmetric: bool = False) -> np.ndarray:
-    """Convert integers ``[k, n]`` back to float32 values.
-
-    Args:
-        levels: the integers.
-        scales: the scales; in turn with offsets if ``asymmetric``.
-        asymmetric: whether there are offsets.
-
-    Raises:
-        ValueError: the scales do not fit the matrix.
-    """
+    """Convert integers ``[k, n]`` back to float32 values. If ``asymmetric``, an offset follows each scale."""
+    steps = scales[0::2] if asymmetric else scales
+    values = _grouped(levels.astype(np.float32), len(steps)) * steps[:, np.newaxis].astype(np.float32)
     if asymmetric:
-        scale, offset = scales[0::2].astype(np.float32), scales[1::2].astype(np.float32)
-        grouped = _grouped(levels.astype(np.float32), _groups_in(levels.shape, scale.shape))
-        return (grouped * scale[:, np.newaxis] + offset[:, np.newaxis]).reshape(levels.shape)
-    grouped = _grouped(levels.astype(np.float32), _groups_in(levels.shape, scales.shape))
-    return (grouped * scales[:, np.newaxis].astype(np.float32)).reshape(levels.shape)
+        values = values + scales[1::2, np.newaxis].astype(np.float32)
+    return values.reshape(levels.shape)
 
 
 def _grouped(matrix: np.ndarray, groups: int) -> np.ndarray:
     """Reshape ``[k, n]`` to ``[g, k / g, n]``."""
     rows, columns = matrix.shape
     return matrix.reshape(groups, rows // groups, columns)
-
-
-def _groups_in(shape: tuple[int, ...], scales: tuple[int, ...]) -> int:
-    if len(scales) != 2 or not scales[0] or shape[0] % scales[0] or scales[1] not in (1, shape[1]):
-        raise ValueError(f"scales of shape {list(scales)} do not fit a matrix of shape {list(shape)}")
-    return scales[0]
 
 
 def _largest_scale(bits: int) -> float:
@@ -225,15 +170,12 @@ def _rounded(grouped: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
 
 def _least_error(grouped: np.ndarray, whole: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
     best, least = whole, _squared_error(grouped, whole, bits, axes)
-    for scales in _shrunk(whole):
+    for share in _SHRINK:
+        scales = np.maximum(whole * share, np.float32(SMALLEST_SCALE))
         error = _squared_error(grouped, scales, bits, axes)
         best = np.where(error < least, scales, best)
         least = np.minimum(error, least)
     return best
-
-
-def _shrunk(whole: np.ndarray) -> Iterator[np.ndarray]:
-    return (np.maximum(whole * share, np.float32(SMALLEST_SCALE)) for share in _SHRINK)
 
 
 def _squared_error(grouped: np.ndarray, scales: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
@@ -261,8 +203,7 @@ class Stored:
     is_table: bool = False
 
     def packed(self) -> np.ndarray:
-        """Pack the elements as a checkpoint stores them: int8, or two 4-bit elements per uint8, ``[k / 2,
-        n]``."""
+        """The elements as a checkpoint stores them: int8, or two 4-bit elements per uint8, ``[k / 2, n]``."""
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
@@ -282,19 +223,8 @@ class Stored:
         return self.levels.size * self.form.bits // 8 + self.scale.nbytes
 
 
-def method_of_scales(form: Form) -> ScaleMethod:
-    """Choose how scales are computed. With few bits, clipping the largest numbers reduces the error; with 8
-    bits it does not.
-    """
-    return "mse" if form.bits < 8 else "absmax"
-
-
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Check that a matrix can be stored this way.
-
-    Raises:
-        ConfigError: groups do not divide the input features, or no kernel supports this form.
-    """
+    """Raise ConfigError if groups do not divide the input features, or no kernel supports this form."""
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
         raise ConfigError(
@@ -326,19 +256,17 @@ def nearest(weight: np.ndarray, form: Form) -> Stored:
 def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
     if form.asymmetric:
         return asymmetric_scales_of(weight, form.bits, form.group_size)
-    return scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
+    # With few bits, clipping the largest numbers reduces the error; with 8 bits it does not.
+    method = "mse" if form.bits < 8 else "absmax"
+    return scales_of(weight, form.bits, group_size=form.group_size, method=method)
 
 
 def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
     """Apply GPTQ (Frantar et al., 2022): round one input feature after another, and let later features make
     up for the error.
 
-    Features are processed in descending order of the Hessian's diagonal; scales are as in :func:`nearest`.
-
-    Args:
-        weight: ``[k, n]``.
-        hessian: ``X^T X [k, k]`` of the matrix's inputs, float64.
-        form: the storage format of the matrix.
+    Features are processed in descending order of the diagonal of ``hessian``, which is ``X^T X [k, k]``
+    float64 of the matrix's inputs; scales are those of :func:`nearest`.
     """
     scale = _scale_of(weight, form)
     size = weight.shape[0]
@@ -377,15 +305,13 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """The root mean square of the rounding error, relative to the root mean square of the matrix; 0 for a
-    zero matrix.
-    """
+    """The root mean square of the rounding error, relative to that of the matrix; 0 for a zero matrix."""
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
 
 def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
-    """The same relative error for the products with the inputs behind ``hessian [k, k]``."""
+    """The same relative error of the products with inputs X, from ``hessian``, ``X^T X [k, k]``."""
     squares = hessian.astype(np.float32)
     error, size = (
         float(np.einsum("kn,kn->", squares @ one, one, dtype=np.float64)) for one in (weight - held, weight)
@@ -396,16 +322,8 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """The linear's weight ``[k, n]`` as training rounded it.
-
-    None if training did not round it, or rounded it to more bits than are stored.
-
-    Args:
-        weight: the trained weight.
-        linear: canonical name.
-        form: the storage format of the matrix.
-        cfg: the settings it was trained with.
-        checkpoint: source of the learned clip, if there is one.
+    """The ``weight [k, n]`` of a linear as training under ``cfg`` rounded it, with its learned clip if
+    ``checkpoint`` has one. None if training did not round it, or rounded it to more bits than are stored.
     """
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
@@ -415,7 +333,7 @@ def on_trained_grid(
     if clip in checkpoint.names():
         scale = scale * np.maximum(checkpoint.read(clip).astype(np.float32), _LEAST_CLIP)
     levels = quantize(weight, scale, cfg.weight_bits).astype(np.int8)
-    groups = 1 if form.group_size is None else weight.shape[0] // form.group_size
+    groups = _num_groups(weight.shape[0], form.group_size)
     return Stored(levels, np.broadcast_to(scale, (groups, weight.shape[1])).copy(), form)
 
 
@@ -436,7 +354,7 @@ def smooth_block(
         linear -> factors ``[k]`` by which its inputs were divided.
     """
     factors = {}
-    for linear, norm in _pairs(parameters):
+    for linear, norm in _after_norms(parameters):
         weight = parameters[f"{linear}.weight"]
         of_weight = np.maximum(np.abs(weight.numpy()).max(axis=1), _SMALLEST)
         factor = np.sqrt(np.maximum(largest[linear], _SMALLEST) / of_weight).astype(np.float32)
@@ -448,7 +366,7 @@ def smooth_block(
     return factors
 
 
-def _pairs(parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, str]]:
+def _after_norms(parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, str]]:
     """Pairs (linear, preceding norm) for norms that have a gain."""
     for name in list(parameters):
         for linear, norm in _NORM_OF.items():

@@ -18,7 +18,7 @@ import paddle
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.tensors import load_model
 from ppfleetx.checkpoint.weights import with_vocabulary
-from ppfleetx.compress.prune import Scores
+from ppfleetx.compress.prune import GroupsAndUnits
 from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import model_stages
@@ -32,7 +32,9 @@ from ppfleetx.nn.stage import canonical_parameters
 _ROWS = 4  # windows per batch
 
 
-def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, Scores]:
+def saliency_scores(
+    checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
+) -> dict[int, GroupsAndUnits]:
     """Scores of every layer over ``windows [c, s + 1]`` of token ids."""
     network = _loaded(checkpoint, model)
     parameters = canonical_parameters(network)
@@ -48,15 +50,12 @@ def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndar
             product = (weight.detach() * weight.grad).sum(axis=1).numpy().astype(np.float64)
             sums[layer, name] = sums[layer, name] + np.abs(product.reshape(parts, -1).sum(axis=1))
             weight.clear_gradient(set_to_zero=False)
-    return {i: Scores(sums[i, "attention.out_proj"], sums[i, "mlp.fc2"]) for i in layers}
+    return {i: GroupsAndUnits(sums[i, "attention.out_proj"], sums[i, "mlp.fc2"]) for i in layers}
 
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
     """The share of each expert in the sum of the router's weights over all tokens, ``[experts]`` by layer.
-
-    Args:
-        checkpoint, model, windows: as in :func:`saliency_scores`.
-    """
+    Arguments as for :func:`saliency_scores`."""
     network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
     routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]
     sums = [np.zeros(num_experts) for _ in routers]

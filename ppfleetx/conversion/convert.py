@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.layout import merge, reshard
 from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
+from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.weights import Weights, fitted, network_of
 from ppfleetx.checkpoint.weights_only import load_tokenizer, read_ppfleetx, write_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError, shown
@@ -23,11 +23,17 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
+from ppfleetx.conversion.compare_logits import (
+    Probe,
+    difference,
+    our_logits,
+    own_transformers,
+    transformers_logits,
+)
 from ppfleetx.conversion.fleetx import read_fleetx
 from ppfleetx.conversion.gguf import QUANTIZED, SUFFIX, extract_tokenizer, read_gguf, write_gguf
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
-from ppfleetx.conversion.huggingface.files import read_stored
-from ppfleetx.conversion.logits import Probe, difference, our_logits, own_transformers, transformers_logits
+from ppfleetx.conversion.huggingface.read_files import read_stored
 from ppfleetx.conversion.megatron import read_megatron
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.utils.files import is_taken, refuse_as_new_file, refuse_unwritable
@@ -45,10 +51,10 @@ class Conversion:
         source, target: the formats, from SOURCES and TARGETS.
         input, output: directories, or files for the format `gguf`.
         model: the network; None if the source describes it.
-        dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's own; to `gguf` also one of
+        dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's type; to `gguf` also one of
             gguf.QUANTIZED.
-        merge: for ppfleetx to ppfleetx, whether to write one rank directory, including optimizer state.
-        plan: for ppfleetx to ppfleetx, the plan to cut the checkpoint for.
+        merge: for ppfleetx to ppfleetx: write one rank directory, including optimizer state.
+        plan: for ppfleetx to ppfleetx: the plan to cut the checkpoint for.
         tokenizer: a directory of tokenizer files to use instead of the source's.
     """
 
@@ -67,10 +73,8 @@ class Conversion:
 def convert(job: Conversion) -> Path:
     """Convert, and return the path of the result: a step directory, a Hugging Face directory or a GGUF file.
 
-    Raises:
-        CheckpointError: the source cannot be read, has a NaN or an infinity, or has a network that the target
-            format does not support.
-        ConfigError: the description of the network is wrong.
+    Raises CheckpointError if the source cannot be read, has a NaN or an infinity, or has a network that the
+    target format does not support; ConfigError if the description of the network is wrong.
     """
     _check(job)
     if job.plan is not None:
@@ -139,11 +143,8 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """The given network, or the network that the source describes.
-
-    Raises:
-        CheckpointError: the source does not describe it and none is given, or the two contradict each other.
-    """
+    """The given network, or the network that the source describes. Raises CheckpointError if there is
+    neither, or the two contradict each other."""
     described = weights.model
     if given is None:
         needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
@@ -176,36 +177,22 @@ def _section(key: str, said: Mapping[str, Any], model: ModelConfig) -> Section:
 
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
-    """The `Model` section of a configuration file, whose other sections may be absent. Raises ConfigError."""
+    """Read the `Model` section of a configuration file that needs no other section. Raises ConfigError."""
     return read_config(path, overrides)[0].Model
 
 
-def check_logits(
-    job: Conversion,
-    written: Path,
-    *,
-    length: int = 32,
-    seed: int = 0,
-    python_with_transformers: str | None = None,
-) -> float:
+def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
     """The largest difference between logits of the converted model and of Hugging Face's files, on random
     tokens.
 
-    Our network computes both: from the written checkpoint (or, for a conversion to Hugging Face, the
-    checkpoint that was read), and from the Hugging Face files of the source, the result, or both. If the
-    conversion rounds, the source's tensors are rounded first. If transformers is installed, its logits of the
-    Hugging Face files are also compared with ours.
+    Our network computes both: from the written checkpoint (for a conversion to Hugging Face, from the
+    source), and from the Hugging Face files of the source, the result, or both. If the conversion rounds, the
+    source's tensors are rounded first. ``python_with_transformers`` is an interpreter with `torch` and
+    `transformers`, whose logits of the Hugging Face files are compared as well; None: this one, if it has
+    them.
 
-    Args:
-        job, written: the conversion, and the result of :func:`convert`.
-        length: the number of tokens of each of the two sequences.
-        seed: the seed of the tokens.
-        python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
-            them.
-
-    Raises:
-        CheckpointError: neither side of the conversion is in Hugging Face's format, or the logits differ by
-            more than `logits.TOLERANCE` (relative to the largest logit if that is above 1).
+    Raises CheckpointError if neither side of the conversion is in Hugging Face's format, or the logits differ
+    by more than `logits.TOLERANCE` (relative to the largest logit if that is above 1).
     """
     if "hf" not in (job.source, job.target) or job.target == "gguf":
         raise CheckpointError(
@@ -213,7 +200,7 @@ def check_logits(
         )
     converted = read_ppfleetx(written) if job.target == "ppfleetx" else read_weights(job)
     model = model_of(converted, job.model)
-    probe = Probe.of(model, length, seed)
+    probe = Probe.of(model)
     ours = our_logits(converted, model, probe.tokens, probe.positions)
     sides = [(job.input, job.dtype)] if job.source == "hf" else []
     sides += [(job.output, None)] if job.target == "hf" else []
@@ -235,9 +222,8 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """The interpreter that computes logits with transformers; None if there is none, which the log
-    reports.
-    """
+    """The interpreter that computes logits with transformers; None, with a line in the log, if there is
+    none."""
     if read_stored(directory).is_paddle:
         if given is not None:
             raise CheckpointError(

@@ -1,15 +1,13 @@
-"""Recognise checkpoints of other programs, and say how to convert them.
+"""Recognize checkpoints of other programs, and say how to convert them.
 
-Most are recognised by file names, some by a configuration or a header. Tensors are not read.
+Most are recognized by file names, some by a configuration or a header. Tensors are not read.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ppfleetx.checkpoint.directory import weight_sources
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
@@ -19,7 +17,7 @@ from ppfleetx.conversion.fleetx import MODEL_FILE as FLEETX_FILE
 from ppfleetx.conversion.fleetx import is_fleetx
 from ppfleetx.conversion.gguf import is_gguf
 from ppfleetx.conversion.huggingface.config_keys import model_keys, of_paddle
-from ppfleetx.conversion.huggingface.files import (
+from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     PADDLE_CONFIG,
     PADDLE_INDEX,
@@ -61,12 +59,9 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Sentences, beginning with the path, that say what ``path`` is and how to convert it.
+    """Say in sentences, beginning with the path, what ``path`` is and how to convert it.
 
-    None if it is unknown, or need not be converted.
-
-    Args:
-        path: a directory or a file, which need not exist.
+    None if it is unknown, does not exist, or need not be converted.
     """
     if str(path).startswith(HUB):
         return (
@@ -84,11 +79,8 @@ def described(path: Path) -> str | None:
 
 
 def refuse_foreign(cfg: RunConfig) -> None:
-    """Refuse weights that another program wrote, and say how to convert them. Missing files pass.
-
-    Raises:
-        ConfigError: the weights are in another format; the message names the key.
-    """
+    """Raise ConfigError, naming the key, for weights that another program wrote. The message says how to
+    convert them. Missing files pass."""
     for key, place in weight_sources(cfg):
         if sentence := described(Path(place)):
             raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))
@@ -113,7 +105,7 @@ def _convert(path: Path, source: str, what: str) -> str:
 def _file(path: Path) -> str | None:
     name = path.name
     if name == FLEETX_FILE:
-        return f"{path} is a file of FleetX's. Name its directory, which is read as it is: {path.parent}"
+        return f"{path} is a file of FleetX's. Name its directory, which needs no conversion: {path.parent}"
     directory = path.parent
     if name in MEGATRON_FILES:
         return _part(path, _megatron(directory.parent) or _megatron(directory))
@@ -198,14 +190,11 @@ def _hugging_face(path: Path) -> str | None:
     try:
         config = read_hf_config(path)
         model_keys(config)
-        whose = "PaddleNLP or PaddleFormers" if _is_of_paddle(path, config) else "Hugging Face"
+        is_of_paddle = of_paddle(config) or read_stored(path).is_paddle
     except CheckpointError as error:
         return f"{path} is a model of another program that cannot be converted: {error}"
+    whose = "PaddleNLP or PaddleFormers" if is_of_paddle else "Hugging Face"
     return _convert(path, "hf", f"a {config['model_type']} of {whose}")
-
-
-def _is_of_paddle(path: Path, config: Mapping[str, Any]) -> bool:
-    return of_paddle(config) or read_stored(path).is_paddle
 
 
 def _other(path: Path) -> str | None:

@@ -8,20 +8,18 @@ the embedding as 0. Every sharding rank writes all parameters, so only the first
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.paddle import read_paddle_file
-from ppfleetx.conversion.parts import check_complete, join_parts, joined, ranks_of_stage
+from ppfleetx.conversion.merge_parts import check_complete, join_parts, joined, ranks_of_stage
+from ppfleetx.conversion.paddle_file import read_paddle_file
 from ppfleetx.nn.attention_spec import qkv_parts
-from ppfleetx.nn.param_spec import Part
 
 MODEL_FILE = "model.pdparams"
 _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
@@ -64,14 +62,10 @@ def open_fleetx(path: Path) -> ForeignCheckpoint:
 def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
     """Read the weights of a FleetX checkpoint, joined from its ranks.
 
-    Args:
-        path: a directory with ``model.pdparams`` or with rank directories, or the rank directory of a run
-            with one rank.
-        model: the network; needed only if q, k and v are separate.
-
-    Raises:
-        RefusedPickleError: a file asks for more than arrays and containers.
-        CheckpointError: ranks are missing, files are damaged, or tensors do not belong to FleetX's GPT.
+    ``path`` is a directory with ``model.pdparams`` or with rank directories, or the rank directory of a run
+    with one rank. ``model`` is needed only if q, k and v are separate. Raises RefusedPickleError if a file
+    asks for more than arrays and containers; CheckpointError if ranks are missing, files are damaged, or
+    tensors do not belong to FleetX's GPT.
     """
     path = Path(path)
     files = _rank_files(path)
@@ -90,9 +84,7 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
 
 def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """The keys of the `Model` section that follow from shapes. The number of heads does not follow from
-    them.
-    """
+    """The keys of the `Model` section that follow from shapes; the number of heads does not."""
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
@@ -194,9 +186,5 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
                 )
             declared = qkv_parts(1, tensor.shape[-1] // heads)
             shape = (*tensor.shape[:-1], 3 * tensor.shape[-1])
-            result[ours] = derive(parts, shape, _joiner(declared), ours)
+            result[ours] = derive(parts, shape, partial(join_parts, declared), ours)
     return result
-
-
-def _joiner(declared: Sequence[Part]) -> Callable[..., np.ndarray]:
-    return lambda *arrays: join_parts(declared, arrays)

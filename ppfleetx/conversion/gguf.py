@@ -26,8 +26,8 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.gguf_tokenizer import special_id, tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
-from ppfleetx.conversion.huggingface.generation import generation_defaults
-from ppfleetx.conversion.huggingface.tensors import rules
+from ppfleetx.conversion.huggingface.generation_config import generation_defaults
+from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.rope_scaling import inverse_frequencies
@@ -36,7 +36,7 @@ from ppfleetx.utils.untrusted_files import opened
 
 SUFFIX = ".gguf"
 QUANTIZED = ("q8_0", "q4_0", "q4_1")
-"""The quantised element types that are written; every type of the ``gguf`` library is read."""
+"""The quantized element types that are written; every type of the ``gguf`` library is read."""
 _MAGIC = b"GGUF"
 _BLOCK = 32  # how many numbers of a row share a scale
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -153,7 +153,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Weights:
-    """Read the weights of a GGUF file. Quantised weights become float32 when they are read.
+    """Read the weights of a GGUF file. Quantized weights become float32 when they are read.
 
     Raises:
         CheckpointError: the file is damaged, is one of several parts, or has an unsupported network.
@@ -260,7 +260,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
 
 
 def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
-    """A tensor of the file. If any of its tensors is quantised, all become float32."""
+    """A tensor of the file. If any of its tensors is quantized, all become float32."""
     kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
     quants = _library().quants
     if kind.name not in _FLOATS:
@@ -433,7 +433,7 @@ def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_fil
     kind = config["model_type"]
     rest = array.shape[1:]
     if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
-        # In these networks, llama.cpp rotates neighbours, and transformers the two halves of a head.
+        # In these networks, llama.cpp rotates neighbors, and transformers the two halves of a head.
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = (2, -1) if to_file else (-1, 2)
         return array.reshape(heads, *halves, *rest).swapaxes(1, 2).reshape(array.shape)

@@ -32,7 +32,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 def _words(digits: str) -> str:
-    """The pattern of GPT-4 and its relatives. ``digits`` says how many digits stay together."""
+    """The pattern of GPT-4 and its relatives. ``digits`` is a quantifier: how many digits form one piece."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits
@@ -64,15 +64,9 @@ _WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Make the texts of ``tokenizer.json`` and ``tokenizer_config.json``, by file name.
-
-    Args:
-        metadata: the metadata of the GGUF file.
-        place: its path, for messages.
-
-    Raises:
-        CheckpointError: the tokenizer is of a kind that is not supported, or its parts are missing.
-    """
+    """Make the texts of ``tokenizer.json`` and ``tokenizer_config.json``, by file name, from a GGUF file's
+    metadata. Raises CheckpointError, which names the file by ``place``, if the tokenizer is of a kind that is
+    not supported, or its parts are missing."""
     kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
@@ -207,15 +201,8 @@ def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, An
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """Make the metadata for a tokenizer.
-
-    Args:
-        tokenizer: the tokenizer.
-        vocab_size: the number of rows of the model's embedding. A GGUF file has a token for each row.
-
-    Raises:
-        CheckpointError: llama.cpp does not support this kind of tokenizer.
-    """
+    """Make the metadata for a tokenizer. A GGUF file has a token for each row of the model's embedding,
+    ``vocab_size`` in all. Raises CheckpointError if llama.cpp does not support this kind of tokenizer."""
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":
@@ -260,8 +247,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 
 def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Mapping[str, Any]) -> int:
     """llama.cpp's type of a token. ``characters`` is the model of a SentencePiece BPE, empty for a BPE of
-    bytes.
-    """
+    bytes."""
     if token is None:
         return _UNUSED
     if characters and token == characters.get("unk_token"):
@@ -274,7 +260,7 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """The scores of tokens: the earlier a token is merged, the higher its score."""
+    """The scores of tokens: the earlier a token is merged, the higher."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)

@@ -22,7 +22,7 @@ from ppfleetx.config.errors import CheckpointError, UserError, shown
 from ppfleetx.config.formatting import counted
 from ppfleetx.conversion.detect import HUB
 from ppfleetx.conversion.huggingface.config_keys import model_keys
-from ppfleetx.conversion.huggingface.files import (
+from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     GENERATION_CONFIG,
     PICKLE,
@@ -55,11 +55,8 @@ class HubName:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """The model of the hub that ``place`` names; None if it is a path.
-
-    Raises:
-        CheckpointError: ``place`` begins with ``hf:`` and is not a valid name.
-    """
+    """The model of the hub that ``place`` names; None if it is a path. Raises CheckpointError if ``place``
+    begins with ``hf:`` and is not a valid name."""
     text = str(place)
     if not text.startswith(HUB):
         return None
@@ -80,12 +77,9 @@ def local_directory(place: str | Path) -> Path:
     """Return ``place`` itself if it is a path; for ``hf:...``, the directory of the downloaded files.
 
     Configuration, tokenizer and weights are downloaded: safetensors, or PyTorch's files if there are no
-    others. Without a connection, an earlier download is used.
-
-    Raises:
-        CheckpointError: the model does not exist, is not accessible to this user or not supported, or the
-            download failed or is corrupt.
-        NotInstalledError: ``huggingface_hub`` is not installed.
+    others. Without a connection, an earlier download is used. Raises CheckpointError if the model does not
+    exist, is not accessible to this user or not supported, or the download failed or is corrupt;
+    NotInstalledError without ``huggingface_hub``.
     """
     name = hub_name(place)
     return Path(place) if name is None else _Download(name).run()
@@ -168,7 +162,7 @@ class _Download:
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
-        """One file, downloaded unless it is in the cache, and checked against the hub's record of it."""
+        """Download a file unless it is in the cache, and check it against the hub's record."""
         name = wanted.rfilename
         held = self._held(name, commit)
         with self._errors_as_ours(name):
@@ -253,14 +247,13 @@ def _is_template(name: str) -> bool:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the root cause."""
     while error.__cause__ is not None and not isinstance(error.__cause__, UserError):
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """The difference of a file from the hub's record: in size, or in its SHA-256 or git hash."""
+    """How a file differs from the hub's record: in size, SHA-256 or git hash. None if it does not."""
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

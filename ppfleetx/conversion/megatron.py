@@ -23,10 +23,10 @@ from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.huggingface.tensors import loads
+from ppfleetx.conversion.huggingface.tensor_mapping import loads
 from ppfleetx.conversion.megatron_experts import apart, expert_name, moe_section, of_rank, stacked
-from ppfleetx.conversion.parts import check_complete, join_parts, joined, ranks_of_stage
-from ppfleetx.conversion.pickles import Record, flatten, reading
+from ppfleetx.conversion.merge_parts import check_complete, join_parts, joined, ranks_of_stage
+from ppfleetx.conversion.safe_unpickler import Record, flatten, reading
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.utils.untrusted_files import read_bounded
@@ -71,6 +71,10 @@ _OUTSIDE = {
 _FINAL_NORM = re.compile(
     r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm|final_layer_norm)\.(weight|bias)"
 )
+_REFUSED = (
+    "apply_residual_connection_post_layernorm", "qk_layernorm", "rotary_interleaved",
+    "multi_latent_attention", "use_alibi_position_embeddings", "embed_layernorm",
+)  # fmt: skip
 # Skipped: second copies of a tied embedding, and buffers.
 _IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_pos_emb\..*|inv_freq)")
 
@@ -78,14 +82,10 @@ _IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_
 def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights:
     """Read the weights of a classic Megatron-LM checkpoint, joined from its ranks.
 
-    Args:
-        path: the directory with the tracker file, one iteration's directory (or ``release``), or the
-            directory of the only rank.
-        model: the network, for checkpoints without ``args``.
-
-    Raises:
-        RefusedPickleError: a file asks for more than arrays and containers.
-        CheckpointError: ranks are missing, files are damaged, or an option is not supported.
+    ``path`` is the directory with the tracker file, one iteration's directory (or ``release``), or the
+    directory of the only rank. ``model`` is the network, for checkpoints without ``args``. Raises
+    RefusedPickleError if a file asks for more than arrays and containers; CheckpointError if ranks are
+    missing, files are damaged, or an option is not supported.
     """
     directory = _iteration(Path(path))
     files = _rank_files(directory)
@@ -110,7 +110,8 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
                 for file, part in parts.items()
             ]
             tensors |= of_rank(joined(ranks, directory), ep, len(grids), model)
-        start += _layers_in(next(iter(parts.values())))
+        names = next(iter(parts.values()))
+        start += len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
     tensors = stacked(tensors, model, directory) | loads(model)
     if model.tie_word_embeddings:  # a copy on the last stage
         tensors.pop("head.weight", None)
@@ -187,9 +188,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The parts of the model in the order of their layers: each part's key, and the pipeline rank that has
-    it.
-    """
+    """The parts of the model in the order of their layers: each part's key, and its pipeline rank."""
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:
@@ -212,16 +211,10 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
     return named
 
 
-def _layers_in(chunk: Mapping[str, LazyTensor]) -> int:
-    return len({match[1] for name in chunk if (match := _LAYER.fullmatch(name))})
-
-
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """The parameters of a chunk under our names and in our layout. The chunk's first layer is number
-    ``start``.
-    """
+    """The parameters of a chunk, whose first layer is number ``start``, under our names and in our layout."""
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)
@@ -252,7 +245,7 @@ def _canonical_name(name: str, start: int) -> str | None:
 
 
 def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
-    """One rank's part of the parameter ``name``. All but tables are transposed."""
+    """Convert one rank's part of the parameter ``name``: all but tables are transposed."""
     if name.startswith("embedding."):
         return tensor
     layer, rows_at_once = name.rpartition(".")[0], 1
@@ -265,7 +258,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
     def make(array: np.ndarray) -> np.ndarray:
         if layer.endswith(".fc1") and model.is_gated:  # the rows of gate come before the rows of up
-            return join_parts(GATE_AND_UP, [half.T for half in np.split(array, 2, axis=0)])
+            return join_parts(GATE_AND_UP, *(half.T for half in np.split(array, 2, axis=0)))
         if layer.endswith("attention.qkv"):
             return _grouped(array, model.head_size, version).T
         return array.T
@@ -293,16 +286,8 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
             raise CheckpointError(f"{directory}: Megatron's option {name} is {shown(value)}")
         return value
 
-    refused = {
-        "apply_residual_connection_post_layernorm": get("apply_residual_connection_post_layernorm"),
-        "qk_layernorm": get("qk_layernorm"),
-        "rotary_interleaved": get("rotary_interleaved"),
-        "multi_latent_attention": get("multi_latent_attention"),
-        "use_alibi_position_embeddings": get("use_alibi_position_embeddings"),
-        "embed_layernorm": get("embed_layernorm"),
-    }
-    for key, value in refused.items():
-        if value:
+    for key in _REFUSED:
+        if value := get(key):
             raise CheckpointError(f"{directory}: Megatron's option {key} = {shown(value)} is not supported")
     heads, hidden = get("num_attention_heads"), get("hidden_size")
     if not (heads and hidden and get("num_layers")):

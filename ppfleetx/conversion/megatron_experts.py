@@ -1,15 +1,15 @@
 """Mixtures of experts in Megatron-LM's classic checkpoints.
 
-Each expert-parallel rank has its own file, in which its experts are numbered from 0; everything else is the
-same as on the first rank. Experts are stored as layers (``local_experts.N.linear_fc1.weight``), in the form
-of Transformer Engine (``linear_fc1.weightN``) or, by older versions, all together (``weight1`` and
-``weight2``).
+Each expert-parallel rank has a file in which its experts are numbered from 0; everything else is the same in
+all of these files. Experts are stored as layers (``local_experts.N.linear_fc1.weight``), in the form of
+Transformer Engine (``linear_fc1.weightN``) or, by older versions, all together (``weight1`` and ``weight2``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,8 @@ _OURS = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.+)")
 
 
 def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """The section ``Model.moe`` for Megatron's options; None for a dense network.
-
-    Raises:
-        UserError: an option is not supported.
-    """
+    """The section ``Model.moe`` for Megatron's options; None for a dense network. Raises UserError if an
+    option is not supported."""
     run = Translation("Megatron", place)
     for name, value in arguments.items():
         if name in _READ or name.startswith("moe_"):
@@ -73,7 +70,7 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
 
 
 def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
-    """Split parameters of a file that hold all experts together into one per expert."""
+    """Split parameters that hold all experts of a file into one parameter per expert."""
     for name, tensor in chunk.items():
         match = _ALL_TOGETHER.fullmatch(name)
         if match is None or model.moe is None:
@@ -88,11 +85,11 @@ def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Itera
         inner = (hidden, size) if match[2] == "1" else (size, hidden)
         for number in range(count):
             ours = f"{match[1]}local_experts.{number}.linear_fc{match[2]}.weight"
-            yield ours, derive([tensor], inner[::-1], _matrix_of(number, (count, *inner)), name)
+            yield ours, derive([tensor], inner[::-1], partial(_matrix, (count, *inner), number), name)
 
 
-def _matrix_of(number: int, shape: tuple[int, ...]) -> Any:
-    return lambda array: array.reshape(shape)[number].T
+def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarray:
+    return array.reshape(shape)[number].T
 
 
 def expert_name(in_layer: str) -> str | None:
@@ -106,9 +103,8 @@ def expert_name(in_layer: str) -> str | None:
 def of_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """The parameters that an expert-parallel rank contributes: its experts, by their numbers in the layer;
-    the first rank also contributes everything else.
-    """
+    """Select what an expert-parallel rank contributes: its experts, renumbered within the layer; the first
+    rank also contributes everything else."""
     found = {}
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)
@@ -122,11 +118,8 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Stack the parameters of experts: one tensor for all experts of a layer.
-
-    Raises:
-        CheckpointError: there are too few or too many experts.
-    """
+    """Stack the parameters of experts into one tensor for all experts of a layer. Raises CheckpointError if
+    there are too few or too many experts."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

@@ -25,11 +25,7 @@ PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
 def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
-    """The tensors of a file by name.
-
-    Raises:
-        CheckpointError: the file is damaged or not a safetensors file.
-    """
+    """The tensors of a file by name. Raises CheckpointError if it is damaged or not a safetensors file."""
     path = Path(path)
     table, metadata, start = _header(path)
     tensors = {}
@@ -48,16 +44,12 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
 
 def safetensors_format(path: str | Path) -> str | None:
     """The `format` in a file's metadata: `pt` for PyTorch, one of PADDLE_FORMATS, or another; None if
-    missing.
-
-    Raises:
-        CheckpointError: the file is damaged or not a safetensors file.
-    """
+    missing. Raises CheckpointError like :func:`read_safetensors`."""
     return _header(Path(path))[1].get("format")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The entries of the tensors, the metadata, and the offset of the data. The library checks them."""
+    """The entries of the tensors, the metadata, and the offset of the data, checked by the library."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":

@@ -22,7 +22,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy import LazyTensor, read_bytes
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.conversion.pickles import (
+from ppfleetx.conversion.safe_unpickler import (
     ARRAY_NAMES,
     Kind,
     Record,
@@ -46,13 +46,12 @@ _STORAGE_DTYPES = {
     "Byte": "U8",
     "Bool": "BOOL",
 }
-_ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OverflowError)
 
 
 class StorageKind(Kind):
     """A class of storages."""
 
-    dtype: str | None = None
+    dtype = ""
 
 
 class ElementType(Kind):
@@ -65,13 +64,13 @@ class ElementType(Kind):
 class TorchStorage(Kind):
     """A flat array of elements, of which tensors are views. `read(start, end)` returns some of its bytes."""
 
-    dtype: str | None
+    dtype: str
     count: int
     read: Callable[[int, int], np.ndarray]
 
 
 class TorchTensor(LazyTensor):
-    """A view of a storage. A pickle cannot set its state."""
+    """A view of a storage, whose state a pickle cannot set."""
 
     __setstate__ = Kind.__setstate__
 
@@ -79,13 +78,9 @@ class TorchTensor(LazyTensor):
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
     """Read the object saved in `path`, with its tensors as :class:`LazyTensor`.
 
-    Args:
-        path: the file.
-        record_prefixes: objects of classes whose full names have one of these prefixes become a ``Record``.
-
-    Raises:
-        RefusedPickleError: the file asks for more than tensors and containers; nothing has been run.
-        CheckpointError: the file cannot be read, or is not a file of PyTorch.
+    Objects of classes whose full names have one of the ``record_prefixes`` become a ``Record``. Raises
+    RefusedPickleError, with nothing run, if the file asks for more than tensors and containers;
+    CheckpointError if it cannot be read, or is not a file of PyTorch.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -98,21 +93,18 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
 
 
 def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            pickles = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
-            if len(pickles) != 1:
-                raise CheckpointError(f"a zip archive with {len(pickles)} data.pkl; PyTorch's have one")
-            content = archive.read(pickles[0])
-    except _ZIP_DAMAGE as error:
-        raise CheckpointError(f"a zip archive that is cut off or damaged ({error})") from error
+    with zipfile.ZipFile(file) as archive:
+        members = {info.filename: info for info in archive.infolist()}
+        pickles = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
+        if len(pickles) != 1:
+            raise CheckpointError(f"a zip archive with {len(pickles)} data.pkl; PyTorch's have one")
+        content = archive.read(pickles[0])
     root = pickles[0].removesuffix("data.pkl")
 
     def persistent(identity: Any) -> TorchStorage:
         kind, key, count = _storage_id(identity)
         info = members.get(f"{root}data/{key}")
-        if info is None or info.file_size < count * _item_size(kind.dtype):
+        if info is None or info.file_size < count * NUMPY_OF_DTYPE[kind.dtype].itemsize:
             raise CheckpointError(f"the storage {shown(key)} is missing or too short")
         return TorchStorage(kind.dtype, count, lambda start, end: _read_member(path, info, start, end))
 
@@ -122,9 +114,7 @@ def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _read_member(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
-    """Read bytes of a member, which PyTorch does not compress. If they are the whole member, its checksum is
-    compared.
-    """
+    """Read bytes of a member, which PyTorch does not compress. For a whole member, compare its checksum."""
     header = read_bytes(path, info.header_offset, _LOCAL_HEADER).tobytes()
     if not header.startswith(_LOCAL_SIGNATURE) or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged: {info.filename} is not where the archive says")
@@ -164,7 +154,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
         if key not in storages or int.from_bytes(file.read(8), "little") != storages[key].count:
             raise CheckpointError("its storages are not those that it announces")
         starts[key] = position + 8
-        position += 8 + storages[key].count * _item_size(storages[key].dtype)
+        position += 8 + storages[key].count * NUMPY_OF_DTYPE[storages[key].dtype].itemsize
     if position > end or starts.keys() != storages.keys():
         raise CheckpointError("it ends too early")
     return tree
@@ -183,28 +173,13 @@ def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
     return kind, str(key), operator.index(count)
 
 
-def _item_size(dtype: str | None) -> int:
-    return 1 if dtype is None else NUMPY_OF_DTYPE[dtype].itemsize
-
-
 def _rebuild_tensor(storage: TorchStorage, offset: int, size: Any, stride: Any, *_: Any) -> LazyTensor:
-    return _view(storage, storage.dtype, offset, size, stride)
-
-
-def _rebuild_tensor_v3(
-    storage: TorchStorage, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, kind: Any, *_: Any
-) -> LazyTensor:
-    return _view(storage, kind.dtype, offset, size, stride)
-
-
-def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any) -> LazyTensor:
     """Make a strided view of a storage. Raises CheckpointError if it reaches outside or repeats elements."""
-    held = NUMPY_OF_DTYPE[dtype]
-    room = storage.count * _item_size(storage.dtype) // held.itemsize
+    held = NUMPY_OF_DTYPE[storage.dtype]
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if count else 0
-    if min((offset, *shape, *stride)) < 0 or offset + span > room or count > room:
+    if min((offset, *shape, *stride)) < 0 or offset + span > storage.count or count > storage.count:
         raise CheckpointError("a tensor in it is larger than its storage")
 
     def load() -> np.ndarray:
@@ -215,7 +190,7 @@ def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any
         steps = tuple(step * held.itemsize for step in stride)
         return np.lib.stride_tricks.as_strided(content, shape, steps, writeable=False)
 
-    return TorchTensor(dtype, shape, load)
+    return TorchTensor(storage.dtype, shape, load)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
@@ -227,9 +202,7 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Read a member of an enumeration, as some versions of Python write it; only members of a
-    :class:`Record`.
-    """
+    """Read a member of an enumeration, as some versions of Python write it, if it is a :class:`Record`."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)
@@ -238,14 +211,11 @@ def _member(owner: Any, name: str) -> Record:
 TORCH_NAMES: dict[str, Any] = ARRAY_NAMES | {
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "builtins.getattr": _member,
     "torch.Size": tuple,
     "torch.device": Record,
-    "torch.storage.UntypedStorage": StorageKind,
-    "torch.UntypedStorage": StorageKind,
     **{
         f"torch.{place}{kind}Storage": type(kind, (StorageKind,), {"dtype": dtype})
         for place in ("", "cuda.")

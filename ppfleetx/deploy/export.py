@@ -61,20 +61,19 @@ def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
 
 
 def check_adapters(cfg: RunConfig) -> None:
-    """Check that a model with adapters has weights that can be exported. Raises ConfigError if the weights
-    are quantised."""
+    """Raise ConfigError for adapters on quantized weights, which cannot be exported."""
     if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
         raise ConfigError(
-            "adds adapters to quantised weights, which cannot be exported. Merge them into the weights "
-            "(`ppfleetx merge DIR --output MERGED`), quantise the result, and export that",
+            "adds adapters to quantized weights, which cannot be exported. Merge them into the weights "
+            "(`ppfleetx merge DIR --output MERGED`), quantize the result, and export that",
             key="Model.lora",
             place=cfg.origins.get("Model.lora.rank"),
         )
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Check that keys which an exported program has cached stay valid however long a row becomes. Raises
-    ConfigError if the model turns long rows by other angles."""
+    """Raise ConfigError if the model turns long rows by other angles, which would make the cached keys of an
+    exported program useless."""
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(
@@ -88,7 +87,7 @@ def check_positions(cfg: RunConfig) -> None:
 
 
 def check_one_process(processes: int) -> None:
-    """Check that this is the only process of the job. Raises ConfigError if the job has several processes."""
+    """Raise ConfigError if the job has several processes."""
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
@@ -100,8 +99,7 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Check that ``output_dir``/rank_0 can be created, or is an export that may be replaced. Raises
-    ConfigError if the directory cannot be created, or holds something else."""
+    """Raise ConfigError unless ``output_dir``/rank_0 can be created, or is an export that may be replaced."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
     rule = why_not_writable(output_dir)

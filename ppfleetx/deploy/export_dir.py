@@ -4,12 +4,12 @@
 
     rank_0/
       export.json        the manifest: describes the program, lists size and SHA-256 of every other file,
-                         and has a checksum of its own, so that changes are noticed
+                         and has its own checksum
       model.json         the program
       model.pdiparams    its weights
       model_cpu_ops_16.json
                          the same program with our own operators (ppfleetx/nn/cpu_ops) and panels of 16
-                         columns, if they were compiled on the machine that exported it. For a quantised model
+                         columns, if they were compiled on the machine that exported it. For a quantized model
                          it is model_blocks_16.json, or model_quantized_ops_16.json if the operator for whole
                          blocks cannot run its blocks
       tokenizer/         files that this package and Hugging Face transformers can load
@@ -54,10 +54,12 @@ class FileEntry:
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportManifest:
-    """The manifest of an exported model: the ``Model`` section and the given keys of the ``Generation``
-    section it was exported with; ids below ``vocab_size`` may be generated; ``max_positions`` limits prompt
-    and continuation together; ``inputs`` are names and types of the program's inputs, ``files`` size and
-    checksum by path."""
+    """The manifest of an exported model.
+
+    ``model`` is the ``Model`` section, ``generation`` the keys of the ``Generation`` section that were set.
+    Ids below ``vocab_size`` may be generated; ``max_positions`` limits prompt and continuation together.
+    ``inputs`` are names and types of the program's inputs, ``files`` size and checksum by path.
+    """
 
     vocab_size: StrictInt
     end_id: StrictInt
@@ -84,12 +86,12 @@ def cpu_ops_file(width: int) -> str:
 
 
 def quantized_ops_file(width: int) -> str:
-    """File name of the program of a quantised model, which also uses our operators for low-bit weights."""
+    """File name of the program of a quantized model, which also uses our operators for low-bit weights."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """File name of the program in which all blocks of a quantised model are one operation."""
+    """File name of the program in which all blocks of a quantized model are one operation."""
     return f"{PROGRAM}_blocks_{width}.json"
 
 
@@ -229,13 +231,13 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the program cannot decode as the section says when oneDNN runs it: then it can
-    sample only from the likeliest tokens. From the whole vocabulary, Paddle 3.3.1 raises an exception without
-    a message."""
+    """Raise ConfigError unless the program can sample as the section says when oneDNN runs it, which is only
+    from the likeliest tokens. From the whole vocabulary, Paddle 3.3.1 raises an exception without a message.
+    """
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
             f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "
-            "3.3.1 anything else ends in an error without words); give another top_k, or "
+            "3.3.1 anything else raises an error without a message); give another top_k, or "
             "-o Inference.onednn=False",
             key="Generation.top_k",
             value=section.top_k,
@@ -244,8 +246,7 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
 
 def check_inference(cfg: RunConfig, device: str) -> None:
-    """Check that this machine can run an exported program as the ``Inference`` section says. Raises
-    ConfigError if the program or the machine cannot do so."""
+    """Raise ConfigError if this machine cannot run an exported program as the ``Inference`` section says."""
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
         raise _refusal(

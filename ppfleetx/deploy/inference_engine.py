@@ -26,9 +26,9 @@ from ppfleetx.deploy.export_dir import (
     quantized_ops_file,
 )
 from ppfleetx.distributed.device import is_card, is_gpu, kind_of, waiting_for_each_operator
+from ppfleetx.generation.decode_loop import Row
 from ppfleetx.generation.generator import Batch, TextGenerator
 from ppfleetx.generation.processors import SMALLEST
-from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import RowText
 from ppfleetx.nn.cpu_ops import fused_blocks, quantized
@@ -155,10 +155,8 @@ class Program:
 
 
 def _configuration(directory: Path, program: str, options: InferenceConfig, device: str) -> inference.Config:
-    """The configuration for Paddle Inference.
-
-    ``enable_memory_optim`` is not called: with programs of Paddle 3.3.1 the predictor could not be created.
-    """
+    """Paddle Inference's configuration. ``enable_memory_optim`` is not called: with programs of Paddle 3.3.1
+    the predictor could not be created."""
     config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
     config.disable_glog_info()
     config.switch_ir_optim(options.ir_optim)
@@ -183,9 +181,7 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
 
 
 def _program_file(files: Collection[str], options: InferenceConfig) -> str:
-    """The program to run on a CPU. It is the one with our own operators if these can run here and oneDNN is
-    off.
-    """
+    """The program to run on a CPU: if oneDNN is off, the fastest one whose operators are available."""
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()

@@ -19,8 +19,8 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear
 
 
 class Adapters:
-    """Named adapters for ``model``, with all its layers in this process. If none is active, it computes as
-    before."""
+    """Named LoRA adapters for ``model``, all of whose layers are in this process. Without an active adapter,
+    it computes as before."""
 
     def __init__(self, model: NextTokenModel) -> None:
         self._model = model
@@ -32,7 +32,7 @@ class Adapters:
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
         """Add an adapter: float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each linear X.
-        Raises CheckpointError if the adapter is for layers that this model does not have, or for experts."""
+        Raises CheckpointError if the adapter is for experts, or for layers that this model does not have."""
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")
@@ -63,7 +63,7 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """Inside it the model computes with this adapter; None: without one."""
+        """Context in which the model computes with this adapter; None: without one."""
         if name is None:
             yield
             return

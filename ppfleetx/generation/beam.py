@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 import paddle
 
+from ppfleetx.generation.decode_loop import Row, Rules, process
 from ppfleetx.generation.processors import largest, log_probabilities
-from ppfleetx.generation.search import Row, Rules, process
 from ppfleetx.generation.session import DecodingSession
 from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
@@ -39,7 +39,7 @@ class BeamOptions:
 
     Attributes:
         num_beams: beams per prompt, in all groups together; ``num_groups`` divides it.
-        length_penalty: log-probabilities are divided by length to the power of this; above 0 favours long
+        length_penalty: log-probabilities are divided by length to the power of this; above 0 favors long
             results.
         early_stopping: True stops a group as soon as it has N results. False stops it when its best beam
             would not be among the results if it ended now; "never" only when that holds for any length.

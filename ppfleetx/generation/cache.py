@@ -21,7 +21,7 @@ Layers = dict[int, Pair]
 class GrowingCache:
     """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that are extended together.
 
-    Memory is allocated for several passes at a time, and each pass writes only its own columns. Copying all
+    Memory is allocated for several passes at a time, and each pass writes only its new columns. Copying all
     keys and values in every pass would cost a batch of 8 a sixth of its time on a CPU.
     """
 
@@ -39,8 +39,7 @@ class GrowingCache:
 
         ``visible [b, n + num_new]`` bool are the columns that the new positions of each row may attend to
         (apart from columns after the position itself). In the first pass the layers handle this.
-        ``row_lengths [b]`` are the lengths of the rows' sequences, if they are not the numbers of their
-        columns.
+        ``row_lengths [b]`` are the lengths of the rows, if they are not the numbers of their columns.
         """
         self._past, self.length = self.length, self.length + num_new
         if self._past:
@@ -77,9 +76,9 @@ class GrowingCache:
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at
-        once. After :meth:`begin`, and from the second pass on, they have room for the new columns, which
-        this code fills."""
+        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at once.
+        After :meth:`begin`, and from the second pass on, they have room for the new columns, which this code
+        fills."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:

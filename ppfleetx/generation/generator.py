@@ -16,11 +16,11 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search
+from ppfleetx.generation.decode_loop import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, Assistant, ProposedRows, decode_with_lookup
 from ppfleetx.generation.row_options import RowOptions, check_ids, ended_by
 from ppfleetx.generation.sampling import TokenScore
-from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import NoTokenizer, Prompt, RowText, token_ids
 from ppfleetx.models.staged import StagedModel
@@ -32,8 +32,8 @@ OnText = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of prompts, whose first one has number ``first_prompt`` in the whole list. ``default_seed``
-    is the seed if ``cfg.seed`` is None."""
+    """A batch of prompts, whose first one has number ``first_prompt`` in the whole list. ``default_seed`` is
+    the seed if ``cfg.seed`` is None."""
 
     cfg: GenerationConfig
     default_seed: int
@@ -45,7 +45,6 @@ class Batch:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token is the likeliest."""
         strategy = self.cfg.decode_strategy
         return strategy == "greedy_search" or (strategy == "sampling" and self.cfg.temperature == 0.0)
 
@@ -56,8 +55,7 @@ class Batch:
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether to guess tokens, which pays for few rows and greedy search, because its text repeats
-        itself."""
+        """Whether to guess tokens. This pays for few rows and greedy search, whose text repeats itself."""
         cfg = self.cfg
         if cfg.assistant_model is not None:
             return True
@@ -92,10 +90,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of a prompt: ``text`` without the prompt, the end token and the stop string; ``ids``
-    as the model gave them, including the end token; ``finish_reason`` ``stop`` (end token or stop string) or
-    ``length``; the score of each id, if ``cfg.logprobs`` asks for them; in beam search the log-probability
-    divided by the length penalty. Comparison ignores the scores, which rounding changes."""
+    """One continuation of a prompt.
+
+    Attributes:
+        text: without the prompt, the end token and the stop string.
+        ids: as the model gave them, including the end token.
+        finish_reason: ``stop`` (end token or stop string) or ``length``.
+        logprobs: the score of each id, if ``cfg.logprobs`` asks for them.
+        score: in beam search the log-probability divided by the length penalty.
+
+    Comparison ignores ``logprobs`` and ``score``, which rounding changes.
+    """
 
     text: str
     ids: tuple[int, ...]
@@ -206,8 +211,7 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Continues prompts with a model, whole in this process, using its weights at the time the generator is
-    created.
+    """Continues prompts with a model that is whole in this process, with its weights at the time of creation.
 
     Without a tokenizer, prompts and results are token ids. All ranks of a ``vocab_group`` must generate from
     the same prompts at the same time, and get the same results. ``load_assistant`` loads the model that

@@ -30,8 +30,7 @@ def race_size(vocab_size: int) -> int:
 
 
 class RandomStream:
-    """The random numbers of one row, a function of (seed, number of the prompt, of the continuation, of the
-    step).
+    """The random numbers of one row, a function of seed and numbers of prompt, continuation and step.
 
     They are computed on the host from the output of Philox 4x64-10, which NumPy guarantees to be stable, so
     they depend neither on the device, nor on other rows, nor on NumPy's version.

@@ -29,8 +29,8 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SeededPrompts:
-    """Prompts that share a known prefix of ``length`` positions and are run together. ``layers`` are keys
-    and values of the prefix, possibly with more positions after it."""
+    """Prompts that share a known prefix of ``length`` positions and are run together. ``layers`` are keys and
+    values of the prefix, possibly with more positions after it."""
 
     prompts: list[Sequence[int]]
     length: int = 0
@@ -43,7 +43,7 @@ class SeededPrompts:
 
 class PrefixStore:
     """A store of the keys and values of earlier sequences that evicts the least recently used. It holds at
-    most ``max_tokens`` positions; ``num_reused`` counts those that prompts did not have to compute so far."""
+    most ``max_tokens`` positions; ``num_reused`` counts positions that prompts did not have to compute."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.num_tokens, self.num_reused = max_tokens, 0, 0
@@ -52,12 +52,8 @@ class PrefixStore:
     def groups(
         self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
     ) -> list[SeededPrompts]:
-        """Group the prompts, in order. Consecutive prompts with the same known prefix form one group.
-
-        Args:
-            prompts: token ids.
-            are_long: whether each has the angles of long rows; None: there are no such angles.
-        """
+        """Group consecutive prompts (token ids) with the same known prefix. ``are_long`` says which ones have
+        the angles of long rows; None: the model has no such angles."""
         kinds = are_long or [False] * len(prompts)
         found = [(prompt, *self._longest(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
         keyed = zip(kinds, found, strict=True)
@@ -71,8 +67,8 @@ class PrefixStore:
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``; ``is_long``:
-        they belong to a row with the angles of long rows."""
+        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``, of a row that
+        has the angles of long rows if ``is_long``."""
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces those that are prefixes of it.
         self._entries = [one for one in self._entries if _match(one, new.tokens, is_long) < len(one.tokens)]

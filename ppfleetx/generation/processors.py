@@ -21,8 +21,8 @@ SMALLEST = 1e-6
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
     """Make tokens that have occurred less likely (Keskar et al., 2019): ``history`` is ``[b, n]`` int64.
 
-    A token's logit is divided by ``penalty`` if it is positive, and multiplied by it if negative. This
-    happens once, however often the token occurred.
+    A token's logit is divided by ``penalty`` if it is positive, and multiplied by it if negative, once,
+    however often the token occurred.
     """
     seen = paddle.take_along_axis(logits, history, axis=1)
     seen = paddle.where(seen < 0, seen * penalty, seen / penalty)
@@ -61,7 +61,7 @@ def candidates(
     """Apply temperature, top-k, top-p, min-p and typical-p, in this order, and return the distribution: ``[b,
     V]`` probabilities up to a factor per row, 0 where a token is not kept.
 
-    Top-k keeps the k likeliest tokens (0: all). Top-p renormalises these and keeps the smallest set of
+    Top-k keeps the k likeliest tokens (0: all). Top-p renormalizes these and keeps the smallest set of
     likeliest tokens whose probability reaches p (Holtzman et al., 2020); at least one is kept. Min-p keeps
     the tokens with at least this share of the largest probability (Nguyen et al., 2024).
     """
@@ -101,12 +101,9 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Scatter ``probabilities [b, m]`` of tokens ``ids [b, m]`` into ``[b, vocab_size]``, with 0 for other
-    tokens.
-
+    """Scatter ``probabilities [b, m]`` of tokens ``ids [b, m]`` into ``[b, vocab_size]``, 0 for other tokens.
     Unlike in sorted order, two almost equally likely tokens do not swap places if the last bits of their
-    probabilities change.
-    """
+    probabilities change."""
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
@@ -141,10 +138,10 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
     """Apply top-p to probabilities ``[b, V]`` in the order of ids. Of equal probabilities, lower ids are
     kept.
 
-    There are four implementations: our own operator, NumPy if the operator has not been compiled, a sort on a
-    GPU, and :mod:`ppfleetx.deploy.static.token_choice` in an exported program, which cannot use NumPy. All
-    keep the same tokens, which the tests verify. On a CPU, 8 rows of 50304 take NumPy 2.5 ms, the program 18
-    ms and a sort 98 ms.
+    There are four implementations: our operator, NumPy if it has not been compiled, a sort on a GPU, and
+    :mod:`ppfleetx.deploy.static.token_choice` in an exported program, which cannot use NumPy. All keep the
+    same tokens, which the tests verify. On a CPU, 8 rows of 50304 take NumPy 2.5 ms, the program 18 ms and a
+    sort 98 ms.
     """
     if _is_on_host(probabilities):
         if cpu_ops.are_available():
@@ -180,9 +177,7 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """The smallest of the probabilities ``[b, m]`` that top-p keeps, and how many it keeps; ``[b, 1]`` each.
-
-    The probabilities must be in descending order, with a sum of at least p.
-    """
+    They must be in descending order, with a sum of at least p."""
     count = (_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
@@ -205,8 +200,7 @@ def _before(falling: paddle.Tensor) -> paddle.Tensor:
 
 
 def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """Round ``top_p`` to float32, as our operator and exported programs do; tensors are returned in
-    float64."""
+    """Round ``top_p`` to float32, like our operator and exported programs; tensors come out as float64."""
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 

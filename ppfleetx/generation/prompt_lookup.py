@@ -16,8 +16,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.generation.continuous import ContinuousBatch
-from ppfleetx.generation.search import OnToken, Row, Rules, process
+from ppfleetx.generation.continuous_batching import ContinuousBatch
+from ppfleetx.generation.decode_loop import OnToken, Row, Rules, process
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.generation.text import NoTokenizer
 from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
@@ -54,10 +54,8 @@ class ProposedRows:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Propose up to ``counts[i]`` tokens after ``rows[i]``.
-
-        ``rows`` continue the rows of the previous call, in the same order, with wrong proposals removed.
-        """
+        """Propose up to ``counts[i]`` tokens after ``rows[i]``, which continue the rows of the previous call,
+        in the same order, without its wrong proposals."""
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
         if most < 1:
@@ -100,7 +98,7 @@ def decode_with_lookup(
     assistant: ProposedRows | None = None,
     on_token: OnToken | None = None,
 ) -> list[Row]:
-    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.search.decode`, with at most
+    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.decode_loop.decode`, with at most
     ``most_guesses`` for a row in one pass, from an assistant or the row's own text."""
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
@@ -185,18 +183,14 @@ class _GuessedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """Choose how many tokens to guess next, after ``right`` of at most ``width`` guesses were right.
-
-    :func:`ppfleetx.deploy.static.token_choice.next_width` does the same for tensors.
-    """
+    """How many tokens to guess next, after ``right`` of at most ``width`` guesses were right.
+    :func:`ppfleetx.deploy.static.token_choice.next_width` does the same for tensors."""
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
     """How many guesses to verify per row, given ``counts [b]`` guesses, to get the most tokens per second.
-
-    In a pass all rows have the same number of positions, even if they have fewer guesses.
-    """
+    All rows of a pass have the same number of positions, even those with fewer guesses."""
 
     def rate(most: int) -> float:
         tokens = len(counts) + _TRUST * sum(min(count, most) for count in counts)
@@ -206,11 +200,8 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def guess(history: np.ndarray, count: int) -> np.ndarray:
-    """Guess up to ``count`` tokens after ``history [n]``: the tokens after the last occurrence of its end.
-
-    If fewer than ``count`` tokens follow that occurrence, they are repeated. There are no guesses if the end
-    has not occurred before.
-    """
+    """Guess up to ``count`` tokens after ``history [n]``: those after the last occurrence of its end,
+    repeated if they are too few; none if the end has not occurred before."""
     for length in LENGTHS:
         if count < 1 or len(history) <= length:
             continue

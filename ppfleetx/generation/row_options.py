@@ -35,8 +35,8 @@ _WHITESPACE = r" |\n {0,20}"
 
 
 class Grammar:
-    """Determines which tokens may come next in a row, by a grammar of llguidance and its tokenizer. Rows
-    may share it. Raises ConfigError if the grammar is invalid."""
+    """Determines which tokens may come next in a row, by a grammar of llguidance and its tokenizer. Rows may
+    share it. Raises ConfigError if the grammar is invalid."""
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
         from llguidance import LLMatcher
@@ -51,8 +51,8 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for a form of continuation that ends with one of ``end_ids``. Raises
-        ConfigError if the library is missing, it does not support the form, or there is no end token."""
+        """Build the grammar for a form of continuation that ends with one of ``end_ids``. Raises ConfigError
+        if the library is missing or does not support the form, or there is no end token."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):
@@ -134,8 +134,8 @@ class RowOptions:
     def of(
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> RowOptions:
-        """Build the options of a section or a request. Raises ConfigError if one does not fit the
-        tokenizer, or its library is missing."""
+        """Build the options of a section or a request. Raises ConfigError if one does not fit the tokenizer,
+        or its library is missing."""
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
         words = [one for word in options.bad_words for one in _sequences(word, tokenizer)]
         for key, ids in (
@@ -188,7 +188,7 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a row: those in ``options`` and, unless ``ignore_eos`` is set, the model's own
+    """The tokens that end a row: those in ``options`` and, unless ``ignore_eos`` is set, the model's
     ``end_ids``. Raises ConfigError if one is not in the tokenizer."""
     check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
     own = () if options.ignore_eos else end_ids
@@ -196,8 +196,7 @@ def ended_by(
 
 
 def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
-    """The token sequences of a bad word: without a space before it and, if that changes its tokens, with
-    one."""
+    """The token sequences of a bad word: inside a text and, if its tokens differ there, after a space."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (

@@ -22,8 +22,7 @@ _COLUMNS = 128  # positions of a prompt whose logits are held in memory at a tim
 @dataclass(frozen=True)
 class RowChoice:
     """The inputs for choosing one row's next token: ``[n]`` numbers from its `RandomStream`, which
-    temperature 0 does not need, and ids that must not come next (the end tokens, before the minimum
-    length)."""
+    temperature 0 does not need, and ids that are forbidden (the end tokens, before the minimum length)."""
 
     options: RowOptions
     tokens: RowTokens

@@ -15,7 +15,7 @@ import paddle
 
 from ppfleetx.distributed.collectives import all_gather_columns
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.fused import FusedBlocks, fused_trunk
+from ppfleetx.generation.fused_trunk import FusedBlocks, fused_trunk
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
@@ -26,7 +26,7 @@ class NextTokenModel:
     """A staged model that computes only the logits after the last position.
 
     The logits have no columns for vocabulary padding, so only ids below ``vocab_size`` can be chosen. The
-    matrix of a tied head is copied to ``head_matrix [h, V]`` (its integers if it is quantised; ``small_head``
+    matrix of a tied head is copied to ``head_matrix [h, V]`` (its integers if it is quantized; ``small_head``
     then has the scales), so later changes of the weights have no effect on it. Tensor-parallel ranks of
     ``vocab_group`` must call all methods together, and all get the same logits. Rows longer than
     ``switch_length`` have other angles (LongRoPE), which makes their cached keys useless.
@@ -92,7 +92,7 @@ class NextTokenModel:
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Inside it the operator for whole blocks is not used, because it skips hooks of layers."""
+        """Context in which the operator for whole blocks is not used, because it skips hooks of layers."""
         self._layer_by_layer = True
         try:
             yield
@@ -140,8 +140,8 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Stack prompts as one array ``[b, n]`` int64; also return the padding columns before each, ``[b]``
     int64.
 
-    Padding columns hold the row's own first token: the model does not attend to them, and the set of tokens
-    that have occurred stays the same.
+    Padding repeats the row's first token: the model does not attend to it, and the set of tokens that have
+    occurred stays the same.
     """
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
@@ -156,8 +156,8 @@ class DecodingSession:
     """A batch of rows that grow by one token per step.
 
     Prompts of unequal length are padded on the left. Rows do not attend to padding, and their positions count
-    from the first real token, so a row gets the same logits as if it were alone. Without ``use_cache``, every
-    step runs a forward pass over all tokens.
+    from the first real token, so a row gets the logits that it would get if it were alone. Without
+    ``use_cache``, every step runs a forward pass over all tokens.
     """
 
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:

@@ -71,8 +71,8 @@ def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class NoTokenizer:
-    """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are
-    empty. Only the length ends a continuation, unless ``Generation.eos_token_id`` is set."""
+    """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are empty.
+    Only the length ends a continuation, unless ``Generation.eos_token_id`` is set."""
 
     place = "the model's vocabulary"
     prefix_ids = end_ids = ()

@@ -8,6 +8,7 @@ import fcntl
 import glob
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -121,14 +122,20 @@ def fsync_dir(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, refusal: Exception) -> Iterator[None]:
-    """Hold ``path`` as a lock file, or raise ``refusal`` at once if another process holds it.
+def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
+    """Hold ``path`` as a lock file, or raise ``refusal`` if another process still holds it after ``seconds``.
 
     The system releases the lock when the process dies, however it dies; the empty file stays.
     """
+    deadline = time.monotonic() + seconds
     with path.open("ab") as file:
-        try:
-            fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise refusal from None
+        while True:
+            # A record lock: unlike flock's, a forked child does not inherit it.
+            try:
+                fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    raise refusal from None
+            time.sleep(0.1)
         yield

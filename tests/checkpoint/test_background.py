@@ -13,8 +13,8 @@ from paddle.base import core
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.manager import BackgroundManager, CheckpointManager, HostCopier
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.checkpoint.save import BackgroundManager, CheckpointManager, HostCopier
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed import transfer
@@ -107,17 +107,6 @@ def test_what_lies_on_a_device_is_fetched_behind_its_work(tmp_path, monkeypatch)
     assert np.array_equal(opened.read("b", "model", ""), np.full([2, 3], 0x3F80))
 
 
-def test_one_save_at_a_time(tmp_path, held_back):
-    manager = BackgroundManager(tmp_path)
-    save(manager, 1)
-    with pytest.raises(AssertionError, match="under way"):
-        save(manager, 2)
-    held_back.set()
-    manager.wait()
-    save(manager, 2)
-    assert manager.wait().name == "epoch_0_step_2"
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_an_error_is_told_by_the_next_poll_and_harms_nothing(tmp_path, monkeypatch, number):
     manager = BackgroundManager(tmp_path)
@@ -144,24 +133,11 @@ def test_no_memory_for_the_copy(tmp_path, monkeypatch):
         raise MemoryError
 
     manager = BackgroundManager(tmp_path)
-    monkeypatch.setattr("ppfleetx.checkpoint.save.np.empty_like", fail)
+    monkeypatch.setattr("ppfleetx.checkpoint.manager.np.empty_like", fail)
     save(manager, 1)
     manager.wait_for_copy()
     with pytest.raises(CheckpointError, match=r"no memory for a copy .*async_save=False"):
         manager.wait()
-
-
-def test_a_save_that_cannot_be_prepared_does_not_block_the_next(tmp_path, monkeypatch):
-    def fail(*_):
-        raise MemoryError
-
-    manager = BackgroundManager(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr("ppfleetx.checkpoint.save.HostCopier.prepare", fail)
-        with pytest.raises(MemoryError):
-            save(manager, 1)
-    save(manager, 2)
-    assert manager.wait() == resolve_checkpoint(tmp_path)
 
 
 def test_an_abandoned_save_is_completed_when_nobody_else_is_needed(tmp_path, held_back):

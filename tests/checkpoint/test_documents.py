@@ -17,7 +17,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
 from ppfleetx.conversion.convert import Conversion, convert
-from ppfleetx.conversion.huggingface.generation import generation_defaults
+from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.checkpoint.checkpoints import save
 from tests.conversion import hf_dirs

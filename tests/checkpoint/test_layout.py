@@ -5,8 +5,8 @@ import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.inspect import differences
-from ppfleetx.checkpoint.layout import merge, reshard
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError

@@ -131,30 +131,14 @@ def test_a_rank_reads_its_part_also_of_another_padding(tmp_path):
     assert np.array_equal(second[1].numpy()[:2], source[8:10]) and (second[1].numpy()[2:] == 9).all()
 
 
-def test_each_difference_has_its_own_message(tmp_path):
+def test_differences(tmp_path):
+    """The others are in tests/faults/test_strictness.py, by whole runs."""
     params = model()
-    checkpoint = saved(tmp_path, params)
-    with pytest.raises(CheckpointError, match=r"lacks parameters .*; missing 1: decoder\.final_norm"):
-        load_model(params, saved(tmp_path, params[:2], step=2))
-    with pytest.raises(CheckpointError, match=r"does not have; extra 1: head\.weight"):
-        load_model([params[0], params[2]], checkpoint)
-    with pytest.raises(CheckpointError, match=r"shape \[4\] in checkpoint .* and \[5\] in the model"):
-        load_model([*params[:2], parameter(NORM, np.zeros(5, np.float32))], checkpoint)
-    with pytest.raises(CheckpointError, match=r"vocabulary of 10, the model .* of 9"):
-        load_model(params, checkpoint, vocab_size=9)
+    optimizer = trained(params)
+    checkpoint = saved(tmp_path, params, optimizer)
     small = [parameter(WORD, np.zeros((8, 4), np.float32)), *params[1:]]
     with pytest.raises(CheckpointError, match=r"12 vocabulary entries .* 8 in the model; .* is 10"):
         load_model(small, checkpoint)
-    load_model(params[:1], checkpoint, allow_extra=True)
-    load_model(params, saved(tmp_path, params[:2], step=3), allow_missing=[NORM])
-
-
-def test_optimizer_that_does_not_fit(tmp_path):
-    params = model()
-    optimizer = trained(params)
-    with pytest.raises(CheckpointError, match=r"it lacks 12: .*load_optim"):
-        load_optimizer(optimizer.state(), params, saved(tmp_path, params))
-    checkpoint = saved(tmp_path, params, optimizer, step=2)
     with pytest.raises(CheckpointError, match="it has besides 12: "):
         load_optimizer({}, params, checkpoint)
 

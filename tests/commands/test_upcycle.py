@@ -7,7 +7,7 @@ from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.commands.checkpoint_verbs import Upcycle
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.logits import our_logits
+from ppfleetx.conversion.compare_logits import our_logits
 from tests.compress.runs import MODELS, write_run
 
 TOKENS = np.arange(24).reshape(2, 12)

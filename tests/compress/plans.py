@@ -1,4 +1,4 @@
-"""A quantised checkpoint in the ranks of a pool (tests/helpers/ranks.py): its loss, and what it generates."""
+"""In the ranks of a pool (tests/helpers/ranks.py): the loss and text of quantized models, and a teacher."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def use(config: str, plan: Sequence[str], world: int, generate: bool) -> dict[st
 
 
 def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
-    """In a rank: the losses of four steps of training adapters beside quantised weights."""
+    """In a rank: the losses of four steps of training adapters beside quantized weights."""
     import paddle
 
     from ppfleetx.commands.training import build_runner
@@ -74,3 +74,18 @@ def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
         held = dict(runner.named_parameters())
         assert all((held[name].numpy() == values).all() for name, values in before.items())
     return [step.loss for step in steps]
+
+
+def save_teacher(place: str) -> None:
+    """Write a checkpoint of a model that was only begun: half as deep and twice as wide as the students."""
+    import paddle
+
+    from ppfleetx.checkpoint.manager import CheckpointManager
+    from ppfleetx.checkpoint.tensors import model_slices
+    from tests.parity.training import VOCAB, build
+
+    sizes = {"Model.num_layers": 2, "Model.hidden_size": 64, "Global.seed": 7}
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build({}, 1, "gpt", "sgd", 8, sizes)
+        manager = CheckpointManager(place, ctx=ctx, vocab_size=VOCAB, config=cfg.model_dump(mode="json"))
+        manager.save(epoch=0, step=1, tensors=list(model_slices(runner.named_parameters())), state={})

@@ -84,7 +84,7 @@ def write_corpus(prefix: Path, num_tokens: int = 4000, vocab_size: int = 300) ->
 
 
 def add_adapters(small: Path, directory: Path) -> Path:
-    """An output directory with the quantised model of ``small`` and random adapters beside its weights."""
+    """An output directory with the quantized model of ``small`` and random adapters beside its weights."""
     checkpoint = open_resolved(resolve_checkpoint(str(small)))
     cfg = load_config(checkpoint.path / "config.yaml", ["Model.lora.rank=3"])
     factory = LocalFactory()

@@ -50,7 +50,7 @@ def logits(generator: Generator) -> np.ndarray:
 
 
 def rounded(name: str, small: dict[str, np.ndarray]) -> np.ndarray:
-    """The values of a parameter of the quantised checkpoint."""
+    """The values of a parameter of the quantized checkpoint."""
     levels, scale = small[name], small.get(f"{name.removesuffix('.weight')}.scale")
     if scale is None:
         return levels

@@ -4,12 +4,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.compress.in_training import PruningInTraining
+from ppfleetx.compress.prune_in_training import PruningInTraining
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.registries import ACTIVATIONS, OPTIMIZERS, ActivationTraits, OptimizerTraits
 from ppfleetx.config.sections.compress import PruneConfig
-from ppfleetx.optims.rule import Rule
 from tests.parity.training import CONFIG, build
 
 ON = "Compress.Prune.enable=True"
@@ -53,40 +51,6 @@ def test_what_cannot_be_done_is_said(more, words):
 def test_one_head_is_no_matter_where_units_are_pruned():
     cfg = load_config(CONFIG, [ON, "Model.num_query_groups=1", "Compress.Prune.part=mlp"])
     assert cfg.Compress.pruning is not None and cfg.Model.kv_heads == 1
-
-
-class Restless(Rule):
-    def update(self, group, *, lr, weight_decay):
-        for view in group:
-            view.value.add_(paddle.full_like(view.value, lr))
-
-
-@pytest.mark.parametrize(
-    ("own", "gated"),
-    [
-        (paddle.nn.functional.softplus, False),
-        (paddle.sqrt, False),
-        (lambda x: paddle.nn.functional.sigmoid(x[..., : x.shape[-1] // 2]), True),
-    ],
-    ids=["softplus", "sqrt", "gate"],
-)
-def test_an_activation_that_is_not_zero_at_zero_is_refused(monkeypatch, own, gated):
-    monkeypatch.setattr(ACTIVATIONS, "_entries", {**ACTIVATIONS._entries})
-    ACTIVATIONS.register("own", own, traits=ActivationTraits(gated=gated))
-    with pytest.raises(ConfigError, match=r"Model.hidden_act = 'own': .* would come back"):
-        pruning({"Model.hidden_act": "own"})
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS.names())
-def test_every_activation_that_ships_is_taken(name):
-    pruning({"Model.hidden_act": name})
-
-
-def test_an_optimizer_that_moves_zeros_is_refused(monkeypatch):
-    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
-    OPTIMIZERS.register("Restless", Restless, traits=OptimizerTraits(states=0))
-    with pytest.raises(ConfigError, match=r"Optimizer.name = 'Restless': .* would come back"):
-        pruning({"Optimizer.name": "Restless"})
 
 
 def test_a_run_that_goes_back_is_pruned_anew(monkeypatch):

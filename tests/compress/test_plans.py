@@ -1,4 +1,4 @@
-"""A quantised checkpoint computes the same under every plan, or is refused in words."""
+"""A quantized checkpoint computes the same under every plan, or is refused in words."""
 
 from __future__ import annotations
 

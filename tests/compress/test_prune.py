@@ -8,9 +8,9 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.layout import reshard
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.reshard import reshard
 from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.checkpoint_verbs import Prune

@@ -10,12 +10,12 @@ from safetensors.numpy import load_file, save_file
 from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.compare_logits import our_logits
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.config_export import differences
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
-from ppfleetx.conversion.huggingface.tensors import rules
-from ppfleetx.conversion.logits import our_logits
+from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.loss import token_loss

@@ -104,7 +104,7 @@ CASES = {
     make_bare_file: r"holds tensors alone.*config\.json beside it",
     make_cache: rf"Hugging Face's cache of a model: .*607a30d is a gpt2 of Hugging Face\. {CONVERT} hf",
     make_pdparams: "one file of a checkpoint: .* cannot be converted: .*not valid JSON",
-    make_fleetx_file: r"Name its directory, which is read as it is: .*GPT_345M$",
+    make_fleetx_file: r"Name its directory, which needs no conversion: .*GPT_345M$",
     make_megatron: rf"is a checkpoint of Megatron-LM\. {CONVERT} megatron --to ppfleetx --input .*/mega",
     make_megatron_dist: r"Megatron-LM in its distributed format \(\.distcp\).*--from megatron",
     make_torch_dist: r"distributed checkpoint of PyTorch \(\.distcp\), which is not read",

@@ -13,12 +13,12 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
+from ppfleetx.conversion.compare_logits import our_logits
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf
-from ppfleetx.conversion.huggingface.tensors import rules
-from ppfleetx.conversion.logits import our_logits
+from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.export import check_positions, export

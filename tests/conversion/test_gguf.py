@@ -139,7 +139,7 @@ def test_fewer_bits(tmp_path, dtype, close):
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])
 def test_types_that_are_only_read(tmp_path, tokenizer, kind):
-    """As the library dequantises them."""
+    """As the library dequantizes them."""
     model, tensors = network("llama", hidden_size=256, num_attention_heads=4)
     write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
     kind = gguf.GGMLQuantizationType[kind]

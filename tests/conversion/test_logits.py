@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.conversion.compare_logits import our_logits
 from ppfleetx.conversion.convert import Conversion, check_logits, convert, model_of
 from ppfleetx.conversion.huggingface.directory import read_hf
-from ppfleetx.conversion.logits import our_logits
 from tests.conversion import hf_dirs
 
 
@@ -50,7 +50,7 @@ def test_what_was_written_for_hugging_face_is_checked_too(tmp_path):
 INTERPRETER = """#!{python}
 import shutil, sys
 script, directory, probe, answer = sys.argv[1:]
-assert script.endswith("ask_transformers.py") and directory == {directory!r}
+assert script.endswith("transformers_logits.py") and directory == {directory!r}
 shutil.copyfile({logits!r}, answer)
 """
 

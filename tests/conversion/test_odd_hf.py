@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.huggingface.directory import read_hf
@@ -61,9 +60,7 @@ def test_an_index_that_lies(tmp_path):
     for wrong, words in (
         ({"weight_map": []}, "has no weight_map"),
         ({"weight_map": where | {first: 5}}, "has no weight_map"),
-        ({"weight_map": where | {first: "../x.safetensors"}}, "which is not a file beside it"),
         ({"weight_map": where | {first: ".."}}, "is a directory, not a file"),
-        ({"weight_map": where | {first: "a\0b"}}, "which is not a file beside it"),
         ({"weight_map": where | {"no.such": where[first]}}, "lists 'no.such', which is not in"),
     ):
         index.write_text(json.dumps(sound | wrong))
@@ -72,12 +69,7 @@ def test_an_index_that_lies(tmp_path):
     index.write_text(json.dumps(sound))
     read_hf(directory)
 
-    second = directory / "model-00002-of-00003.safetensors"
-    kept = load_file(second)
-    save_file(kept | load_file(directory / "model-00001-of-00003.safetensors"), second)
-    with pytest.raises(CheckpointError, match=r"which another file holds too"):
-        read_hf(directory)
-    second.unlink()
+    (directory / "model-00002-of-00003.safetensors").unlink()
     words = r"index\.json names 'model-00002-of-00003\.safetensors', which is missing beside it"
     with pytest.raises(CheckpointError, match=words):
         read_hf(directory)

@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.directory import read_hf
-from ppfleetx.conversion.huggingface.files import read_hf_config, read_stored
 from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
+from ppfleetx.conversion.huggingface.read_files import read_hf_config, read_stored
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SQUARE = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -14,8 +14,8 @@ import pytest
 
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.conversion.paddle import read_paddle_file
-from ppfleetx.conversion.pickles import (
+from ppfleetx.conversion.paddle_file import read_paddle_file
+from ppfleetx.conversion.safe_unpickler import (
     ARRAY_NAMES,
     PickledArray,
     Record,

@@ -1,4 +1,4 @@
-"""Directories whose linears GPTQ or AWQ has quantised, against loops that follow the formats' definitions."""
+"""Directories whose linears GPTQ or AWQ has quantized, against loops that follow the formats' definitions."""
 
 import json
 from functools import partial
@@ -13,7 +13,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert, our_logits
 from ppfleetx.conversion.huggingface.directory import read_hf
-from ppfleetx.conversion.huggingface.quantized import dequantized
+from ppfleetx.conversion.huggingface.gptq_awq import dequantized
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import load_golden
 

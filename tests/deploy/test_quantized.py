@@ -1,4 +1,4 @@
-"""Exports of quantised models: the same tokens as the model, files of the size that the bits say."""
+"""Exports of quantized models: the same tokens as the model, files of the size that the bits say."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_adapters_beside_small_weights_are_not_exported(tmp_path) -> None:
     run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
     quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int8"))
     cfg = _configuration(add_adapters(tmp_path / "small", tmp_path / "adapted"))
-    with pytest.raises(ConfigError, match=r"adapters to quantised weights.*ppfleetx merge"):
+    with pytest.raises(ConfigError, match=r"adapters to quantized weights.*ppfleetx merge"):
         check_adapters(cfg)
 
 

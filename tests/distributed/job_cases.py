@@ -102,7 +102,7 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
 def saved_in_the_background(directory: str, seconds: float) -> list:
     """The last rank takes this long to write; what each rank learns when the save ends."""
     from ppfleetx.checkpoint import storage
-    from ppfleetx.checkpoint.save import BackgroundManager
+    from ppfleetx.checkpoint.manager import BackgroundManager
     from tests.checkpoint.checkpoints import slices
 
     ctx, write = context(mp=2), storage.write_safetensors

@@ -46,7 +46,7 @@ def _break_read(step: int, kind: str) -> None:
 
 
 def _break_save(step: int) -> None:
-    from ppfleetx.checkpoint.save import SharedSave
+    from ppfleetx.checkpoint.manager import SharedSave
 
     write = SharedSave.write
 

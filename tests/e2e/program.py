@@ -112,7 +112,7 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
 @contextmanager
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
-    from ppfleetx.checkpoint.save import SharedSave
+    from ppfleetx.checkpoint.manager import SharedSave
     from ppfleetx.commands import training as build
     from ppfleetx.core.engine.engine import Engine
 

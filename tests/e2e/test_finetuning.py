@@ -168,7 +168,7 @@ def test_adapters_are_saved_alone_and_read_under_any_plan(pools, files, adapters
 def test_merged_and_unmerged_give_equal_logits(pools, files, adapters, base, tmp_path):
     from ppfleetx.checkpoint.adapters import merge_lora
     from ppfleetx.checkpoint.directory import resolve_checkpoint
-    from ppfleetx.checkpoint.layout import reshard
+    from ppfleetx.checkpoint.reshard import reshard
 
     output_dir, _ = adapters
     moved = reshard(

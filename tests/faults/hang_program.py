@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import paddle
 from paddle import distributed
 
-from ppfleetx.checkpoint.save import SharedSave
+from ppfleetx.checkpoint.manager import SharedSave
 from ppfleetx.commands.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.data.gpt_dataset import GPTDataset

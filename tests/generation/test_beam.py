@@ -7,8 +7,8 @@ import paddle
 import pytest
 
 from ppfleetx.generation.beam import BeamOptions, beam_search
+from ppfleetx.generation.decode_loop import Rules, decode, greedy
 from ppfleetx.generation.row_options import RowOptions
-from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 3, 9], [1], [7, 7, 2, 50, 4, 3, 8], [60, 0]]

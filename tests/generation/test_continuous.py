@@ -8,8 +8,8 @@ import pytest
 
 from ppfleetx.config.sections.generation import TokenOptions
 from ppfleetx.config.sections.root import GenerationConfig
-from ppfleetx.generation import continuous
-from ppfleetx.generation.continuous import ContinuousBatch
+from ppfleetx.generation import continuous_batching
+from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.row_options import RowOptions, RowTokens
@@ -32,12 +32,12 @@ def alone(model: NextTokenModel, prompt: list[int], steps: int) -> tuple[list[in
     return tokens, logits
 
 
-@pytest.mark.parametrize("columns", [continuous._PREFILL_COLUMNS, 3], ids=["whole", "pieces"])
+@pytest.mark.parametrize("columns", [continuous_batching._PREFILL_COLUMNS, 3], ids=["whole", "pieces"])
 def test_rows_that_come_and_go_have_the_logits_they_have_alone(
     make_model, style: dict, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer and shorter rows join a running batch, the longest leaves it, and all of them leave."""
-    monkeypatch.setattr(continuous, "_PREFILL_COLUMNS", columns)
+    monkeypatch.setattr(continuous_batching, "_PREFILL_COLUMNS", columns)
     staged, _ = make_model(**style)
     staged.eval()
     model = NextTokenModel(staged, 61)
@@ -95,8 +95,8 @@ def test_any_course_of_events_gives_the_logits_of_the_full_forward(
     make_model, style: dict, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts join with copies, rows are guessed for rightly and wrongly, leave and change places."""
-    monkeypatch.setattr(continuous, "_PREFILL_COLUMNS", 4)
-    monkeypatch.setattr(continuous, "_MOST_UNUSED", seed)
+    monkeypatch.setattr(continuous_batching, "_PREFILL_COLUMNS", 4)
+    monkeypatch.setattr(continuous_batching, "_MOST_UNUSED", seed)
     staged, _ = make_model(**style)
     staged.eval()
     chance, batch = random.Random(seed), ContinuousBatch(NextTokenModel(staged, 61))
@@ -164,9 +164,9 @@ def test_columns_of_rows_that_left_are_given_back(make_model) -> None:
     ],
 )
 def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tokenizer, options) -> None:
-    """Neighbours with other options change nothing; random numbers are the generator's."""
+    """Neighbors with other options change nothing; random numbers are the generator's."""
     staged, cfg = make_model(vocab_size=300)
-    neighbours = [RowOptions(), RowOptions(temperature=0.0), RowOptions(top_k=3, repetition_penalty=2.0)]
+    neighbors = [RowOptions(), RowOptions(temperature=0.0), RowOptions(top_k=3, repetition_penalty=2.0)]
     keys = {key: value for key, value in options.items() if key != "decode_strategy"}
     greedy = {"temperature": 0.0} if "decode_strategy" in options else {}
     section = GenerationConfig(max_dec_len=12, min_dec_len=12, seed=9, **options)
@@ -186,7 +186,7 @@ def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tok
                     stream.numbers(step)[0],
                     tokenizer.end_ids if row == 0 else (),
                 )
-                for row, row_options in enumerate([mine, *neighbours])
+                for row, row_options in enumerate([mine, *neighbors])
             ]
             batch.append([[token] for token in choose_tokens(batch.next_logits(), choices)])
     assert tuple(batch.history[0][len(PROMPTS[0]) :]) == expected.ids

@@ -9,7 +9,7 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.conversion.huggingface.config_keys import model_keys
-from ppfleetx.generation.continuous import ContinuousBatch
+from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel

@@ -6,8 +6,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.generation import continuous, prefix_cache
-from ppfleetx.generation.continuous import ContinuousBatch
+from ppfleetx.generation import continuous_batching, prefix_cache
+from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, choose_tokens, score_prompt, score_tokens
@@ -21,7 +21,7 @@ def test_known_beginnings_change_no_logits(
     make_model, style: dict, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chats whose turns go on from what was said, new ones under a shared beginning, copies and guesses."""
-    monkeypatch.setattr(continuous, "_PREFILL_COLUMNS", 4)
+    monkeypatch.setattr(continuous_batching, "_PREFILL_COLUMNS", 4)
     monkeypatch.setattr(prefix_cache, "SHORTEST", 2)
     staged, _ = make_model(**style)
     staged.eval()

@@ -13,12 +13,12 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.generation import continuous
-from ppfleetx.generation.continuous import ContinuousBatch
+from ppfleetx.generation import continuous_batching
+from ppfleetx.generation.continuous_batching import ContinuousBatch
+from ppfleetx.generation.decode_loop import Rules, decode, greedy
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.prompt_lookup import Assistant, ProposedRows, decode_with_lookup, guess
 from ppfleetx.generation.row_options import RowOptions
-from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import NoTokenizer
 
@@ -124,7 +124,7 @@ def test_an_assistant_has_the_same_tokens(make_model, tokenizer, tmp_path):
 
 def test_columns_of_wrong_guesses_are_taken_out(model, monkeypatch):
     """Rows that are right in turns leave holes in their columns, and tokens stay the likeliest."""
-    monkeypatch.setattr(continuous, "_MOST_UNUSED", 3)
+    monkeypatch.setattr(continuous_batching, "_MOST_UNUSED", 3)
     next_token, prompts, steps = NextTokenModel(model, 61), [[3, 1], [8, 2, 1, 5]], 10
     with paddle.no_grad():
         session = DecodingSession(next_token, prompts, use_cache=True)

@@ -5,10 +5,10 @@ import paddle
 import pytest
 
 from ppfleetx.generation import gumbel_sampling as draws_module
+from ppfleetx.generation.decode_loop import Sampler
 from ppfleetx.generation.gumbel_sampling import RandomStream, draw, race_size
 from ppfleetx.generation.processors import candidates
 from ppfleetx.generation.row_options import RowOptions
-from ppfleetx.generation.search import Sampler
 
 LOGITS = np.array([1.2, -0.3, 0.7, 2.1, 0.0, -2.0, 1.9, 0.4, -1.0, 1.5], dtype=np.float32)
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}

@@ -5,9 +5,9 @@ import paddle
 import pytest
 
 from ppfleetx.generation.cache import GrowingCache
+from ppfleetx.generation.decode_loop import Choose, Rules, Sampler, decode, greedy
 from ppfleetx.generation.processors import penalize_repetition
 from ppfleetx.generation.row_options import RowOptions
-from ppfleetx.generation.search import Choose, Rules, Sampler, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 3, 9], [1], [7, 7, 2, 50, 4, 3, 8], [60, 0]]

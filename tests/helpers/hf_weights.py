@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.conversion.huggingface.tensors import rules
+from ppfleetx.conversion.huggingface.tensor_mapping import rules
 
 GetTensor = Callable[[str], np.ndarray]
 

@@ -161,17 +161,9 @@ def test_what_is_not_there_is_refused_in_words(settings, words):
         model_keys(base | settings)
 
 
-def test_what_is_passed_over_is_said():
-    said = {name: " ".join(rope_notes(config)) for name, config in golden()[0].items()}
-    assert (
-        "rope_scaling and rope_parameters, which differ; rope_scaling is used"
-        in said["both, only one scales"]
-    )
-    assert "differ" in said["both, the other way round"]
-    assert "7000" in said["theta twice"]
-    assert "some releases of transformers 4" in said["yarn"]
-    for name in ("plain", "linear", "llama3", "both, the same", "short yarn"):
-        assert said[name] == "", name
+def test_a_factor_of_yarn_that_is_not_the_ratio_of_lengths_is_noted():
+    noted = {name for name, config in golden()[0].items() if rope_notes(config)}
+    assert "yarn" in noted and not noted & {"plain", "linear", "llama3", "short yarn"}
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def _reductions(found: set[str], refused: set[str]) -> Iterator[None]:
 
 def of_a_run(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Reductions of two steps and an evaluation: all, and those that not every library has."""
-    from ppfleetx.compress.in_training import PruningInTraining
+    from ppfleetx.compress.prune_in_training import PruningInTraining
     from tests.helpers.low_precision import emulated
     from tests.parity.training import build, micro_batches, take_step
 

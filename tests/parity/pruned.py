@@ -85,7 +85,7 @@ def train_in_16_bits(**arguments: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def _pruned(module: Any) -> Iterator[None]:
     """Within the context, the steps of ``module`` prune, and the zeros are checked after each step."""
-    from ppfleetx.compress.in_training import PruningInTraining
+    from ppfleetx.compress.prune_in_training import PruningInTraining
 
     held: list[PruningInTraining] = []
     take_step = training.take_step

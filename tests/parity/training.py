@@ -272,8 +272,8 @@ def train_part(
     """Losses and gradient norms of some steps with AdamW, from a checkpoint and to another."""
     import paddle
 
+    from ppfleetx.checkpoint.manager import CheckpointManager
     from ppfleetx.checkpoint.reader import open_checkpoint
-    from ppfleetx.checkpoint.save import CheckpointManager
     from ppfleetx.checkpoint.tensors import load_model, load_optimizer, model_slices, optimizer_slices
 
     with paddle.utils.unique_name.guard(), default_dtype(dtype):

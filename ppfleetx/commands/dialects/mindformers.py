@@ -21,7 +21,7 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.conversion.convert import Conversion, convert
-from ppfleetx.conversion.huggingface.files import (
+from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     GENERATION_CONFIG,
     PICKLE,

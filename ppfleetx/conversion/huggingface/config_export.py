@@ -28,8 +28,7 @@ def hf_config(
     Args:
         model: the network.
         dtype: element type of the weights, as in safetensors files.
-        original: the configuration that the weights once came with; it is kept if it describes the same
-            network.
+        original: the configuration that the weights once came with; it is kept if it describes this network.
         token_ids: `bos_token_id` and `eos_token_id`, for a new configuration.
 
     Raises:
@@ -72,7 +71,7 @@ def _made(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """If every layer is a mixture, use the experts' width as the MLP's width, which has no effect then."""
+    """If every layer is a mixture, take the experts' width as the MLP's, which has no effect then."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -80,11 +79,8 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The keys of ``Model`` in which a Hugging Face configuration differs, with their values.
-
-    Raises:
-        UserError: the configuration is for a network that we do not support.
-    """
+    """The keys of ``Model`` in which a Hugging Face configuration differs, with their values. Raises
+    UserError if the configuration is for a network that we do not support."""
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [

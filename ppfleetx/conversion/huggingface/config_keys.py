@@ -28,8 +28,8 @@ from ppfleetx.config.fields import (
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
-from ppfleetx.conversion.huggingface.generation import KEYS as GENERATION_KEYS
-from ppfleetx.conversion.huggingface.quantized import QUANTIZATION, quantization
+from ppfleetx.conversion.huggingface.generation_config import KEYS as GENERATION_KEYS
+from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, quantization
 from ppfleetx.conversion.huggingface.rope import PLACES
 
 # Origin, storage, runtime, generation and other uses of a model.
@@ -51,7 +51,7 @@ _WITHOUT_EFFECT = {
     *GENERATION_KEYS,  # which older files have here
     QUANTIZATION,  # which is checked by itself
 }  # fmt: skip
-# PaddleNLP's and PaddleFormers' parallelism, kernels and training. Fused tensors are recognised by name.
+# PaddleNLP's and PaddleFormers' parallelism, kernels and training. Fused tensors are recognized by name.
 _OF_PADDLE = {
     "paddlenlp_version", "paddleformers_version",
     "seq_length", "use_recompute", "recompute", "recompute_granularity", "recompute_use_reentrant",
@@ -150,11 +150,8 @@ key."""
 
 
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of our ``Model`` section for a Hugging Face ``config.json``.
-
-    Raises:
-        CheckpointError: the model type, an option or a value is not supported.
-    """
+    """Keys of our ``Model`` section for a Hugging Face ``config.json``. Raises CheckpointError if the model
+    type, an option or a value is not supported."""
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         others = f"; those that are: {', '.join(FAMILIES)}"
@@ -171,7 +168,7 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError for a key of this family whose value has the wrong type or is out of range."""
+    """Raise CheckpointError for a value of the wrong type or out of range, among the keys of this family."""
     for key in family.mapped & config.keys():
         if key in family.keys:
             ours = family.keys[key][0].split()[0]
@@ -202,13 +199,8 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` for transformers: without keys of Paddle's libraries, and with the keys they
-    omit.
-
-    Args:
-        config: a configuration that :func:`model_keys` accepts.
-        keys: result of :func:`model_keys`.
-    """
+    """Make a ``config.json`` for transformers: without keys of Paddle's libraries, and with the keys they
+    omit. ``keys`` is the result of :func:`model_keys` for ``config``."""
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
     kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}

@@ -18,19 +18,19 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys, without_paddle
 from ppfleetx.conversion.huggingface.families import FAMILIES
-from ppfleetx.conversion.huggingface.files import (
+from ppfleetx.conversion.huggingface.generation_config import generation_defaults
+from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, dequantized
+from ppfleetx.conversion.huggingface.moe_families import NEXT_TOKENS
+from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
+from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     GENERATION_CONFIG,
     read_generation_config,
     read_hf_config,
     read_stored,
 )
-from ppfleetx.conversion.huggingface.generation import generation_defaults
-from ppfleetx.conversion.huggingface.mixtures import NEXT_TOKENS
-from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
-from ppfleetx.conversion.huggingface.quantized import QUANTIZATION, dequantized
 from ppfleetx.conversion.huggingface.rope import rope_notes
-from ppfleetx.conversion.huggingface.tensors import Rule, loads, network, rules
+from ppfleetx.conversion.huggingface.tensor_mapping import Rule, loads, network, rules
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 
@@ -45,10 +45,8 @@ def read_hf(directory: str | Path) -> Weights:
     """Weights of a Hugging Face model of one of ``families.FAMILIES``, or of a Llama of PaddleNLP or
     PaddleFormers.
 
-    Only headers are read before a tensor is. What GPTQ or AWQ has quantised becomes weights again.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the network is not supported.
+    Only headers are read now, tensors on demand; weights quantized by GPTQ or AWQ are dequantized. Raises
+    CheckpointError if files are missing or damaged, or the network is not supported.
     """
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
@@ -96,7 +94,6 @@ def _notes(config: Mapping[str, Any]) -> list[str]:
 def _model_keys(
     config: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> dict[str, Any]:
-    """Return the keys of the `Model` section, after checks."""
     try:
         keys = model_keys(config)
     except CheckpointError as error:
@@ -125,6 +122,7 @@ def write_hf(
     Args:
         tensors: all parameters of `model` by canonical name, including vocabulary padding.
         model: the network.
+        directory: it is created if needed.
         source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.

@@ -1,7 +1,7 @@
 """The supported networks of Hugging Face. Each row maps keys of ``config.json`` and names of tensors to ours.
 
 Here are GPT and its relatives: LayerNorm, MLPs without a gate and, in most of them, biases. To add a network,
-add a :class:`Family` here, to ``llama_kin.py`` or to ``mixtures.py``.
+add a :class:`Family` here, to ``llama_families.py`` or to ``moe_families.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ppfleetx.conversion.huggingface.family import (
     in_layers,
     rotary_keys,
 )
-from ppfleetx.conversion.huggingface.llama_kin import LLAMA_KIN
-from ppfleetx.conversion.huggingface.mixtures import MIXTURES
+from ppfleetx.conversion.huggingface.llama_families import LLAMA_KIN
+from ppfleetx.conversion.huggingface.moe_families import MIXTURES
 from ppfleetx.conversion.huggingface.rope import hf_neox_rope
 
 _ROTARY = {"position_embedding_type": "rope", "normalization": "LayerNorm"}
@@ -63,11 +63,7 @@ def _gptj(config: Config) -> dict[str, Any]:
     return {"rotary_percent": turned / head}
 
 
-# ---- GPT-BigCode, OPT
-
-
-def _bigcode(config: Config) -> dict[str, Any]:
-    return {"num_query_groups": 1 if config.get("multi_query", True) else config["n_head"]}
+# ---- OPT
 
 
 def _opt(config: Config) -> dict[str, Any]:
@@ -218,7 +214,7 @@ _GPT_KIN: dict[str, Family] = {
         activation("activation_function", "gelu_pytorch_tanh"),
         Feature(
             {"multi_query", "num_key_value_heads"},
-            _bigcode,
+            lambda config: {"num_query_groups": 1 if config.get("multi_query", True) else config["n_head"]},
             lambda model: {"multi_query": model.kv_heads == 1},
         ),
         EMBEDDING_DROPOUT,

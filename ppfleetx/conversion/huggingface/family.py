@@ -1,5 +1,5 @@
-"""The mapping of a Hugging Face network to ours (:class:`Family`), and common parts of Llama and its
-relatives."""
+"""The mapping of a Hugging Face network to ours (:class:`Family`), and the parts that Llama and its relatives
+share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDED = object()
 
 @dataclass(frozen=True)
 class Feature:
-    """Keys of ``config.json`` that only together, or only by a rule, become keys of ours.
+    """A group of ``config.json`` keys that functions convert together.
 
     Attributes:
         reads: the keys that ``read`` uses.
@@ -78,14 +78,8 @@ class Family:
     def but(
         self, architecture: str, *features: Feature, without: Collection[str] = (), **changes: Any
     ) -> Family:
-        """A relative of this family.
-
-        Args:
-            architecture: its name.
-            features: features that are added.
-            without: entries of ``keys`` that it does not have.
-            changes: other fields. Entries of mappings are added to those of this family.
-        """
+        """Make a relative of this family: with more ``features``, without some entries of ``keys``, and with
+        ``changes`` of other fields. Entries of mappings are added to those of this family."""
         kept = {key: row for key, row in self.keys.items() if key not in without}
         changes["keys"] = kept | changes.get("keys", {})
         for name in ("fixed", "names", "aliases", "off"):
@@ -98,7 +92,7 @@ class Family:
         return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
-        """A ``config.json`` whose keys have the names in this row."""
+        """Rename the keys of a ``config.json`` to the names in this row."""
         made = dict(config)
         for alias, name in self.aliases.items():
             if alias in made and made.setdefault(name, made[alias]) != made[alias]:
@@ -107,11 +101,8 @@ class Family:
         return made
 
     def model_keys(self, config: Config) -> dict[str, Any]:
-        """Keys of our ``Model`` section for a ``config.json`` without nulls.
-
-        Raises:
-            CheckpointError: a key is missing, or our layers do not support its value.
-        """
+        """Keys of our ``Model`` section for a ``config.json`` without nulls. Raises CheckpointError if a key
+        is missing, or our layers do not support its value."""
         made = dict(self.fixed)
         for theirs, (ours, default) in self.keys.items():
             value = config.get(theirs, default)
@@ -123,13 +114,8 @@ class Family:
         return _nested(made)
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The ``config.json`` of this family that comes nearest to a network.
-
-        Args:
-            model_type: the family's name.
-            model: the network.
-            values: the effective values of keys that are null (``resume_policy.network``).
-        """
+        """The ``config.json`` of this family that comes nearest to a network. ``values`` are the effective
+        values of keys that are null in ``model`` (``resume_policy.network``)."""
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
             key = ours.split()[0]
@@ -163,7 +149,7 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Names for the parameters of a block, whose own name is ``row``."""
+    """Prefix the names of a block's parameters with the names of the block, ours and theirs (``row``)."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -311,8 +297,8 @@ PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """``attention_window`` for their window, which includes the position itself; ours only counts positions
-    before it."""
+    """Convert a window of theirs, which includes the position itself, to ``attention_window``, which counts
+    only the positions before it."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -338,7 +324,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """``attention_window`` and the layers that have it: as in ``layer_types``, or all but every
+    """``attention_window`` and the layers that have it: those in ``layer_types``, by default all but every
     ``every``-th."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
@@ -368,7 +354,7 @@ def pattern(
     """Windows by layer.
 
     Args:
-        every: which layers have none by default.
+        every: by default, each ``every``-th layer has no window.
         period: the names of the key that gives another number.
         also: returns further keys, for a ``config.json`` and the keys of the pattern.
     """
@@ -385,13 +371,13 @@ PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """:func:`rotary_keys`, with a base of their own for the layers that have a window.
+    """The keys of :func:`rotary_keys`, with a separate base for layers with a window.
 
     Args:
-        config: with ``rope_parameters`` by kind of layer, or with those of layers without a window.
-        pattern: :func:`pattern_keys` of it.
-        base: of layers without a window, where nothing says another.
-        local: the same of layers with one; they are never scaled.
+        config: its ``rope_parameters`` are given by kind of layer, or are those of layers without a window.
+        pattern: the result of :func:`pattern_keys` for it.
+        base: the default base of layers without a window.
+        local: the default base of layers with a window, which are never scaled.
     """
     by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
     usual = {"rope_theta": base, **config}

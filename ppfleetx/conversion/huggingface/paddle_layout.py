@@ -16,8 +16,8 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.huggingface.config_keys import of_paddle
-from ppfleetx.conversion.huggingface.files import Stored
-from ppfleetx.conversion.huggingface.tensors import rules
+from ppfleetx.conversion.huggingface.read_files import Stored
+from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.utils.log import get_logger
 
 _PREFIX = "llama."
@@ -28,17 +28,10 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a directory in Hugging Face's layout.
+    """Convert the tensors of a directory to Hugging Face's layout.
 
-    Args:
-        stored: the tensors in the files.
-        config: its configuration.
-        keys: the configuration as keys of our `Model` section.
-        directory: the directory, for messages.
-
-    Raises:
-        CheckpointError: projections are fused, the layout of a matrix is unknown, or the model is not a
-            Llama.
+    ``keys`` is ``config`` as keys of our `Model` section. Raises CheckpointError if projections are fused,
+    the layout of a matrix is unknown, or the model is not a Llama.
     """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]

@@ -2,8 +2,7 @@
 
 transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``, which
 includes the base. If both are present, they are read as in transformers 5: ``rope_scaling`` takes precedence
-unless it is empty, and an inner ``rope_theta`` takes precedence over an outer one. :func:`rope_notes` reports
-the settings that were ignored.
+unless it is empty, and an inner ``rope_theta`` takes precedence over an outer one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TURNED_PART = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
 }  # fmt: skip
 """The default share of each head with rotary positions, if config.json does not give it."""
-_PHI3_LENGTH = 4096  # of Phi-3 where config.json does not say it, whatever stands in its rope_scaling
+_PHI3_LENGTH = 4096  # the default of Phi-3, which does not read the key in its rope_scaling
 # Keys that transformers knows; those of another type of scaling have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
@@ -34,14 +33,9 @@ _KNOWN = {
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rotary_base``, ``rope_scaling`` (a mapping or None) and ``rotary_percent`` of our ``Model`` section.
-
-    Args:
-        config: contents of a ``config.json`` whose values have the right types.
-
-    Raises:
-        CheckpointError: the kind of scaling is not supported, or a value is invalid.
-    """
+    """``rotary_base``, ``rope_scaling`` (a mapping or None) and ``rotary_percent`` of our ``Model`` section,
+    for a ``config.json`` whose values have the right types. Raises CheckpointError if the kind of scaling is
+    not supported, or a value is invalid."""
     config = _with_usual_names(config)
     place, given = _in_effect(config)
     if unknown := sorted(set(given) - _KNOWN):
@@ -62,36 +56,22 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """Warnings about the reading of rotary settings in a ``config.json``, one sentence each.
-
-    Args:
-        config: a configuration that :func:`rope_keys` accepts, or one with settings by kind of layer.
-    """
+    """Warnings about the reading of rotary settings, one sentence each, for a ``config.json`` that
+    :func:`rope_keys` accepts, or one with settings by kind of layer."""
     if any("full_attention" in (config.get(place) or {}) for place in PLACES):
         return []
-    config = _with_usual_names(config)
-    place, given = _in_effect(config)
-    notes = []
-    other = next(name for name in PLACES if name != place)
-    if config.get(other) and not _equal(config, {**config, place: None}):
-        notes.append(
-            f"config.json has {place} and {other}, which differ; {place} is used, as in transformers"
-        )
-    if "rope_theta" in given and config.get("rope_theta") not in (None, given["rope_theta"]):
-        notes.append(
-            f"config.json has rope_theta {given['rope_theta']!r} in {place} and {config['rope_theta']!r} "
-            "beside it; the former is used, as in transformers"
-        )
+    _, given = _in_effect(config)
     scaling = rope_keys(config)["rope_scaling"]
-    if scaling is not None and scaling["type"] == "yarn" and config.get("max_position_embeddings"):
-        ratio = config["max_position_embeddings"] / scaling[_ORIGINAL]
-        if _ORIGINAL in given and ratio != scaling["factor"]:
-            notes.append(
-                f"config.json has the YaRN factor {scaling['factor']:g}, and max_position_embeddings is "
-                f"{ratio:g} times {_ORIGINAL}; the factor is used, as in transformers 5 (some releases of "
-                "transformers 4 compute with the ratio)"
-            )
-    return notes
+    if scaling is None or scaling["type"] != "yarn" or not config.get("max_position_embeddings"):
+        return []
+    ratio = config["max_position_embeddings"] / scaling[_ORIGINAL]
+    if _ORIGINAL not in given or ratio == scaling["factor"]:
+        return []
+    return [
+        f"config.json has the YaRN factor {scaling['factor']:g}, and max_position_embeddings is {ratio:g} "
+        f"times {_ORIGINAL}; the factor is used, as in transformers 5 (some releases of transformers 4 "
+        "compute with the ratio)"
+    ]
 
 
 def hf_rope(model: ModelConfig) -> dict[str, Any]:
@@ -117,7 +97,7 @@ def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration with GPT-NeoX's own names of base and rotated part replaced by the usual ones."""
+    """Replace GPT-NeoX's names of base and rotated part by the usual ones."""
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
         return config
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
@@ -135,13 +115,6 @@ def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
                 f"config.json: {place} has settings for {shown(key)} alone; all layers turn alike"
             )
     return place, given
-
-
-def _equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    try:
-        return rope_keys(one) == rope_keys(two)
-    except CheckpointError:
-        return False  # one of them is not supported
 
 
 def _base(config: Mapping[str, Any]) -> float:

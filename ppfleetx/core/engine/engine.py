@@ -33,7 +33,7 @@ from ppfleetx.resilience.stop_request import StopRequest
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.compress.in_training import PruningInTraining
+    from ppfleetx.compress.prune_in_training import PruningInTraining
 
 Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]

@@ -26,9 +26,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, token_text
 from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
+from ppfleetx.deploy.server.embeddings import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    embeddings_response,
+    vectors_of,
+)
+from ppfleetx.deploy.server.jobs import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.protocol import (
     AnyRequest,
@@ -38,15 +45,8 @@ from ppfleetx.deploy.server.protocol import (
     quoted,
     read_request,
 )
+from ppfleetx.deploy.server.responses import Answer, Answering, EventStream, token_text
 from ppfleetx.deploy.server.scheduler import Scheduler
-from ppfleetx.deploy.server.texts import (
-    DetokenizeRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-    embeddings_response,
-    vectors_of,
-)
-from ppfleetx.deploy.server.work import Metrics
 from ppfleetx.utils.log import get_logger
 
 _BODY_SECONDS = 30.0
@@ -133,7 +133,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """Respond with the page. It may run its own script and talk to this server, and nothing else."""
+    """The page, which may run its own script and talk to this server, and nothing else."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.sections.generation import StructuredOutputs
-from ppfleetx.deploy.server.answering import Answer, RowAnswer, chat_logprobs
+from ppfleetx.deploy.server.jobs import Progress
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
+from ppfleetx.deploy.server.responses import Answer, RowAnswer, chat_logprobs
 from ppfleetx.deploy.server.tools import (
     AnswerText,
     choice_of,
@@ -18,9 +19,8 @@ from ppfleetx.deploy.server.tools import (
     tools_of,
     with_read_arguments,
 )
-from ppfleetx.deploy.server.work import Progress
+from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
-from ppfleetx.generation.search import FinishReason
 
 _MAX_MESSAGES = 4096
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ppfleetx.deploy.server.answering import Answer, RowAnswer, TextLogprobs
+from ppfleetx.deploy.server.jobs import Progress
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
-from ppfleetx.deploy.server.work import Progress
+from ppfleetx.deploy.server.responses import Answer, RowAnswer, TextLogprobs
+from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
-from ppfleetx.generation.search import FinishReason
 
 DEFAULT_MAX_TOKENS = 16
 

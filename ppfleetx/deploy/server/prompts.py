@@ -12,10 +12,10 @@ from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.deploy.server.chat import ChatPrompt, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
+from ppfleetx.deploy.server.embeddings import EmbeddingRequest, TokenizeRequest
+from ppfleetx.deploy.server.jobs import Job
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, Request, bad_request
 from ppfleetx.deploy.server.scheduler import Scheduler
-from ppfleetx.deploy.server.texts import EmbeddingRequest, TokenizeRequest
-from ppfleetx.deploy.server.work import Job
 from ppfleetx.generation.generator import TextGenerator
 from ppfleetx.generation.row_options import PLAIN, RowOptions, ended_by
 
@@ -78,7 +78,7 @@ class PromptReader:
         return self._encode_text(text, "messages", add=False, parse=True)
 
     def _refuse_special(self, request: ChatPrompt) -> None:
-        """Refuse special tokens in messages and tools, where they would look like the template's own."""
+        """Refuse special tokens in messages and tools, where they would look like the template's."""
         parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
         parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
         for name, part in parts.items():

@@ -77,9 +77,8 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing, because some clients
-    send such values.
-    """
+    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing: some clients send
+    such values."""
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -118,8 +117,8 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of both routes that generate text. Those of ``TokenOptions`` that OpenAI's interface
-    also has are limited to its ranges."""
+    """The parameters of both routes that generate text. Those of ``TokenOptions`` that OpenAI's API also has
+    are limited to its ranges."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -162,7 +161,7 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def must_have_room(self) -> bool:
-        """Whether the answer must fit in full, because the client set its limit."""
+        """Whether the whole answer must fit, because the client set its limit."""
         raise NotImplementedError
 
     @property
@@ -188,8 +187,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and check the body of a request. A null parameter counts as omitted. Raises ApiError 400,
-    which names the parameter and the rule."""
+    """Parse and check the body of a request. A null parameter counts as omitted. Raises ApiError 400, which
+    names the parameter and the rule."""
     try:
         return kind.model_validate_json(_without_nulls(body, kind))
     except ValidationError as error:

@@ -50,8 +50,7 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Raise ConfigError for settings that a server does not follow: an assistant, or adapters that do not
-    go with the model."""
+    """Raise ConfigError for an assistant, or adapters that do not go with the model."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise ConfigError(
             "are adapters over a model without any, and this one has Model.lora: serve the base that they "
@@ -71,8 +70,8 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """The key that requests must send; None if they need no key. Raises ConfigError if the variable named
-    by the user is not set, or the key is empty."""
+    """The key that requests must send; None if they need no key. Raises ConfigError if the variable named by
+    the user is not set, or the key is empty."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -124,12 +123,12 @@ def build_service(
     adapters: Mapping[str, TrainedAdapters] | None = None,
 ) -> Service:
     """Build the parts of the server around a loaded model. Raises ConfigError if ``Serve.chat_template``
-    cannot be used; CheckpointError if an adapter belongs to layers that the model does not have, or to
-    experts."""
+    cannot be used; CheckpointError if an adapter belongs to experts, or to layers that the model does not
+    have."""
     from ppfleetx.deploy.server.app import Service
+    from ppfleetx.deploy.server.jobs import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
-    from ppfleetx.deploy.server.work import Metrics
     from ppfleetx.generation.adapters import Adapters
 
     model = generator.next_token_model.model

@@ -13,8 +13,7 @@ import paddle
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.protocol import ApiError
-from ppfleetx.deploy.server.work import (
+from ppfleetx.deploy.server.jobs import (
     Embedded,
     Event,
     Failed,
@@ -25,8 +24,9 @@ from ppfleetx.deploy.server.work import (
     Waiting,
     Work,
 )
+from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.generation.adapters import Adapters
-from ppfleetx.generation.continuous import ContinuousBatch
+from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, worthwhile
 from ppfleetx.generation.sampling import TokenScore, choose_tokens, embedding_of, score_prompt, score_tokens
@@ -37,8 +37,8 @@ _RETRY_SECONDS = 1
 
 
 class Lane:
-    """The sequences that grow with one model, the base or the base with an adapter; ``name`` is its name in
-    requests and metrics. At most ``max_prefix_tokens`` earlier keys and values are kept."""
+    """The sequences that grow with one model, the base or the base with an adapter, which requests and
+    metrics call ``name``. At most ``max_prefix_tokens`` earlier keys and values are kept."""
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
         self._model, self.name = model, name
@@ -132,7 +132,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Drop a request whose client is gone; its sequences leave at the next step."""
+        """Drop a request whose client has gone; its sequences leave at the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()
@@ -163,7 +163,7 @@ class Scheduler:
             with paddle.no_grad():
                 while self._has_work():
                     self._step()
-        except BaseException:  # noqa: BLE001 whatever ends the thread, waiting requests must be told
+        except BaseException:  # noqa: BLE001 any error ends the thread and fails waiting requests
             get_logger().exception("the model's thread has ended; nothing can be answered any more")
             with self._changed:
                 self._died = True
@@ -302,8 +302,8 @@ class Scheduler:
             self._keep(lane, [not row.work.cancelled for row in lane.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take as many prompts from the queue, in order, as fit into the batch and into one prompt pass of
-        one model."""
+        """Take as many prompts from the queue, in order, as fit into the batch and one prompt pass of one
+        model."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -329,7 +329,8 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _fail_step(self, lane: Lane) -> None:
-        """The model raised an error: fail the requests of this step; the others continue with a new batch."""
+        """Fail the requests of a step in which the model raised an error; the others continue with a new
+        batch."""
         get_logger().exception("a step of %d sequences has failed", len(lane.rows))
         failed = list(dict.fromkeys(row.work for row in lane.rows))
         with self._changed:

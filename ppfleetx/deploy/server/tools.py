@@ -46,8 +46,8 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """The required form of an answer that must call tools; None if it need not call any. Raises ValueError
-    if the chosen tool is not among ``tools``."""
+    """The required form of an answer that must call tools; None if it need not call any. Raises ValueError if
+    the chosen tool is not among ``tools``."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -70,8 +70,8 @@ def forced_form(
 
 
 def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Copy a message with the arguments of its ``tool_calls`` as objects, which templates expect, instead
-    of JSON. Raises ValueError."""
+    """Copy a message with the arguments of its ``tool_calls`` as objects, which templates expect, instead of
+    JSON. Raises ValueError."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -90,8 +90,8 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerText:
-    """The text of an answer that may call tools, as it grows. An answer that calls anything but ``names``
-    is plain text; at most ``most`` calls are returned."""
+    """The text of an answer that may call tools, as it grows. An answer that calls anything but ``names`` is
+    plain text; at most ``most`` calls are returned."""
 
     def __init__(self, names: Collection[str], most: int | None) -> None:
         self._names, self._most = names, most

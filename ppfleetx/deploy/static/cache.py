@@ -33,9 +33,9 @@ class LoopCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """Prepare a pass that runs all layers at once, on a single row without padding. Returns the first
-        new column ``[1]``, the mask to add to the scores (None: no mask), and memory with room for
-        ``num_new`` columns."""
+        """Prepare a pass that runs all layers at once, on a single row without padding. Returns the first new
+        column ``[1]``, the mask to add to the scores (None: no mask), and memory with room for ``num_new``
+        columns."""
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)
         penalty = None
@@ -72,8 +72,8 @@ class RoomCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """Prepare a pass that runs all layers at once. Returns the column, the mask for the scores, and
-        the memory."""
+        """Prepare a pass that runs all layers at once. Returns the column, the mask for the scores, and the
+        memory."""
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in an exported program, where the number of rows of each expert is known only at run
+"""Mixtures of experts in an exported program, which learns the number of rows of each expert only at run
 time.
 
 Shape letters: n rows sorted by expert, E experts, k input features, m output features.
@@ -18,16 +18,8 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round
 
 
 class GroupedMatrix:
-    """The constant matrices ``weight [E, k, m]`` of all experts.
-
-    Args:
-        weight: the matrices, or integers if they are quantised.
-        stored: the quantised linears they belong to; None if they are not quantised. They are dequantised
-            when the program is loaded.
-
-    Attributes:
-        by_cpu_ops: whether our own operator computes the products.
-    """
+    """The constant matrices ``weight [E, k, m]`` of all experts, computed by our operator if ``by_cpu_ops``.
+    If they are quantized, ``stored`` are their linears, which are dequantized when the program is loaded."""
 
     def __init__(self, weight: paddle.Tensor, stored: QuantizedGroupedLinear | None = None) -> None:
         self.weight, self.stored, self.by_cpu_ops = weight, stored, False
@@ -44,11 +36,8 @@ class GroupedMatrix:
     def linear(
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Map ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, to ``[n, m]``.
-
-        Args:
-            bias: ``[E, m]`` or None.
-        """
+        """Map ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, to ``[n, m]``; ``bias`` is
+        ``[E, m]``."""
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
@@ -91,11 +80,8 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 class ProgramGroupedLinear(nn.Layer):
-    """Replaces the linears of all experts, quantised or with adapters or neither, and has their parameters.
-
-    Attributes:
-        matrices: the matrices of the linears, and those of their adapters.
-    """
+    """Replaces the linears of all experts, and has their parameters. ``matrices`` are those of the linears,
+    and of their adapters if they have any."""
 
     def __init__(self, linear: GroupedLinear | QuantizedGroupedLinear) -> None:
         super().__init__()

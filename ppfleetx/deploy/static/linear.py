@@ -1,4 +1,4 @@
-"""Matrix products of an exported program, one by one, or all blocks of a quantised model in one operation.
+"""Matrix products of an exported program, one by one, or all blocks of a quantized model in one operation.
 
 On a CPU, MKL repacks the matrix for every product, which for a few rows costs as much as reading it once
 more. Cut into panels as narrow as a tile of its kernels, the matrix is used in place: the result is the same,
@@ -18,7 +18,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.deploy.static.cache import LoopCache, RoomCache
-from ppfleetx.generation.fused import FusedBlocks, can_fuse, linears_of
+from ppfleetx.generation.fused_trunk import FusedBlocks, can_fuse, linears_of
 from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.layers import Linear, add_smaller
@@ -27,12 +27,8 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 
 class Matrix:
-    """A constant matrix ``weight [k, n]`` of a program.
-
-    Attributes:
-        by_cpu_ops: whether our own operator computes products with panels.
-        panels, single_axis: see :func:`use_panels`.
-    """
+    """A constant matrix ``weight [k, n]`` of a program, whose products with panels our operator computes if
+    ``by_cpu_ops``; for ``panels`` and ``single_axis`` see :func:`use_panels`."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight, self.by_cpu_ops = weight, False
@@ -41,11 +37,9 @@ class Matrix:
 
     def begin(self) -> None:
         """Prepare the matrix. Call this first in the program, and outside of branches, so that the operations
-        run only once, when the program is loaded.
-        """
+        run only once, when the program is loaded."""
 
     def make_panels(self) -> paddle.Tensor:
-        """Return :func:`~ppfleetx.nn.packed_weights.panels_of` the matrix."""
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
@@ -70,7 +64,7 @@ class Matrix:
 
 class SmallMatrix(Matrix):
     """A constant low-bit matrix. Our own operators use it as ``stored``, in panels set by :meth:`begin`.
-    Without them it is dequantised when the program is loaded, and then used like any other matrix."""
+    Without them it is dequantized when the program is loaded, and then used like any other matrix."""
 
     def __init__(self, stored: QuantizedMatrix) -> None:
         super().__init__(stored.weight)
@@ -95,7 +89,7 @@ class SmallMatrix(Matrix):
 
 
 class ProgramLinear(nn.Layer):
-    """Replaces a linear, quantised or not, and has its parameters."""
+    """Replaces a linear, quantized or not, and has its parameters."""
 
     def __init__(self, linear: Linear | QuantizedLinear) -> None:
         super().__init__()
@@ -112,7 +106,6 @@ class ProgramLinear(nn.Layer):
 
 @paddle.jit.not_to_static
 def begin(matrices: Sequence[Matrix]) -> None:
-    """Call :meth:`Matrix.begin` of each matrix."""
     for matrix in matrices:
         matrix.begin()
 
@@ -172,9 +165,7 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
-    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow the positions in
-    ``cache``.
-    """
+    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow those in ``cache``."""
     fused = blocks.fused
     column, penalty, memory = cache.place(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

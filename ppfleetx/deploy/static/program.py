@@ -60,16 +60,13 @@ def quick_conversion() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):
-            convert = _once_per_class(cache.convert_with_cache)
-            stack.enter_context(mock.patch.object(cache, "convert_with_cache", convert))
+            convert = cache.convert_with_cache
+            once = lambda function: convert(_plain(function))  # noqa: E731
+            stack.enter_context(mock.patch.object(cache, "convert_with_cache", once))
         if hasattr(convert_call_func, "is_unsupported"):
             search = _remembered(convert_call_func.is_unsupported)
             stack.enter_context(mock.patch.object(convert_call_func, "is_unsupported", search))
         yield
-
-
-def _once_per_class(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda function: convert(_plain(function))
 
 
 def _remembered(search: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -91,7 +88,7 @@ def _plain(function: Any) -> Any:
 
 
 INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
-    ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with one of their own tokens
+    ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with one of their tokens
     ("padding", "int64", (None,)),  # [b] number of padding columns
     ("max_new_tokens", "int64", (None,)),  # [b] at least 1
     ("exponentials", "float32", (None, None, None)),  # [b, t, n], see RandomStream; any when top_k is 1
@@ -143,7 +140,7 @@ def _save(program: GenerationProgram, path: Path) -> None:
 class GenerationProgram(nn.Layer):
     """Continues a batch of prompts.
 
-    The loop ends when every row has ended, at an end token or at its own limit. A finished row stays in the
+    The loop ends when every row has ended, at an end token or at its limit. A finished row stays in the
     batch; the tokens after its end are meaningless. The model's linears are replaced. With ``use_panels``,
     products with several rows, or several positions of one row, use a second copy of the matrices that is
     faster on CPUs; it is made when the program is loaded, and is not in the file.
@@ -171,19 +168,16 @@ class GenerationProgram(nn.Layer):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a matrix is quantised."""
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
-        """File name of the program with our own operators; the name says which operators it needs."""
+        """File name of the program with our operators, by the operators that it needs."""
         if self.blocks is not None:
             return blocks_file(width)
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """Use our own operators from here on: for products with panels, for top-p and, if possible, for whole
-        blocks.
-        """
+        """Switch to our operators for products with panels, top-p and, if possible, whole blocks."""
         self.by_cpu_ops = True
         for matrix in (*self.matrices, *self.grouped):
             matrix.by_cpu_ops = True
@@ -329,8 +323,7 @@ class GenerationProgram(nn.Layer):
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Find the likeliest tokens ``[1 + k]`` after the row's last token and after each of ``guesses
-        [k]``.
-        """
+        [k]``."""
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], guesses])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -383,8 +376,8 @@ class GenerationProgram(nn.Layer):
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Apply :func:`ppfleetx.generation.search.process` in one branch, because each branch costs about
-        a millisecond."""
+        """:func:`ppfleetx.generation.decode_loop.process` in one branch: each branch costs about a
+        millisecond."""
         is_early = step < min_new_tokens
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
@@ -403,7 +396,9 @@ class GenerationProgram(nn.Layer):
         if top_k == 1:
             token = logits.argmax(-1)
         else:
-            token = self._sample(logits / temperature, _of_step(exponentials, step), top_k, top_p)
+            token = self._sample(
+                logits / temperature, paddle.index_select(exponentials, step, axis=1).squeeze(1), top_k, top_p
+            )
         return token
 
     def _sample(
@@ -423,10 +418,6 @@ class GenerationProgram(nn.Layer):
         return draw(weights, exponentials)
 
 
-def _of_step(exponentials: paddle.Tensor, step: paddle.Tensor) -> paddle.Tensor:
-    return paddle.index_select(exponentials, step, axis=1).squeeze(1)
-
-
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace ``top_p`` = 1 by 2, because sums may be rounded up to 1, and top_p = 1 must keep everything."""
+    """Replace ``top_p`` = 1, which must keep everything, by 2, because sums may be rounded up to 1."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -1,7 +1,6 @@
-"""Token choice in an exported program: prompt lookup, and top-p without a sort.
+"""Token choice as operations of an exported program: prompt lookup, and top-p without a sort.
 
-These functions do the same as :mod:`ppfleetx.generation.prompt_lookup` and ``processors``, as operations of a
-program.
+The results are those of :mod:`ppfleetx.generation.prompt_lookup` and ``processors``.
 
 Shape letters: n tokens of the row, k guesses.
 """
@@ -35,14 +34,13 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """Return the ``[count]`` tokens that followed ``place``, repeated as a cycle if the history ends
-    before."""
+    """The ``[count]`` tokens that followed ``place``, repeated as a cycle if the history ends before."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
 
 def accept(likeliest: paddle.Tensor, guesses: paddle.Tensor) -> paddle.Tensor:
-    """Count how many of ``guesses [k]``, from the first on, agree with the model's ``likeliest [k + 1]``."""
+    """How many of ``guesses [k]``, from the first on, agree with the model's ``likeliest [k + 1]``."""
     return (likeliest[:-1] == guesses).astype("int64").cumprod(0).sum().reshape([1])
 
 
@@ -55,8 +53,7 @@ _BUCKETS = 1 << 13
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """Apply :func:`~ppfleetx.generation.processors.nucleus` to ``probabilities [b, V]`` with ``top_p
-    [1]``."""
+    """:func:`~ppfleetx.generation.processors.nucleus` of ``probabilities [b, V]`` with ``top_p [1]``."""
     # The fourth root spreads typical probabilities, from 1 down to 1e-10, over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")

@@ -10,9 +10,9 @@ import httpx
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import find_template
 from ppfleetx.deploy.server.app import Service, create_app
+from ppfleetx.deploy.server.jobs import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.scheduler import Scheduler
-from ppfleetx.deploy.server.work import Metrics
 from ppfleetx.generation.generator import Generator
 
 Use = Callable[[httpx.AsyncClient, Service], Awaitable[None]]

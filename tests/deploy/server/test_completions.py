@@ -39,7 +39,7 @@ def test_greedy_answers_are_the_offline_ones(server: Server, offline: Generator)
 
 
 def test_sampled_answers_depend_on_the_seed_alone(server: Server, offline: Generator) -> None:
-    """With the offline options they are the offline ones, whatever the neighbours ask for."""
+    """With the offline options they are the offline ones, whatever the neighbors ask for."""
     section = GenerationConfig(
         max_dec_len=30, temperature=0.8, top_k=20, top_p=0.9, num_return_sequences=2, seed=11
     )

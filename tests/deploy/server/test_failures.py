@@ -12,10 +12,10 @@ import pytest
 
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
-from ppfleetx.deploy.server.answering import Answering, EventStream
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.prompts import PromptReader
+from ppfleetx.deploy.server.responses import Answering, EventStream
 from ppfleetx.deploy.server.run import _make_server
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.session import NextTokenModel
@@ -141,7 +141,7 @@ def test_a_second_signal_ends_at_the_next_step_what_the_first_let_go_on(in_serve
 
 
 def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppfleetx.deploy.server.answering._SEND_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("ppfleetx.deploy.server.responses._SEND_GRACE_SECONDS", 0.1)
 
     async def use(client: httpx.AsyncClient, service: Service) -> None:
         wanted = CompletionRequest(prompt="the cat", stream=True, **ENDLESS)

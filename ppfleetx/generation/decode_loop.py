@@ -55,8 +55,8 @@ class Rules:
 
 @dataclass
 class Row:
-    """The new tokens of a row, including the end token, and why it ended. In beam search, results are
-    ranked by ``rank_score``."""
+    """The new tokens of a row, including the end token, and why it ended. Beam search ranks results by
+    ``rank_score``."""
 
     max_new_tokens: int
     ids: list[int] = field(default_factory=list)
@@ -147,8 +147,8 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 
 class Sampler:
-    """Samples tokens. Each row has its own random numbers, independent of the other rows: ``streams`` are
-    the (prompt number, copy number) of each row."""
+    """Samples tokens. Each row has random numbers that are independent of the other rows; ``streams`` are the
+    (prompt number, copy number) of each row."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Join parameters from their parts: matrices inside a fused parameter, or files of parallel ranks.
+"""Join parameters from the matrices of a fused parameter, and from the files of parallel ranks.
 
 The matrices of a fused parameter (queries, keys and values; gate and up) are interleaved along the output
 features, the last dimension, as its declaration says. Megatron-LM and FleetX write a file for each tensor-
@@ -7,22 +7,21 @@ and pipeline-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.checkpoint.layout import cut_dim
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.reshard import cut_dim
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.nn.param_spec import Part
 
 
-def join_parts(parts: Sequence[Part], arrays: Sequence[np.ndarray]) -> np.ndarray:
+def join_parts(parts: Sequence[Part], *arrays: np.ndarray) -> np.ndarray:
     """Join matrices into a fused parameter, in the order of ``parts``."""
-    period, lead = parts[0].period, arrays[0].shape[:-1]
+    lead = arrays[0].shape[:-1]
     pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]
-    assert sum(part.width for part in parts) == period
     return np.concatenate(pieces, axis=-1).reshape(*lead, -1)
 
 
@@ -54,12 +53,8 @@ def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
 def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
     """Join the parameters of tensor-parallel ranks, which are cut along the same dimensions as ours.
 
-    Args:
-        ranks: the parameters of each rank in our layout, by canonical name.
-        directory: their directory, for messages.
-
-    Raises:
-        CheckpointError: a parameter is not on every rank, or its parts do not fit together.
+    ``ranks`` are the parameters of each rank in our layout, by canonical name. Raises CheckpointError, which
+    names ``directory``, if a parameter is not on every rank, or its parts do not fit together.
     """
     whole = {}
     for name, first in ranks[0].items():
@@ -76,9 +71,5 @@ def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[s
                 "put together"
             )
         shape = tuple(n * len(parts) if axis == dim else n for axis, n in enumerate(first.shape))
-        whole[name] = derive(parts, shape, _concatenation(dim), name)
+        whole[name] = derive(parts, shape, lambda *arrays, dim=dim: np.concatenate(arrays, axis=dim), name)
     return whole
-
-
-def _concatenation(dim: int) -> Callable[..., np.ndarray]:
-    return lambda *arrays: np.concatenate(arrays, axis=dim)

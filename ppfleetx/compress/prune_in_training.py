@@ -2,10 +2,10 @@
 
 To prune a group or unit, all weights that write into it or read from it are set to zero, with their biases
 and optimizer states. From then on only zeros pass through it in both directions: the activation of zero is
-zero, attention sums values that are zero, and the weights that read the result pass back a zero gradient. All
-its gradients are therefore exactly zero, an optimizer with zero states does not move it, and weight decay
-multiplies zero. This needs neither a mask nor any other state: a checkpoint holds the zeros, and any plan can
-continue from it.
+zero, attention sums values that are zero, and the weights that read the result pass back a zero gradient. So
+all its gradients are exactly zero, an optimizer with zero states does not move it, and weight decay
+multiplies zero. No mask or other state is needed: a checkpoint holds the zeros, and any plan can continue
+from it.
 
 As in ``ppfleetx prune``, the parts are selected layer by layer from the whole model. A group or unit is
 always on a single tensor-parallel rank; for each matrix one rank of the job computes the sums, in float64.
@@ -25,8 +25,8 @@ from paddle import distributed
 from ppfleetx.checkpoint.tensors import changed_on_host, dtype_of, host_array
 from ppfleetx.compress.prune import (
     LAYER,
+    GroupsAndUnits,
     Parts,
-    Scores,
     Sizes,
     check_network,
     kept_of,
@@ -34,21 +34,17 @@ from ppfleetx.compress.prune import (
     parts_of,
 )
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.gpt.spec import model_spec
-from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.step import StepRunner
 from ppfleetx.utils.log import get_logger
-
-_WIDTH = 8  # size of the tensors on which the activation and the optimizer are tested
 
 
 class PruningInTraining:
     """Prunes a runner's model as ``Compress.Prune`` says. All ranks of a job must call its methods together.
-    Raises ConfigError if the network cannot be pruned, or its activation or the optimizer moves zeros."""
+    Raises ConfigError if the network cannot be pruned."""
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None
@@ -56,15 +52,12 @@ class PruningInTraining:
         self._cfg = cfg
         self._begun, self._out, self._step = False, (0, 0), -1
         check_network(cfg.Model)
-        _check_activation(cfg)
-        _check_optimizer(cfg)
 
     def before_step(self, step: int) -> None:
-        """Apply the schedule's pruning for ``step``; in most steps there is none.
+        """Prune the share that the schedule has for ``step``; in most steps there is nothing to do.
 
-        The first call always checks the model, and so does the first one after a rollback: the run may have
-        been resumed from a checkpoint that was not pruned. Raises ConfigError if pruned parts did not stay
-        zero.
+        The first call, and the first one after a rollback, always checks the model: the run may have resumed
+        from a checkpoint that was not pruned. Raises ConfigError if pruned parts did not stay zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -122,7 +115,7 @@ class PruningInTraining:
             f"units of each layer are zero, {self.zero_share:.1%} of the layers' matrices"
         )
 
-    def _scores(self) -> list[Scores]:
+    def _scores(self) -> list[GroupsAndUnits]:
         """The scores of each layer of the whole model, the same on every rank and under every plan."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         # Kept separately by axis, for each matrix of a layer.
@@ -140,23 +133,22 @@ class PruningInTraining:
             bits = paddle.to_tensor(sums.view(np.int64))
             distributed.all_reduce(bits)
             sums = bits.numpy().view(np.float64)
-        return [Scores(row[:groups], row[groups:]) for row in sums.sum(axis=0)]
+        return [GroupsAndUnits(row[:groups], row[groups:]) for row in sums.sum(axis=0)]
 
-    def _check_zeros(self, scores: list[Scores]) -> None:
+    def _check_zeros(self, scores: list[GroupsAndUnits]) -> None:
         for layer, score in enumerate(scores):
             for which, out in zip((score.groups, score.units), self._out, strict=True):
                 if np.count_nonzero(which == 0) < out:
                     raise ConfigError(
-                        f"what was taken out of layer {layer} did not stay zero: something other than its "
-                        "gradients changes the weights",
+                        f"what was taken out of layer {layer} did not stay zero: the activation is not zero "
+                        "at zero, or something other than gradients changes the weights",
                         key="Compress.Prune.enable",
                         value=True,
                     )
 
-    def _take_out(self, scores: list[Scores], out: tuple[int, int]) -> int:
-        """Set the parts with the smallest scores to zero. Returns how many of them, per layer, were not zero
-        before.
-        """
+    def _take_out(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
+        """Set the parts with the smallest scores to zero. Returns how many, per layer, were not zero
+        before."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0
@@ -204,36 +196,3 @@ class _Piece:
     @property
     def is_matrix(self) -> bool:
         return len(self.parameter.info.global_shape) > 1
-
-
-def _check_activation(cfg: RunConfig) -> None:
-    """Refuse an activation that is not zero at zero, or has no finite slope there."""
-    name = cfg.Model.hidden_act
-    given = paddle.zeros([1, 1, _WIDTH])
-    given.stop_gradient = False
-    output = ACTIVATIONS.make(name, given, gives=paddle.Tensor)
-    (slope,) = paddle.grad(output, given, paddle.zeros_like(output))
-    if bool((output != 0).any()) or bool((slope != 0).any()):
-        raise ConfigError(
-            "is not zero at zero: units that are taken out while training would come back. Train without, "
-            "and prune the checkpoint (ppfleetx prune)",
-            key="Model.hidden_act",
-            value=name,
-        )
-
-
-def _check_optimizer(cfg: RunConfig) -> None:
-    """Refuse an optimizer that moves zero weights with zero gradients."""
-    parameter = paddle.create_parameter(
-        [_WIDTH, _WIDTH], "float32", default_initializer=paddle.nn.initializer.Constant(0.0)
-    )
-    parameter.grad = paddle.zeros_like(parameter)
-    optimizer = build_optimizer(cfg.Optimizer, [("decoder.layers.0.mlp.fc1.weight", parameter)])
-    optimizer.step(lr=cfg.Optimizer.lr.max_lr, weight_decay=0.1)
-    if bool((parameter != 0).any()):
-        raise ConfigError(
-            "moves weights that are zero and have no gradient: what is taken out while training would come "
-            "back. Train without, and prune the checkpoint (ppfleetx prune)",
-            key="Optimizer.name",
-            value=cfg.Optimizer.name,
-        )

@@ -25,8 +25,8 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 
 
 def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
-    """The number of experts of a layer after removing the share ``ratio`` of them, rounded down; kept ones
-    are rounded up to a multiple (for a later expert-parallel degree). Raises ConfigError if the model has no
+    """The number of experts of a layer after removing the share ``ratio`` of them, rounded down; what stays
+    is rounded up to a multiple (for a later expert-parallel degree). Raises ConfigError if the model has no
     experts, the router cannot choose among so few, or nothing would change."""
     check_share(ratio, multiple)
     moe = model.moe
@@ -69,8 +69,8 @@ def router_scores(
 
 
 def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
-    """The experts of a layer with the largest ``scores [E]``, sorted; the same number in each group. Of
-    experts with equal scores, those with smaller indices are kept."""
+    """The experts of a layer with the largest ``scores [E]``, sorted; the same number in each group. Among
+    equal scores, smaller indices are kept."""
     grouped = scores.reshape(num_groups or 1, -1)
     best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
     return np.sort((best + np.arange(len(grouped))[:, None] * grouped.shape[1]).reshape(-1))

@@ -18,12 +18,9 @@ _MEASURED = 10  # the last tenth of the tokens is kept for measuring
 
 @dataclass(frozen=True)
 class Samples:
-    """Windows of tokens. Each row has one token more than the model's input: the last one is only predicted.
-
-    Attributes:
-        calibration: ``[c, s + 1]`` int64, from the first nine tenths of the data.
-        measured: ``[e, s + 1]``, from the last tenth.
-    """
+    """Windows of tokens ``[windows, s + 1]`` int64: one more than the model's input, because the last token
+    is only predicted. ``calibration`` is from the first nine tenths of the data, ``measured`` from the last
+    tenth."""
 
     calibration: np.ndarray
     measured: np.ndarray
@@ -32,9 +29,9 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Take windows of ``seq_len`` + 1 tokens that are spread evenly over a corpus (the prefix of .bin/.idx)
-    or a plain text: up to ``num_windows`` to calibrate, which needs ``fewest`` tokens, and half as many to
-    evaluate. Raises DataError if there is no such data, or it contains ids outside the model's vocabulary,
+    """Take windows of ``seq_len`` + 1 tokens, spread evenly over a corpus (the prefix of .bin/.idx) or a
+    plain text: up to ``num_windows`` to calibrate, which needs ``fewest`` tokens, and half as many to
+    evaluate. Raises DataError if there is no such data, or an id is outside the model's vocabulary,
     ConfigError if there is too little."""
     tokens = _tokens(place, tokenizer)
     border = len(tokens) - len(tokens) // _MEASURED

@@ -35,9 +35,9 @@ Result = TypeVar("Result")
 class SharedSave:
     """The steps of one save. The ranks communicate only between the steps.
 
-    All ranks call `open`, `write`, then `publish` with the results of `write` from all ranks, and `close` in
-    any case, with slices that no other rank writes. The directory must be on a file system that all ranks
-    share. The arguments are the same as for :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
+    All ranks call `open`, `write` with slices that no other rank writes, `publish` with the results of
+    `write` from all ranks, and in any case `close`. The directory must be on a file system that all ranks
+    share. The arguments are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class SharedSave:
         self._stack.close()
 
     def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
-        """Run ``act`` on every rank and return the results of all ranks. Raises CheckpointError on every
-        rank, if ``act`` raised an OSError or a CheckpointError on any."""
+        """Run ``act`` on every rank and return the results of all ranks. Raises CheckpointError on every rank
+        if ``act`` raised an OSError or a CheckpointError on any."""
         try:
             outcome = (act(), None)
         except OSError as error:
@@ -115,9 +115,8 @@ class SharedSave:
 class CheckpointManager:
     """Saves into one output directory, for one process or the ranks ``ctx`` that save together.
 
-    Without ``ownership``, the checkpoints belong to no run, and no checkpoint is replaced or deleted.
-    ``description`` are further arguments of `save_checkpoint` that stay the same for the whole run (`plan`,
-    `config`, ...).
+    Without ``ownership``, the checkpoints belong to no run, and none is replaced or deleted. ``description``
+    are further arguments of `save_checkpoint` that are the same for the whole run (`plan`, `config`, ...).
     """
 
     def __init__(
@@ -134,8 +133,8 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint, with the arguments and errors of `save_checkpoint`. Every rank calls this,
-        with slices that no other rank writes."""
+        """Save a checkpoint, with the arguments and errors of `save_checkpoint`. Every rank calls this, with
+        slices that no other rank writes."""
         pieces, save = list(tensors), self._begin(epoch, step, state)
         try:
             indices = save.on_all_ranks(lambda: save.write(pieces))
@@ -166,7 +165,7 @@ class BackgroundManager(CheckpointManager):
     """A manager that saves in the background: `save` returns at once. Only one save may run at a time.
 
     `poll` and `wait` say whether it succeeded. All ranks of a job call them in the same order and get the
-    same answer. The manager keeps a second copy, in host memory, of the data that this process writes.
+    same answer. A second copy of the data that this process writes is in host memory.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -181,18 +180,14 @@ class BackgroundManager(CheckpointManager):
     ) -> Path:
         """Start a save and return where the checkpoint will be.
 
-        The tensors must not change until `wait_for_copy` returns. Arguments and errors are the same as for
+        The tensors must not change until `wait_for_copy` returns. Arguments and errors are those of
         `CheckpointManager.save`, but `poll` and `wait` raise the errors of writing.
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
         self._save = save = self._begin(epoch, step, state)
         self._is_written = self._ctx.world_size == 1  # no other rank is waited for before the publication
-        try:
-            copied, copy = self._copier.prepare(pieces)
-        except BaseException:
-            self._close()  # frees the lock of the output directory for the next save
-            raise
+        copied, copy = self._copier.prepare(pieces)
 
         def write() -> Any:
             index = save.write(copied)
@@ -233,8 +228,8 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """Complete the save of a job's only process. One of several processes waits only for its own
-        writing, and no checkpoint results."""
+        """Complete the save if this is the job's only process. Otherwise only wait until this process has
+        written its part; there will be no checkpoint."""
         if self._task is None:
             return
         self._task.done.wait()
@@ -266,21 +261,18 @@ class HostCopier:
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
         """Return slices of a copy, and a function that makes the copy. Call the function once, in any thread.
 
-        Tensors that are not in host memory are fetched: the device queues their copy now, before anything
-        that changes them, and only the writer waits for it.
+        A tensor on a device is fetched: its copy is queued now, before anything that changes the tensor, and
+        only the writer waits for it.
         """
         live, copies = [], []
         for piece in pieces:
             if piece.is_live:
-                data = partial(self._copy_of, len(live))
+                data = partial(lambda number: self._kept[number], len(live))
                 live.append(piece.array())
             else:
                 data = piece.array() if piece.fetch is None else piece.fetch()
             copies.append(replace(piece, data=data, is_live=False, fetch=None))
         return copies, partial(self._copy, live)
-
-    def _copy_of(self, number: int) -> np.ndarray:
-        return self._kept[number]
 
     def _copy(self, live: Sequence[np.ndarray]) -> None:
         if [(a.shape, a.dtype) for a in live] != [(a.shape, a.dtype) for a in self._kept]:
@@ -297,8 +289,7 @@ class HostCopier:
 
 
 class Task:
-    """Two functions that run in a daemon thread, one after another. Callers can wait for the first one
-    separately."""
+    """Two functions that run in a daemon thread, one after another; ``first_done`` is set after the first."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()

@@ -34,8 +34,8 @@ class FusedBlocks:
     """The blocks and the final norm of a model, for passes with a cache; :func:`can_fuse` must be true for
     them.
 
-    It ``takes_prompts``, too, with low-bit weights, where separate operations would take a quarter of the
-    time; in float32, MKL is faster for prompts.
+    Prompts are run like this (``takes_prompts``) only with low-bit weights, where separate operations would
+    take a quarter of the time; in float32, MKL is faster for prompts.
     """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
@@ -65,7 +65,7 @@ class FusedBlocks:
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]``. None if this is not
+        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]``; None if this is not
         possible."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None

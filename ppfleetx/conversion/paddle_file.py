@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.conversion.pickles import (
+from ppfleetx.conversion.safe_unpickler import (
     PADDLE_NAMES,
     PickledArray,
     WeightsUnpickler,
@@ -27,13 +28,11 @@ _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
 
 
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a state dict that Paddle saved, by name. Anything else in it is left out.
+    """Read the tensors of a state dict that Paddle saved, by name; anything else in it is left out.
 
-    Paddle saves bfloat16 as unsigned 16-bit integers; they are read as bfloat16.
-
-    Raises:
-        RefusedPickleError: the file tries to run code; nothing has been run.
-        CheckpointError: the file cannot be read, or is not a state dict of Paddle.
+    Paddle saves bfloat16 as unsigned 16-bit integers; they are read as bfloat16. Raises RefusedPickleError,
+    with nothing run, if the file tries to run code; CheckpointError if it cannot be read, or is not a state
+    dict of Paddle.
     """
     path = Path(path)
     with opened(path) as file, reading(path):
@@ -60,9 +59,9 @@ def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[
         parts = [tensors.pop(part) for part in form["slices"]]
         if sum(prod(part.shape) for part in parts) != prod(shape):
             raise CheckpointError(f"the pieces of {shown(name)} do not make up its shape {shown(shape)}")
-        tensors[name] = derive(parts, shape, _joiner(shape), str(name))
+        tensors[name] = derive(parts, shape, partial(_whole, shape), str(name))
     return tensors
 
 
-def _joiner(shape: Index) -> Callable[..., np.ndarray]:
-    return lambda *parts: np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
+def _whole(shape: Index, *parts: np.ndarray) -> np.ndarray:
+    return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)

@@ -1,4 +1,4 @@
-"""Answer a request: collect its events, and build the answer from them, either whole or as a stream."""
+"""Collect the events of a request, and build its answer from them, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.deploy.server.jobs import Embedded, Event, Failed, Job, Metrics, Progress, Scored, Work
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, JsonResponse, to_json
 from ppfleetx.deploy.server.scheduler import Scheduler
-from ppfleetx.deploy.server.work import Embedded, Event, Failed, Job, Metrics, Progress, Scored, Work
+from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
-from ppfleetx.generation.search import FinishReason
 from ppfleetx.generation.text import text_bytes
 from ppfleetx.utils.log import get_logger
 
@@ -39,7 +39,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 class TextLogprobs:
     """The ``logprobs`` of a completion: four lists that continue from one piece of the stream to the next.
 
-    Offsets count the characters of all tokens in order, even of BOS, which does not appear in the text.
+    Offsets count the characters of all tokens in order, even of BOS, which is not in the text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -125,8 +125,7 @@ class Answering:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
-        """Yield all events until every continuation is finished. Raises ApiError if the request ended
-        without an answer."""
+        """Yield all events until every continuation is finished. Raises ApiError if the request failed."""
         while self._num_left:
             event = await self._events.get()
             if isinstance(event, Failed):
@@ -155,8 +154,7 @@ class Answering:
 
 @dataclass
 class RowAnswer:
-    """One continuation as it grows. ``scores`` includes the score of the end token, which is not in the
-    text."""
+    """One continuation as it grows. ``scores`` has the score of the end token, which is not in the text."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -231,7 +229,7 @@ class Answer(ABC):
         return [one for one in scores if one.token not in self._end_ids]
 
     async def whole(self, answering: Answering) -> JsonResponse:
-        """All continuations at once. If there are more candidates than requested, only the likeliest ones."""
+        """All continuations at once; of more candidates than requested, only the likeliest ones."""
         made, wanted = self.request.candidates, self.request.n
         rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
@@ -252,7 +250,7 @@ class Answer(ABC):
 
     async def pieces(self, answering: Answering) -> AsyncIterator[dict[str, Any]]:
         """Yield text as it arrives, then the reason for the end, and finally the usage, if requested. Earlier
-        pieces then have a usage of null, as OpenAI's have."""
+        pieces then have a usage of null, like OpenAI's."""
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
         unknown = {"usage": None} if with_usage else {}
@@ -276,8 +274,8 @@ class Answer(ABC):
 
 
 class EventStream(Response):
-    """Server-sent events of one answer. The response starts with the first piece, so an earlier error has its
-    own status; a later error is sent as the last event but one."""
+    """Server-sent events of one answer. The response starts with the first piece: an earlier error has its
+    own status, and a later one is sent as the last event but one."""
 
     def __init__(self, answer: Answer, answering: Answering, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})

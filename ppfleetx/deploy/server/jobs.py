@@ -12,11 +12,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.protocol import ApiError
+from ppfleetx.generation.decode_loop import FinishReason, Row
 from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.prompt_lookup import guess, next_width
 from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, TokenScore
-from ppfleetx.generation.search import FinishReason, Row
 from ppfleetx.generation.text import RowText
 
 
@@ -82,8 +82,8 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request. ``deliver`` is called with each event, in the event loop's thread. It is ``cancelled``
-    when the client has gone, and dropped at the next step."""
+    """A request. ``deliver`` is called with each event, in the event loop's thread. A request whose client
+    has gone is ``cancelled``, and dropped at the next step."""
 
     jobs: Sequence[Job]
     deliver: Callable[[Event], None]
@@ -107,8 +107,8 @@ class Waiting:
 
 
 class Running:
-    """A sequence in the batch: its text, length and random numbers, and the guesses for its next tokens.
-    ``copy`` is the number of this continuation of the prompt."""
+    """A sequence in the batch: its text, length and random numbers, and the guesses for its next tokens. It
+    is continuation number ``copy`` of the prompt."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
@@ -166,9 +166,9 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own, so that one process can run several servers.
+    """The metrics of one server. One process can run several servers, so each has its own registry.
 
-    Tokens and steps are counted for each model that requests can name: the base, and the adapters over it.
+    Tokens and steps are counted for each model that requests can name: the base, and its adapters.
     """
 
     content_type = CONTENT_TYPE_LATEST

@@ -27,7 +27,7 @@ class JoinableCache(GrowingCache):
     """A cache whose rows all have the same columns, though not every row uses every column.
 
     A shorter row has unused columns on its left, and wrong guesses leave unused columns in between. The
-    caller of the model must specify which columns a row may attend to.
+    caller of the model specifies which columns a row may attend to.
     """
 
     def forget_first(self, columns: int) -> None:
@@ -93,9 +93,9 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 class ContinuousBatch:
     """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
 
-    A row gets the same logits as if it were alone, up to float rounding. Prompts with the prefix of an
-    earlier row reuse its keys and values, which ``prefixes`` stores. With LongRoPE, a row that becomes long
-    is run anew, because its cached keys have the angles of short rows.
+    A row gets the logits that it would get if it were alone, up to float rounding. Prompts with the prefix of
+    an earlier row reuse its keys and values, which ``prefixes`` stores. With LongRoPE, a row that becomes
+    long is recomputed, because its cached keys have the angles of short rows.
     """
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
@@ -110,27 +110,23 @@ class ContinuousBatch:
 
     @property
     def most_guesses(self) -> int:
-        """The most guesses for a row, so that no row gets the angles of long rows in the middle of a pass."""
+        """The most guesses for a row, so that no row crosses ``switch_length`` in the middle of a pass."""
         switch = self._model.switch_length
         if switch is None:
             return sys.maxsize
         return min((switch - len(row) for row in self.history if len(row) <= switch), default=sys.maxsize)
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> None:
-        """At the next step, append ``copies[i]`` rows that start from ``prompts[i]``.
-
-        A prompt is run only once, however many copies it has.
-        """
+        """Append ``copies[i]`` rows that start from ``prompts[i]`` at the next step, which runs each prompt
+        once."""
         assert all(prompts), "a row starts from at least one token"
         for prompt, count in zip(prompts, copies, strict=True):
             self._newcomers.append((list(prompt), count))
             self.history += [list(prompt) for _ in range(count)]
 
     def next_logits(self) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the next token of each row.
-
-        The model is called once for the prompts of new rows and once for the last tokens of the others.
-        """
+        """Logits ``[b, V]`` float32 for the next token of each row, in one pass over the prompts of new rows
+        and one over the last tokens of the others."""
         parts = []
         if len(self._visible):
             parts.append(self._step([()] * len(self._visible)))
@@ -142,16 +138,16 @@ class ContinuousBatch:
         """Logits ``[1 + s, b, V]`` float32: after the last token of each row, and after each of its guesses.
 
         s is the largest number of guesses; rows with fewer guesses have meaningless logits after these.
-        Guesses do not become part of a row: the tokens appended next decide which guesses were right. There
-        are at most :attr:`most_guesses` for a row.
+        Guesses do not become part of a row: the tokens appended next decide which were right. A row has at
+        most :attr:`most_guesses`.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         assert max(map(len, guesses)) <= self.most_guesses
         return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the next tokens of ``rows``, which replace the rows of the batch.
-        Each may differ from the row it replaces at the end. Only tokens that are not in the cache are run."""
+        """Logits ``[b, V]`` float32 for the next tokens of ``rows``, which replace the rows of the batch and
+        may differ from them at the end. Only tokens that are not in the cache are run."""
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -179,10 +175,8 @@ class ContinuousBatch:
         self._free_end()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, and free columns that no row needs any more.
-
-        The other rows go into the store of prefixes, if there is one.
-        """
+        """Keep these rows, in this order, and free columns that no row needs any more. The other rows go into
+        the store of prefixes, if there is one."""
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -227,7 +221,7 @@ class ContinuousBatch:
         )
 
     def _renew(self, lengths: np.ndarray) -> None:
-        """Run the rows anew that with ``lengths [b]`` have other angles than their keys in the cache."""
+        """Recompute the rows whose keys in the cache have angles that do not go with ``lengths [b]``."""
         is_long = self._are_long(lengths)
         turned = (is_long != self._is_long) & self._visible.any(axis=1)
         self._is_long = is_long

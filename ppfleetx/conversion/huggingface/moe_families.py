@@ -32,7 +32,8 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """``moe.layers``, or ``moe.first_dense_layers`` if only the first layers are dense."""
+    """``moe.layers`` without the ``dense`` layers, or ``moe.first_dense_layers`` if only the first are
+    dense."""
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -210,7 +211,7 @@ def _write_deepseek_moe(model: ModelConfig) -> dict[str, Any]:
 def _experts_of_deepseek(
     first_dense: int, read: Callable[[Config], Config] = lambda config: config
 ) -> Feature:
-    """``read`` returns a ``config.json`` with the groups that are in effect."""
+    """``read`` returns a ``config.json`` with the groups that take effect."""
     return Feature(
         {
             "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",
@@ -261,14 +262,14 @@ def _latent(config: Config) -> dict[str, Any]:
     return rope_keys(config)
 
 
-def _write_latent(model: ModelConfig) -> dict[str, Any]:
-    return {**hf_rope(model), "num_key_value_heads": model.num_attention_heads}
-
-
 _LATENT = _DEEPSEEK.but(
     "",
     # The widths of heads follow from the keys of latent attention.
-    Feature({*ROTARY.reads, "head_dim", "qk_head_dim", "num_key_value_heads"}, _latent, _write_latent),
+    Feature(
+        {*ROTARY.reads, "head_dim", "qk_head_dim", "num_key_value_heads"},
+        _latent,
+        lambda model: {**hf_rope(model), "num_key_value_heads": model.num_attention_heads},
+    ),
     without=("head_dim", "num_key_value_heads"),
     keys=ATTENTION_BIAS
     | {

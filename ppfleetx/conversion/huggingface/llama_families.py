@@ -44,7 +44,7 @@ _GATE_AND_UP = in_layers(_LAYER, {"mlp.fc1": "mlp.gate_up_proj"})
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    """The window, and the layers with a window unless all layers have it."""
+    """The window, and the layers that have it, if not all do."""
     layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     if window is None and "sliding_attention" in config.get("layer_types", ()):
@@ -83,10 +83,6 @@ def _gemma(config: Config) -> dict[str, Any]:
         if name not in known:
             raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
     return {"embedding_multiplier": math.sqrt(config["hidden_size"])}
-
-
-def _gemma3(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    return rope_by_kind(config, pattern, base=1e6, local=config.get("rope_local_base_freq", 10000.0))
 
 
 _SCALE = Feature(
@@ -171,7 +167,7 @@ _COHERE = LLAMA.but(
 
 
 def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """Only layers with a window have rotary positions; the others have no positions."""
+    """Only layers with a window have rotary positions; the others have none."""
     return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 
@@ -207,10 +203,6 @@ def _smollm3(config: Config) -> dict[str, Any]:
     return {} if len(turning) == layers else {"rotary_layers": turning}
 
 
-def _write_smollm3(model: ModelConfig) -> dict[str, Any]:
-    return {"no_rope_layers": [int(model.rotates_in(layer)) for layer in range(model.num_layers)]}
-
-
 # ---- OLMo: norms of what branches add, and of all queries and keys of a layer
 
 
@@ -239,7 +231,7 @@ def _baichuan(config: Config) -> dict[str, Any]:
     """7B has rotary positions; 13B has linear biases, and no ``max_position_embeddings``."""
     if config.get("vocab_size", 0) > 100_000:
         raise CheckpointError(
-            "this is a Baichuan 2, which normalises the rows of its head at each pass; that is not built"
+            "this is a Baichuan 2, which normalizes the rows of its head at each pass; that is not built"
         )
     if "max_position_embeddings" in config:
         return rotary_keys(config)
@@ -280,7 +272,13 @@ LLAMA_KIN: dict[str, Family] = {
     "gemma3_text": _GEMMA2.but(
         "Gemma3ForCausalLM",
         Feature({*ROTARY.reads, "rope_local_base_freq"}, write=hf_rope),
-        pattern(6, period=PERIOD, also=_gemma3),
+        pattern(
+            6,
+            period=PERIOD,
+            also=lambda config, found: rope_by_kind(
+                config, found, base=1e6, local=config.get("rope_local_base_freq", 1e4)
+            ),
+        ),
         Feature(write=lambda model: {"rope_local_base_freq": model.local_rotary_base or model.rotary_base}),
         fixed={"qk_layernorm": True},
     ),
@@ -357,7 +355,11 @@ LLAMA_KIN: dict[str, Family] = {
     "smollm3": LLAMA.but(
         "SmolLM3ForCausalLM",
         ROTARY,
-        Feature({"no_rope_layers", "no_rope_layer_interval"}, _smollm3, _write_smollm3),
+        Feature(
+            {"no_rope_layers", "no_rope_layer_interval"},
+            _smollm3,
+            lambda model: {"no_rope_layers": [int(model.rotates_in(i)) for i in range(model.num_layers)]},
+        ),
         keys=ATTENTION_BIAS | TIED | MLP_BIAS,
         required=_NUM_KV_HEADS,
     ),

@@ -32,11 +32,8 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state.
-    Returns the new checkpoint.
-
-    Everything else is kept, so that training can continue from it.
-    """
+    """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state, and
+    return the new checkpoint. Training can continue from it."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     target = save_checkpoint(
@@ -52,13 +49,13 @@ def merge(path: str | Path, output: str | Path) -> Path:
         documents=documents_in(checkpoint),
         max_file_bytes=_NO_LIMIT,
     )
-    _copy_neighbours(checkpoint, Path(output))
+    _copy_neighbors(checkpoint, Path(output))
     return target
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan. Returns the new
-    checkpoint.
+    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan, and return the
+    new checkpoint.
 
     Any plan can read any checkpoint; after this, each rank finds its share in its own files.
     """
@@ -82,12 +79,12 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
                 ranks.append({"rank": len(ranks), **coordinate, "directory": directory})
         new = replace(manifest, plan=asdict(plan), ranks=tuple(ranks))
         target = commit(staged, new, indices, documents=documents_in(checkpoint))
-    _copy_neighbours(checkpoint, output)
+    _copy_neighbors(checkpoint, output)
     return target
 
 
-def _copy_neighbours(checkpoint: Checkpoint, output: Path) -> None:
-    """Copy the tokenizer and the configuration beside the checkpoint, so that the output works like it."""
+def _copy_neighbors(checkpoint: Checkpoint, output: Path) -> None:
+    """Copy the tokenizer and the configuration that lie next to the checkpoint."""
     source = find_tokenizer_dir(checkpoint.path)
     if source is not None:
         copy_tokenizer(source, output / TOKENIZER_DIR)
@@ -121,8 +118,7 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all tensors that are not
-    cut."""
+    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all uncut tensors."""
     dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:

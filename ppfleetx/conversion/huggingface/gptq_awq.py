@@ -14,9 +14,9 @@ X.g_idx    [in], the group of each    none
 
 ``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])`` with ``g`` the group of input ``i``. Without
 ``g_idx`` the groups are ``group_size`` inputs in a row; -1: all inputs are one group. The words of AWQ hold
-eight neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ's first ``checkpoint_format`` (later
+eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ's first ``checkpoint_format`` (later
 ``format``) each zero point is stored minus one. GPTQModel subtracts the ones from whole words, so a zero
-point of 0 borrows from its neighbour; they are added to whole words again.
+point of 0 borrows from its neighbor; they are added to whole words again.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
 ``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
@@ -55,11 +55,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The checked ``quantization_config`` of a ``config.json``; None: its weights are not quantised.
-
-    Raises:
-        CheckpointError: the weights are quantised in a way that is not read.
-    """
+    """The checked ``quantization_config`` of a ``config.json``; None if its weights are not quantized. Raises
+    CheckpointError if they are quantized in a way that is not read."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
@@ -91,21 +88,11 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """The tensors of a directory with ``X.weight`` in place of each quantised linear.
+    """Replace the parts of each quantized linear X by ``X.weight``, which is computed when it is read and has
+    the element type of its scales. The weights are ``[in, out]`` if ``in_out``, else ``[out, in]``.
 
-    Args:
-        tensors: by their names in the files.
-        hf_config: ``config.json``.
-        directory: the directory, for messages.
-        in_out: whether the weights must be ``[in, out]``; otherwise they are ``[out, in]``.
-
-    Returns:
-        The weights, which are computed when they are read and have the element type of their scales, and all
-        other tensors unchanged.
-
-    Raises:
-        CheckpointError: a part of a linear is missing, or its shape or element type is not as described.
-            Reading a weight raises it for invalid groups and zero points.
+    Raises CheckpointError, which names ``directory``, if a part of a linear is missing, or its shape or
+    element type is not as described. Reading a weight raises it for invalid groups and zero points.
     """
     scheme = quantization(hf_config)
     found = dict(tensors)

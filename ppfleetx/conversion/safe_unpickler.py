@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import copyreg
 import pickle
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,26 +20,9 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY
 from ppfleetx.config.errors import CheckpointError, shown
 
-# Errors that the standard library and NumPy raise for damaged pickles.
-_DAMAGE = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    struct.error,
-    SyntaxError,
-    SystemError,
-    TypeError,
-    ValueError,
-)
-_MOST_LEVELS = 16
-
 
 class RefusedPickleError(CheckpointError):
-    """A pickle asks for more than arrays and containers: for `wanted`."""
+    """A pickle asks for `wanted`, which is neither an array nor a container."""
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
@@ -48,7 +30,7 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """Arguments and state of an object whose class is not imported."""
+    """Stands in for an object of a class that is not imported: its arguments and state."""
 
     class_name = ""
     args: tuple[Any, ...] = ()
@@ -64,7 +46,7 @@ class Record:
         self.state = state
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return an attribute, for a class whose state is a dictionary, such as ``argparse.Namespace``."""
+        """Read an attribute, of a class whose state is a dictionary, such as ``argparse.Namespace``."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
@@ -101,7 +83,7 @@ class WeightsUnpickler(pickle.Unpickler):
         text = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
         if text in self._names:
             found = self._names[text]
-            # A pickle can set attributes of a function that it names, so it gets one of its own.
+            # A pickle can set attributes of a function that it names, so give it a new function.
             return found if isinstance(found, type) else lambda *args: found(*args)
         if text.startswith(self._prefixes):
             return type("Record", (Record,), {"class_name": text})
@@ -117,9 +99,8 @@ class WeightsUnpickler(pickle.Unpickler):
 def reading(path: Path) -> Iterator[None]:
     """Context that names the file in errors of the block that reads it.
 
-    Raises:
-        RefusedPickleError: the pickle asks for a name that is not allowed.
-        CheckpointError: the file is damaged.
+    Raises RefusedPickleError if the pickle asks for a name that is not allowed; CheckpointError if the file
+    is damaged.
     """
     try:
         yield
@@ -132,12 +113,12 @@ def reading(path: Path) -> Iterator[None]:
         raise refused from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except _DAMAGE as error:
+    except Exception as error:  # the standard library and NumPy raise almost any for damaged pickles
         raise CheckpointError(f"{path} is damaged, or not a file of weights") from error
 
 
 class PickledType:
-    """A ``numpy.dtype`` of plain numbers."""
+    """Stands in for ``numpy.dtype``, for types of plain numbers."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.dtype = np.dtype(code)
@@ -150,7 +131,7 @@ class PickledType:
 
 
 class PickledArray:
-    """A stand-in for ``numpy.ndarray``, whose own ``__setstate__`` would trust the pickle."""
+    """Stands in for ``numpy.ndarray``, whose ``__setstate__`` would trust the pickle."""
 
     array = np.empty(0, np.uint8)
 
@@ -163,8 +144,7 @@ class PickledArray:
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
     """Convert an array to a tensor. Raises RefusedPickleError for element types that checkpoints do not
-    have.
-    """
+    have."""
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
         return LazyTensor("BF16", array.shape, lambda: array)
@@ -175,16 +155,13 @@ def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTen
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
-    """The tensors in nested dictionaries, by their keys joined with dots. Everything else is ignored.
+    """The tensors in nested dictionaries, by their keys joined with dots; everything else is ignored.
 
-    Raises:
-        CheckpointError: the nesting is too deep, or two tensors have the same name.
+    Raises CheckpointError if two tensors have the same name.
     """
     named: dict[str, LazyTensor] = {}
 
     def collect(node: Any, path: tuple[str, ...]) -> None:
-        if len(path) > _MOST_LEVELS:
-            raise CheckpointError(f"its dictionaries are nested more than {_MOST_LEVELS} levels deep")
         if isinstance(node, Mapping):
             for key, child in node.items():
                 collect(child, (*path, str(key)))
@@ -204,21 +181,9 @@ def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> Pickled
     return made
 
 
-def _scalar(kind: PickledType, raw: Any = b"") -> Any:
-    return _array(raw, kind, ()).array[()]
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Decode bytes as written by protocols 0 to 2."""
-    if encoding not in ("latin1", "latin-1"):
-        raise RefusedPickleError(f"_codecs.encode with {shown(encoding)}")
-    return text.encode("latin-1")
-
-
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Read a DenseTensor, which Paddle writes as ``eval('data', {'data': array})``. Only this form is
-    allowed.
-    """
+    """Read a DenseTensor, which Paddle writes as ``eval('data', {'data': array})``; no other form is
+    allowed."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):
@@ -229,7 +194,7 @@ def _paddle_tensor(*arguments: Any) -> PickledArray:
 ARRAY_NAMES: dict[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
     "collections.defaultdict": lambda *_: {},
-    "_codecs.encode": _encode,
+    "_codecs.encode": lambda text, *_: text.encode("latin-1"),  # bytes, in protocols 0 to 2
     "numpy.ndarray": Kind,
     "numpy.dtype": PickledType,
     **{
@@ -237,7 +202,7 @@ ARRAY_NAMES: dict[str, Any] = {
         for core in ("core", "_core")
         for name, build in {
             "multiarray._reconstruct": lambda *_: PickledArray(),
-            "multiarray.scalar": _scalar,
+            "multiarray.scalar": lambda kind, raw: _array(raw, kind, ()).array[()],
             "numeric._frombuffer": _array,
         }.items()
     },

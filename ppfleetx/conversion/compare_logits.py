@@ -17,9 +17,10 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.utils.process_env import import_paddle
 
 TOLERANCE = 1e-4
+_LENGTH = 32  # tokens of a sequence
 # transformers computes angles in float32, which are off by 2e-5 at this position.
 _LAST_POSITION_OF_TRANSFORMERS = 256
-_SCRIPT = Path(__file__).with_name("ask_transformers.py")
+_SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Probe:
     positions: np.ndarray
 
     @classmethod
-    def of(cls, model: ModelConfig, length: int, seed: int) -> Probe:
+    def of(cls, model: ModelConfig) -> Probe:
         """Make random tokens for a model."""
-        length = min(length, model.max_position_embeddings)
-        tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (2, length))
+        length = min(_LENGTH, model.max_position_embeddings)
+        tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, length))
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
     def logits(self, weights: Weights) -> np.ndarray:
@@ -79,11 +80,8 @@ def our_logits(
 
 
 def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
-    """The largest difference between two arrays of logits.
-
-    Raises:
-        CheckpointError: the difference is above TOLERANCE (times the largest logit if that is above 1).
-    """
+    """The largest difference between two arrays of logits. Raises CheckpointError if it is above TOLERANCE
+    (times the largest logit if that is above 1)."""
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
             f"the logits {whose} are not all finite numbers (float16 holds nothing beyond 65504)"
@@ -95,12 +93,9 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
 
 
 def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
-    """Compute the logits of a directory with transformers, in a separate process, so that torch and Paddle
-    are not in the same one.
-
-    Raises:
-        CheckpointError: the interpreter ``python`` cannot be run, or transformers cannot load the directory.
-    """
+    """Compute the logits of a directory with transformers, in a process of the interpreter ``python``,
+    because torch and Paddle do not share one. Raises CheckpointError if it cannot be run or cannot load the
+    directory."""
     with tempfile.TemporaryDirectory() as scratch:
         given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
         np.savez(given, tokens=probe.tokens, positions=probe.positions)

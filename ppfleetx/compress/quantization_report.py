@@ -1,4 +1,4 @@
-"""Report the effect of quantisation on each layer and on the whole model."""
+"""The report on the effect of quantization on each layer and on the whole model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ppfleetx.config.formatting import counted
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The effect on one layer: bits per element, bytes before and after (scales included), the rounding error
-    relative to the matrix (root mean squares), and the relative error of its products with calibration data,
-    rounded like its inputs, if there was any."""
+    """The effect on one layer: bits per element; bytes before and after (scales included); the rounding error
+    relative to the matrix (root mean squares); and, with calibration data, the relative error of its
+    products."""
 
     name: str
     bits: int
@@ -25,9 +25,14 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """The effect on the whole model: its quantised layers in order, bytes of all other parameters,
-    perplexities on the same windows of ``num_measured`` tokens if there was data, and the number of matrices
-    whose values are exactly those of quantisation-aware training."""
+    """The effect on the whole model.
+
+    Attributes:
+        layers: the quantized layers, in order.
+        kept: bytes of all other parameters.
+        perplexity_before, perplexity_after: on the same ``num_measured`` tokens, if there was data.
+        on_trained_grid: the number of matrices with exactly the values of quantization-aware training.
+    """
 
     layers: list[LayerReport] = field(default_factory=list)
     kept: int = 0
@@ -46,7 +51,6 @@ class Report:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def table(self) -> str:
-        """The report as a table."""
         rows = [("layer", "bits", "bytes before", "after", "weight error", "output error")]
         for layer in self.layers:
             output = "" if layer.output_error is None else f"{layer.output_error:.3%}"
@@ -72,7 +76,7 @@ class Report:
         if self.on_trained_grid:
             said.append(
                 f"weights of {counted(self.on_trained_grid, 'linear')} lie on the grid that training with "
-                "quantisation rounded them to"
+                "quantization rounded them to"
             )
         if self.perplexity_before is not None and self.perplexity_after is not None:
             change = self.perplexity_after / self.perplexity_before - 1

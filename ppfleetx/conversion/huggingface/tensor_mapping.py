@@ -21,7 +21,7 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
-from ppfleetx.conversion.parts import join_parts, split_parts
+from ppfleetx.conversion.merge_parts import join_parts, split_parts
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.param_spec import ParamSpec, Part, Shape
 
@@ -99,7 +99,7 @@ class Rule:
             groups = self._shape[-1] // self.parts[0].period
             ends = np.cumsum([groups * part.width for part in self.parts])[:-1]
             arrays = tuple(np.split(arrays[0], ends, axis=-1))
-        return join_parts(self.parts, arrays)
+        return join_parts(self.parts, *arrays)
 
     def _split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
         arrays = (array[tuple(map(slice, self._shape))],)
@@ -111,11 +111,8 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """Return one rule for every parameter, in model order. GPT-2's names begin with ``transformer.``.
-
-    Raises:
-        UserError: the ``config.json`` is for a network that we do not support.
-    """
+    """One rule for every parameter, in model order. GPT-2's names begin with ``transformer.``. Raises
+    UserError if the ``config.json`` is for a network that we do not support."""
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]

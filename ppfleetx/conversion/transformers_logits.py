@@ -1,6 +1,6 @@
 """Compute logits of a Hugging Face directory with transformers, in an interpreter that has transformers.
 
-    python ask_transformers.py DIRECTORY PROBE.npz LOGITS.npy
+    python transformers_logits.py DIRECTORY PROBE.npz LOGITS.npy
 
 It imports nothing of this project, downloads nothing and runs no code of the model's own.
 """

@@ -1,0 +1,118 @@
+"""Every key of a Hugging Face ``generation_config.json`` and its counterpart here.
+
+transformers reads these keys from ``generation_config.json`` or, for older models without it, from
+``config.json``. A key becomes a key of our ``Generation`` section, or does not affect the generated tokens,
+or is left out with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ppfleetx.checkpoint.weights_only import valid_generation_keys
+from ppfleetx.config.errors import shown
+
+_SAME = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "bad_words_ids": "bad_words",
+    "suppress_tokens": "suppress_tokens",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_dec_len",
+    "min_new_tokens": "min_dec_len",
+    "num_beams": "num_beams",
+    "num_beam_groups": "num_beam_groups",
+    "diversity_penalty": "diversity_rate",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "forced_eos_token_id": "forced_eos_token_id",
+}
+# The strategy; special tokens, which go with the tokenizer; caches, compilation and speculative decoding,
+# which only affect speed; what a call of transformers returns.
+_HARMLESS = (
+    "do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile",
+    "low_memory", "continuous_batching_config", "prefill_chunk_size", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_early_exit", "assistant_lookbehind", "assistant_ensemble_weight", "target_lookbehind",
+    "speculation_type", "use_mtp", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "remove_invalid_values", "transformers_version", "_from_model_config",
+    "_commit_hash",
+)  # fmt: skip
+
+# Keys that have no counterpart here -> the values with which they have no effect. (20 is the default of
+# transformers.)
+_WITHOUT_COUNTERPART: dict[str, tuple[Any, ...]] = {
+    "max_length": (20,),  # the prompt counts, unlike for max_dec_len
+    "min_length": (0,),
+    "max_time": (),
+    "stop_strings": ([], ""),
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "forced_bos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "renormalize_logits": (False,),
+    "token_healing": (False,),
+    "guidance_scale": (1,),
+    "watermarking_config": ({},),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "num_return_sequences": (1,),
+}
+_OF_SAMPLING, _OF_SEARCH = {"top_h", "epsilon_cutoff", "eta_cutoff"}, {"renormalize_logits"}
+KEYS = {*_SAME, *_HARMLESS, *_WITHOUT_COUNTERPART}
+"""All keys of transformers."""
+DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
+"""Our keys whose default differs in transformers, with that default."""
+
+
+def generation_defaults(
+    own: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Keys of our `Generation` section for a Hugging Face directory, and notes on keys that are left out.
+
+    End tokens are left out, because the tokenizer provides them. ``own`` is the directory's
+    ``generation_config.json``; without one, ``config``, its ``config.json``, is used.
+    """
+    keys, lost = _translated(config if own is None else own, is_own_file=own is not None)
+    valid, errors = valid_generation_keys(keys)
+    notes = [f"generation defaults of the source are left out: {error}" for error in errors]
+    if lost:
+        notes.append(f"generation defaults of the source that do not exist here: {', '.join(lost)}")
+    return valid, notes
+
+
+def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
+    """Translate the contents of a file to keys of our ``Generation`` section; also describe each key that is
+    left out. In a ``generation_config.json`` (``is_own_file``), these include unknown keys."""
+    given = {key: value for key, value in said.items() if value is not None}
+    samples, beams = given.get("do_sample") is True, given.get("num_beams")
+    searches = isinstance(beams, int) and beams > 1
+    strategy = "sampling" if samples else "beam_search" if searches else "greedy_search"
+    unused = {*_HARMLESS, *(() if samples else _OF_SAMPLING), *(() if searches else _OF_SEARCH)}
+    if "max_new_tokens" in given:
+        unused.add("max_length")
+    keys, lost = {"decode_strategy": strategy, **DEFAULTS}, []
+    for name, value in given.items():
+        if name in _SAME:
+            keys[_SAME[name]] = value
+        elif name in unused or value in _WITHOUT_COUNTERPART.get(name, ()):
+            continue
+        elif name in KEYS or is_own_file:
+            lost.append(f"{name} = {shown(value)}")
+    if samples and searches:
+        lost.append(f"num_beams = {shown(beams)} (tokens are sampled without beams)")
+    return keys, lost
