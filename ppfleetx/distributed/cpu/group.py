@@ -316,11 +316,7 @@ class CpuProcessGroup:
                     [((other, self._key, POINT_TO_POINT, number), signature, byte_view(array))]
                 )
             else:
-                wait_until_read = self._mesh.send(
-                    other, self._key, POINT_TO_POINT, number, signature, byte_view(array)
-                )
-                if wait_until_read is not None:
-                    wait_until_read()
+                self._mesh.send(other, self._key, POINT_TO_POINT, number, signature, byte_view(array))
             memory.finish()
 
         text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
@@ -430,13 +426,8 @@ class CpuProcessGroup:
         ]
         receives = self._mesh.inbox.post(wanted)
         order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all start with member 0
-        unread = [
+        for m in order:
             self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
-            for m in order
-        ]
-        for wait_until_read in unread:
-            if wait_until_read is not None:
-                wait_until_read()
         yield receives
 
     def _sum_piece(

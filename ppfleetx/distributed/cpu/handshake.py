@@ -6,20 +6,16 @@ shows when the other host is gone (``watch.py``). Strangers are turned away.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
-import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Collection
 
-import numpy as np
-
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError, read_memory
+from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError
 from ppfleetx.distributed.rendezvous import (
     Address,
     Member,
@@ -32,7 +28,6 @@ from ppfleetx.distributed.rendezvous import (
 from ppfleetx.utils.machine import interface_address
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
-DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 # A rank sends as soon as it is connected; what connects and says nothing must not hold up the ranks.
 HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 3.0
 MESSAGES, WATCH = range(2)  # the roles of connections
@@ -146,8 +141,6 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
         connection.sendall(members.token + struct.pack("!III", rank, other, role))
         if not hmac.compare_digest(_receive_bytes(peer, len(members.token)), members.token):
             raise StartError(f"rank {rank}: {members.names[other]} does not know this job's token")
-        if role == MESSAGES:
-            _probe_memory(peer)
     except (OSError, EOFError) as error:
         raise StartError(f"rank {rank}: no connection to {members.names[other]}: {error}") from error
     return peer
@@ -162,29 +155,7 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
     if addressed != rank or not is_known:
         raise CommError("a stranger")
     connection.sendall(token)
-    if role == MESSAGES:
-        _probe_memory(peer)
     return peer, role
-
-
-def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side can read the other's memory: on the same host, as the same user, if the
-    kernel allows it.
-    """
-    secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
-    wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
-    pid = os.getpid() if wanted else 0
-    peer.connection.sendall(struct.pack("!IQ", pid, secret.ctypes.data) + secret.tobytes())
-    peer_pid, address = struct.unpack("!IQ", _receive_bytes(peer, 12))
-    expected, found = _receive_bytes(peer, 32), bytearray(32)
-    readable = False
-    if wanted and peer_pid:
-        with contextlib.suppress(OSError):
-            read_memory(peer_pid, address, memoryview(found))
-            readable = bytes(found) == expected
-    peer.connection.sendall(b"1" if readable else b"0")
-    peer.pid = peer_pid
-    peer.direct = _receive_bytes(peer, 1) == b"1"  # also keeps `secret` alive until the peer has read it
 
 
 def _receive_bytes(peer: Peer, count: int) -> bytes:

@@ -39,12 +39,9 @@ def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
     return results["dial"], results["welcome"]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_both_sides_know_each_other_and_whether_they_read_memory(monkeypatch, direct):
-    monkeypatch.setenv(handshake.DIRECT_VARIABLE, str(int(direct)))
+def test_both_sides_know_each_other(monkeypatch):
     dialer, welcomer = shake_hands(monkeypatch, TOKEN)
     assert (dialer.rank, welcomer.rank) == (0, 1)
-    assert dialer.direct == welcomer.direct == direct
 
 
 @pytest.mark.parametrize(("token", "addressed"), [(bytes(32), 0), (TOKEN, 2)])
