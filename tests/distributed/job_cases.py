@@ -25,7 +25,7 @@ def context(**degrees: Any):
 
 
 def told(act) -> str:
-    """The user's error that ``act`` raises, or "nothing"."""
+    """The UserError that ``act`` raises, or "nothing"."""
     try:
         act()
     except UserError as error:
@@ -51,7 +51,7 @@ def mistake(failing: list[int], name_ranks: bool) -> str:
 
 
 def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:
-    """Rank 0 is the first of its node and slow; the others must find the file that it writes."""
+    """Rank 0 is the first of its node and slow; the others must find its file."""
     ctx = context(dp=3)
     os.environ["PADDLE_LOCAL_RANK"] = str(ctx.rank)
     cache = Path(directory) / "cache"
@@ -77,7 +77,7 @@ def configurations(differ: bool) -> str:
 
 
 def copies(degrees: dict[str, int], spoilt_rank: int | None, offset_by_rank: bool) -> str:
-    """Every rank holds "weight": the same slice of the tensor, or a slice of its own."""
+    """Check a weight that has either the same slice on all ranks, or a different slice on each."""
     import paddle
 
     ctx = context(**degrees)
@@ -100,7 +100,7 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
 
 
 def saved_in_the_background(directory: str, seconds: float) -> list:
-    """The last rank takes this long to write; what each rank learns when the save ends."""
+    """The last rank takes this long to write. Return the messages of the ranks when the save ends."""
     from ppfleetx.checkpoint import storage
     from ppfleetx.checkpoint.save import BackgroundManager
     from tests.checkpoint.checkpoints import slices

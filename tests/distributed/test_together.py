@@ -1,4 +1,4 @@
-"""Values, errors and turn-taking across the ranks of a job."""
+"""Values, errors and work in turns across the ranks of a job."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""`ppfleetx doctor` on two nodes: all is well, the first cannot be reached, and faults of one of them."""
+"""`ppfleetx doctor` on two nodes: without faults, with an unreachable first node, and with faults of one
+node."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MASTER_PORT = 38531
 def doctor(
     node: Node, master: Node, *words: str, timeout: int = 90, before: str = "", **environ: str
 ) -> subprocess.Popen:
-    """Start doctor on a node; ``before`` is run in mounts of its own, which end with it."""
+    """Start doctor on a node. ``before`` runs first, in a private mount namespace."""
     given = ["--nproc", "1", "--nnodes", "2", "--master", f"{master.address}:{MASTER_PORT}"]
     command = [
         sys.executable,
@@ -52,7 +53,7 @@ def doctor(
 def reports(
     jobs: list[subprocess.Popen], seconds: float
 ) -> list[tuple[int, dict[tuple[str, str], list[dict]]]]:
-    """(exit code, rows by group and name) of each job; nothing of them is left."""
+    """(exit code, rows by group and name) of each job, after all processes have ended."""
     try:
         outputs = [job.communicate(timeout=seconds) for job in jobs]
     finally:

@@ -39,7 +39,7 @@ YARN = {
 
 
 def config_of(case: dict) -> ModelConfig:
-    """The ``Model`` section of a config.json of transformers."""
+    """The ``Model`` section for a config.json of transformers."""
     scaling = dict(case.get("rope_parameters", {}))
     if scaling:
         scaling["type"] = scaling.pop("rope_type")
@@ -136,7 +136,7 @@ def test_16_bits_under_mixed_precision():
 
 
 def test_neighbours_are_halves_in_another_order():
-    """Equal scores, with the features of queries and keys that are turned in the order of the pairs."""
+    """With rotary features reordered into pairs, the scores are equal."""
     x = paddle.randn([2, 1, 3, 5, 6])
     positions = paddle.arange(5).expand([2, 5])
     order = paddle.to_tensor([0, 2, 4, 1, 3, 5])

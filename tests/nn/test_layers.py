@@ -193,7 +193,7 @@ def test_mask_against_its_definition():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_blocked_scores_are_finite_and_below_all_others(dtype):
-    """A row that may attend to nothing, as those of left padding, would have no softmax of infinities."""
+    """A row with left padding may have no allowed key; with infinite scores its softmax would be NaN."""
     dtype = getattr(paddle, dtype)
     blocked = float(paddle.full([], blocked_score(dtype), dtype=dtype).astype("float32"))
     assert np.isfinite(blocked)

@@ -1,4 +1,4 @@
-"""Trials of fused operators beside this process. The card is the CPU; it is lost when a trial says so."""
+"""Trials of fused operators in a child process. The CPU plays the card; a trial can make it fail."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def wrong(dtype):
 
 
 def poisons(dtype):
-    """As an illegal access does: it is an error, and then everything is."""
+    """Raise an error, after which every operation fails, like an illegal memory access on a card."""
 
     def gone(*_, **__):
         raise OSError("(External) CUDA error(700), an illegal memory access was encountered.")
@@ -77,7 +77,6 @@ def test_a_card_that_takes_no_second_process_costs_speed_and_nothing_else():
 
 @pytest.mark.parametrize("device", ["gpu:3", "npu:0"])
 def test_no_trial_is_made_in_the_process_that_trains(monkeypatch, device):
-    """An operator that touches memory it must not touch would end the run that tries it."""
     own, asked = [], []
     monkeypatch.setattr(paddle, "get_device", lambda: device)
     monkeypatch.setattr(fused, "kernel_types", lambda kernel, device: {"float32"})

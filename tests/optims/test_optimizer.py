@@ -194,16 +194,16 @@ def test_schedule_from_the_optimizer_section():
 
 
 class Still(Rule):
-    """Moves nothing, and keeps two states."""
+    """Changes nothing, and has two states."""
 
     states = (StateSpec("one"), StateSpec("two"))
 
     def update(self, group, *, lr, weight_decay):
-        """Leave them where they are."""
+        pass
 
 
 class Descent(UpdateRule):
-    """The form of before."""
+    """An optimizer in the deprecated form."""
 
     states = ("count",)
 

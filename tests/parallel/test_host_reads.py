@@ -1,4 +1,4 @@
-"""How often a step waits for the device: numbers that may only fall."""
+"""How often a step waits for the device."""
 
 import paddle
 
@@ -8,7 +8,7 @@ from tests.parity.training import build, micro_batches, take_step
 
 
 def test_a_step_reads_once(monkeypatch):
-    """The loss and the gradient norm together, whatever the number of micro batches."""
+    """One read returns the loss and the gradient norm, with any number of micro batches."""
     cfg, ctx, runner = build({}, 1, "gpt", "adamw", 4, {"Model.num_layers": 1})
     take_step(runner, 0, cfg, ctx)
     reads = []
@@ -26,7 +26,6 @@ def test_a_step_reads_once(monkeypatch):
 
 
 def test_counts_that_are_known_are_not_asked_for_again(monkeypatch):
-    """The engine sends the divisors of all metrics along with what the ranks tell each other anyway."""
     import examples.penalized_gpt  # noqa: F401 registers the architecture
 
     cfg, ctx, runner = build({}, 1, "gpt", "sgd", 4, {"Model.name": "PenalizedGPT", "Model.num_layers": 1})

@@ -1,4 +1,4 @@
-"""ZB-H1: the gradients of 1F1B, to the bit, in its memory; less time in which stages wait."""
+"""ZB-H1 gives the gradients of 1F1B to the bit, in the same memory, with shorter waits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_pass_once_in_the_order_of_1f1b_and_in_its_memory() -> None:
 
 
 def test_products_in_two_parts_give_the_same_bits() -> None:
-    """Weights that are parameters, transposed ones, and those made from a parameter; hooks are called."""
+    """For weights that are parameters, transposed, or computed from a parameter; hooks are called."""
     paddle.seed(3)
     weight, table = paddle.randn([24, 40]), paddle.randn([40, 24])
     micro_batches = [paddle.randn([8, 3, 24]) for _ in range(3)]

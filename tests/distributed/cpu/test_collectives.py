@@ -36,7 +36,7 @@ def test_strided_tensors(pools):
 
 
 def test_ranks_of_tests_refuse_strided_tensors(pools):
-    """Any test that sends or fills one fails: it would on GPUs."""
+    """In tests, sending or filling a strided tensor is an error, as on GPUs."""
     assert pools(2).run(CASES + "strided_refused") == [[], []]
 
 

@@ -10,7 +10,7 @@ CASES = "tests.distributed.cpu.cases:"
 
 
 def told(outcomes: list[Outcome]) -> list[tuple[float, str]]:
-    """(seconds, message) of the ranks that lived to report."""
+    """(seconds, message) of the ranks that survived."""
     alive = [outcome.value.split(" ", 1) for outcome in outcomes if not outcome.died]
     return [(float(seconds), message) for seconds, message in alive]
 

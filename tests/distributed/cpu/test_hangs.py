@@ -1,4 +1,4 @@
-"""A job that comes to a halt: the ranks' reports say in one sentence who is missing where."""
+"""When a job hangs, the joined reports of the ranks say which rank is missing, and where."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ EXIT = 4
 
 
 def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
-    """Rank 1 hangs or deviates; the process exits with code 4, unless rank 1 is only slow."""
+    """Rank 1 hangs or deviates. The process exits with code 4, unless rank 1 is only slow."""
     start()
     rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([0, 1])]
     local = Path(directory, "local")  # for copies of the reports
@@ -132,7 +132,7 @@ def _compute(seconds: float) -> None:
 
 
 def recorded() -> list:
-    """The calls that this rank's flight recorder holds."""
+    """The calls in this rank's flight recorder."""
     start()
     group = dist.new_group([0, 1])
     RECORD.calls.clear()
