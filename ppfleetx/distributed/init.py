@@ -1,4 +1,4 @@
-"""Initialise a process of the job: device, fleet, and :class:`ParallelContext`."""
+"""Initialize a process of the job: device, fleet, and :class:`ParallelContext`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Tensors = dict[str, paddle.Tensor]
 
 
 class BasicModule(ABC):
-    """A task on a model, independent of how it is parallelised.
+    """A task on a model, independent of how it is parallelized.
 
     A pipeline runs the stages itself and calls :meth:`loss` on the last one; a single process calls
     :meth:`forward` and then :meth:`loss`. These methods must not keep state between calls.

@@ -59,7 +59,7 @@ _KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """Return the matrix ``[in, out]`` of a linear, dequantised if necessary."""
+    """Return the matrix ``[in, out]`` of a linear, dequantized if necessary."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
@@ -318,7 +318,7 @@ class TensorParallelFactory(LocalFactory):
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Make a quantiser. It reduces maxima and the gradients of learned bounds over the ranks that slice
+        """Make a quantizer. It reduces maxima and the gradients of learned bounds over the ranks that slice
         the tensor."""
         has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
@@ -346,7 +346,7 @@ class TensorParallelFactory(LocalFactory):
         return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make a quantised linear. With sliced input features, its products are partial sums; with sliced
+        """Make a quantized linear. With sliced input features, its products are partial sums; with sliced
         output features, the gradient of its input is a partial sum."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)

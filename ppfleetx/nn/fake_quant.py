@@ -1,4 +1,4 @@
-"""Fake quantisation: tensors rounded to a grid of integers times a scale, with straight-through gradients.
+"""Fake quantization: tensors rounded to a grid of integers times a scale, with straight-through gradients.
 
 The grid of b bits is symmetric: the integers from -L to L with L = 2^(b-1) - 1, times ``bound / L``. The
 gradient passes as if nothing had been rounded (Bengio et al., 2013), and is 0 for values beyond the bound.
@@ -259,7 +259,7 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """Add fake quantisation to the linears that ``cfg`` names; return the new ``stages``.
+    """Add fake quantization to the linears that ``cfg`` names; return the new ``stages``.
 
     Args:
         stages: the model.

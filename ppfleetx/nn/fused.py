@@ -10,19 +10,19 @@ Exported programs contain only composites.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import paddle
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.model import FusedName
 from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
 from ppfleetx.distributed.together import gather
-from ppfleetx.nn.trials_apart import Pairs, difference, tried_apart
+from ppfleetx.nn.trials_apart import difference, tried_apart
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -254,16 +254,11 @@ def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | No
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):
-        results = [difference(_function(place), dtype) for place, dtype in trials]
+        results = [difference(load_target(place), dtype) for place, dtype in trials]
     else:
         results = tried_apart(trials, device, flags_of_run())
     _results.update({(*pair, device): wrong for pair, wrong in zip(new, results, strict=True)})
     return [_results[*pair, device] for pair in pairs]
-
-
-def _function(place: str) -> Callable[[str], Pairs]:
-    module, _, function = place.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def forget_trials() -> None:

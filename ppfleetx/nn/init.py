@@ -69,7 +69,7 @@ def draw(
         matrices = range(offset[0], offset[0] + local_shape[0])
         rest = global_shape[1:], offset[1:], local_shape[1:]
         return np.stack([draw(init, seed, f"{name}.{number}", *rest) for number in matrices])
-    assert len(global_shape) in (1, 2), f"{name}: normal initialisation is of vectors and matrices"
+    assert len(global_shape) in (1, 2), f"{name}: normal initialization is of vectors and matrices"
     rows_cols = (1, *global_shape)[-2:]
     values = _normal_tiles(_key(seed, name), rows_cols, (0, *offset)[-2:], (1, *local_shape)[-2:])
     values *= np.float32(init.std)

@@ -152,7 +152,7 @@ class LatentAttention(HeadAttention):
 
     def _cut_projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         spec = self.spec
-        # Applied to the unit vectors, the linear gives its matrix, even if quantised or adapted.
+        # Applied to the unit vectors, the linear gives its matrix, even if quantized or adapted.
         unit = paddle.eye(spec.kv_rank, dtype=self.kv_norm.weight.dtype)
         matrix = self.kv_up(unit.unsqueeze(1)).reshape([spec.kv_rank, self.num_heads, -1])
         to_keys, to_values = matrix.split([spec.nope_head_dim, spec.value_head_dim], axis=-1)

@@ -132,10 +132,10 @@ class LayerFactory(Protocol):
         """Make an adapter, sliced like its linear, that maps the linear's input to its output."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantised replacement of a linear, with weights stored in ``form``."""
+        """Make the quantized replacement of a linear, with weights stored in ``form``."""
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantised replacement of a word embedding, with rows stored in 8 bits."""
+        """Make the quantized replacement of a word embedding, with rows stored in 8 bits."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         """Make the declared table; its output is whole."""

@@ -1,4 +1,4 @@
-"""Transforms of a model's declaration: adapters, fake quantisation, quantised weights. No Paddle.
+"""Transforms of a model's declaration: adapters, fake quantization, quantized weights. No Paddle.
 
 Each transform maps the parameters of a model, by canonical name, to its new parameters. The layers themselves
 are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare parameters with the functions
@@ -56,7 +56,7 @@ def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
 
 
 def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
-    """Add the parameters of fake quantisers at the linears ``cfg`` names; freeze the embedding if asked."""
+    """Add the parameters of fake quantizers at the linears ``cfg`` names; freeze the embedding if asked."""
     result: Specs = {}
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
@@ -122,7 +122,7 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
-    """The names of a quantiser's parameters: the input's scale, and the learned shares of the bounds."""
+    """The names of a quantizer's parameters: the input's scale, and the learned shares of the bounds."""
     has = {
         "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",
         "weight_clip": cfg.weight_preprocess_type is not None,
@@ -132,7 +132,7 @@ def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
 
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The parameters of a fake quantiser of ``matrix``. All experts share them."""
+    """The parameters of a fake quantizer of ``matrix``. All experts share them."""
     if len(matrix.shape) == 3:
         return {name: _number_of_experts(name) for name in names}
     cut = matrix.lies("mp")
@@ -177,7 +177,7 @@ def num_scales(in_features: int, form: Form) -> int:
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """The scales of a quantised word embedding ``[V, h]``: those of the matrix ``[h, V]``, transposed."""
+    """The scales of a quantized word embedding ``[V, h]``: those of the matrix ``[h, V]``, transposed."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

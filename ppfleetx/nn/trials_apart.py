@@ -7,7 +7,6 @@ kills the child or makes it lose the card, the next child continues after this t
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import exact_products
 from ppfleetx.resilience.heartbeat import PROGRESS
 
@@ -115,8 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     paddle.zeros([1]).numpy()
     print(_READY, flush=True)
     for place, dtype in trials:
-        module, _, function = place.partition(":")
-        wrong = difference(getattr(importlib.import_module(module), function), dtype)
+        wrong = difference(load_target(place), dtype)
         print(_SAID + json.dumps(wrong), flush=True)
         if wrong is not None and not _card_answers():
             return _CARD_LOST

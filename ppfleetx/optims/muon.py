@@ -1,4 +1,4 @@
-"""Muon updates matrices with their orthogonalised momentum (Jordan et al., 2024), everything else with
+"""Muon updates matrices with their orthogonalized momentum (Jordan et al., 2024), everything else with
 AdamW.
 """
 
@@ -45,7 +45,7 @@ COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
 
 
 class Muon(Rule):
-    """p -= lr * (decay * p + scale * O), with O the orthogonalised momentum of each matrix.
+    """p -= lr * (decay * p + scale * O), with O the orthogonalized momentum of each matrix.
 
     A fused weight counts as several matrices: queries, keys and values, or gate and up. Each expert is a
     matrix, too.

@@ -1,10 +1,10 @@
 """The order of pipeline messages where Paddle's own would let ranks wait forever, or mistake one for another.
 
-Paddle's schedules exchange messages with both neighbours at once and leave their order to the library; NCCL
+Paddle's schedules exchange messages with both neighbors at once and leave their order to the library; NCCL
 starts such a group of messages together. The library of a plugin's device starts one message after the other.
 Then two ranks that both receive first wait for each other forever, as do two ranks that both send first if a
 send waits for its receive. With :func:`take_turns`, ranks with even and odd numbers take turns: one of two
-neighbours sends a message first, and the other receives it first, also in a ring of pipeline ranks.
+neighbors sends a message first, and the other receives it first, also in a ring of pipeline ranks.
 ``_p2p_ops`` in Paddle's ``p2p_communication.py`` uses the same order for asynchronous messages.
 
 Virtual stages on two ranks are refused by Paddle's interleaved schedule (``pp degree > 2``), because the
@@ -55,7 +55,7 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
     def place(message: Any) -> int:
         what = "send" if message.op is p2p_communication._send_on_calc_stream else "recv"
         next_rank, previous = hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()
-        # With two stages, both neighbours are one rank: a message sent forwards arrives from behind.
+        # With two stages, both neighbors are one rank: a message sent forwards arrives from behind.
         is_previous = message.peer == previous and (next_rank != previous or is_odd)
         return order.index(f"{what} {'prev' if is_previous else 'next'}")
 

@@ -112,7 +112,7 @@ def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: Parall
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
-    """The task's stages, with small weights or fake quantisation. With adapters, the base's scales are
+    """The task's stages, with small weights or fake quantization. With adapters, the base's scales are
     frozen too."""
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:

@@ -30,7 +30,7 @@ from ppfleetx.nn.matmul import Matmul
 
 @dataclass
 class Receive:
-    """A receive in progress from a neighbour."""
+    """A receive in progress from a neighbor."""
 
     tensors: Any
     tasks: list[Any]
@@ -180,9 +180,9 @@ class AsyncPipeline(ListedPipeline):
     """A 1F1B pipeline that overlaps its messages with computation.
 
     The next pass does not wait for a send, and a receive starts one pass before its message is needed.
-    Between two neighbours, messages keep the order of Paddle's 1F1B: forward passes until the pipeline is
+    Between two neighbors, messages keep the order of Paddle's 1F1B: forward passes until the pipeline is
     full, then a gradient for each input. So the n-th send of a pair meets the n-th receive, as NCCL and the
-    CPU groups require. At most one message is in transit to each neighbour. This schedule holds one more
+    CPU groups require. At most one message is in transit to each neighbor. This schedule holds one more
     activation than 1F1B.
     """
 

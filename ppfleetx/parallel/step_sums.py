@@ -92,7 +92,7 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
 
 
 class ActivationScales:
-    """Input scales of fake-quantised linears, updated once a step from the global batch."""
+    """Input scales of fake-quantized linears, updated once a step from the global batch."""
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)

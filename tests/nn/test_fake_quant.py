@@ -123,7 +123,7 @@ def test_micro_batches_and_recomputation_change_no_scale():
         assert other.input_scale.item() == pytest.approx(one.input_scale.item(), rel=1e-5)
 
 
-def test_what_is_quantised():
+def test_what_is_quantized():
     def names(**keys):
         found = canonical_parameters(build(**keys))
         return sorted(name.partition(".quant.")[0] for name in found if is_of_quantizer(name))

@@ -59,9 +59,9 @@ def test_norm(kind, training):
     (out * tensor(upstream)).sum().backward()
     expected = numerical_gradient(lambda v: norm64(kind, v, gain, bias, 1e-3), x, upstream)
     np.testing.assert_allclose(xt.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
-    normalised = norm64(kind.removesuffix("1P"), x, 1.0, 0.0, 1e-3)
+    normalized = norm64(kind.removesuffix("1P"), x, 1.0, 0.0, 1e-3)
     np.testing.assert_allclose(
-        layer.weight.grad.numpy(), (upstream * normalised).sum((0, 1)), rtol=1e-3, atol=1e-4
+        layer.weight.grad.numpy(), (upstream * normalized).sum((0, 1)), rtol=1e-3, atol=1e-4
     )
     if has_bias:
         np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)

@@ -57,7 +57,7 @@ SMALL = {
     "int4": {"to": "int4", "group": 16},
     "w8a8": {"to": "int8", "activations": "int8"},
 }
-"""Quantised models of both styles: what they are made with."""
+"""Quantized models of both styles: what they are made with."""
 _WINDOWS = {"Offline_Eval.max_seq_len": SEQ_LEN, "Offline_Eval.overlapping_eval": 4}
 _CLASSES = {"Model.module": "GPTFinetuneModule", "Model.num_classes": 2}
 _FINETUNINGS = {

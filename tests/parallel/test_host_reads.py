@@ -4,25 +4,7 @@ import paddle
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.step_sums import sum_of
-from tests.parity.training import build, micro_batches, take_step
-
-
-def test_a_step_reads_once(monkeypatch):
-    """One read returns the loss and the gradient norm, with any number of micro batches."""
-    cfg, ctx, runner = build({}, 1, "gpt", "adamw", 4, {"Model.num_layers": 1})
-    take_step(runner, 0, cfg, ctx)
-    reads = []
-    for name in ("item", "numpy", "tolist"):
-        original = getattr(paddle.Tensor, name)
-
-        def counting(self, *args, original=original, name=name):
-            reads.append(name)
-            return original(self, *args)
-
-        monkeypatch.setattr(paddle.Tensor, name, counting)
-    take_step(runner, 1, cfg, ctx)
-    assert cfg.batch.accumulate_steps == 4
-    assert reads == ["numpy"]
+from tests.parity.training import build, micro_batches
 
 
 def test_counts_that_are_known_are_not_asked_for_again(monkeypatch):

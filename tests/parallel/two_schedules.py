@@ -98,7 +98,8 @@ def _watch(pipeline: Any) -> list[int]:
     forward, end_backward = pipeline._forward_step, matmul.end_backward
 
     def count() -> None:
-        for place, number in enumerate((flying[0], matmul.num_waiting, flying[0] + matmul.num_waiting)):
+        waiting = len(matmul._waiting)
+        for place, number in enumerate((flying[0], waiting, flying[0] + waiting)):
             most[place] = max(most[place], number)
 
     def counted_forward(*args: Any, **kwargs: Any) -> Any:

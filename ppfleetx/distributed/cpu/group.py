@@ -160,10 +160,7 @@ class CpuProcessGroup:
             "reduce_scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
         )
 
-    def reduce_scatter_tensor(
-        self, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True
-    ) -> Operation:
-        return self.reduce_scatter(out, tensor, op, sync_op)
+    reduce_scatter_tensor = reduce_scatter
 
     def broadcast(self, tensor: paddle.Tensor, src: int, sync_op: bool = True) -> Operation:
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]

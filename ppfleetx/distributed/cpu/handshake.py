@@ -133,7 +133,7 @@ def local_address() -> str:
 
 
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other``; both ends send the job's token, which the ranks have learnt when they met."""
+    """Connect to ``other``; both ends send the job's token, which the ranks have learned when they met."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)

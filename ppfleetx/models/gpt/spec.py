@@ -83,7 +83,7 @@ class BlockSpec:
         attention: declaration of the first branch.
         attention_post_norm: norm of attention's output, before it is added to the hidden states (Ding et al.,
             2021).
-        mlp_norm: norm of the feed-forward part's input; None: it has the same normalised input as attention.
+        mlp_norm: norm of the feed-forward part's input; None: it has the same normalized input as attention.
         mlp: declaration of the second branch, an MLP or a mixture of experts.
         mlp_post_norm: norm of the feed-forward part's output, before it is added.
         parallel_residual: whether attention and the feed-forward part have the same input (Black et al.,
