@@ -237,7 +237,6 @@ class Attention(HeadAttention):
     def _parts(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """:meth:`divide` without linear biases."""
         per_group = self.queries_per_group
         # One transpose for all three, so that no part has to be copied again.
         if per_group == 1 and self.rotary is None and not self._norms_inside:

@@ -320,7 +320,7 @@ class TensorParallelFactory(LocalFactory):
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         """Make a quantizer. It reduces maxima and the gradients of learned bounds over the ranks that slice
         the tensor."""
-        has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
+        has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
         fake = FakeQuantizer(
@@ -341,7 +341,7 @@ class TensorParallelFactory(LocalFactory):
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Make an adapter that is sliced like its linear. With sliced input features, A gives partial sums;
         with sliced output features, B is sliced."""
-        cut = _matrix_of(linear).lies("mp")
+        cut = _matrix_of(linear).placement("mp")
         join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
         return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
@@ -351,7 +351,7 @@ class TensorParallelFactory(LocalFactory):
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
         made = partial(QuantizedLinear, linear, form, declare=self.declare)
-        cut = linear.weight.spec.lies("mp")
+        cut = linear.weight.spec.placement("mp")
         if cut == Shard(0):
             return made(leave=self._sum_parts)
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)

@@ -112,7 +112,7 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """Return ``maxima`` unchanged: this rank holds the whole tensor."""
+    """Return ``maxima`` unchanged, for ranks that hold the whole tensor."""
     return maxima
 
 

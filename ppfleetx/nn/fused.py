@@ -1,4 +1,4 @@
-"""The table of fused operators (one Paddle kernel in place of several), and the choice of operators to use.
+"""The table of fused operators, each one Paddle kernel that replaces several, and the choice among them.
 
 A composite of plain operators, which run everywhere, defines the result of each fused operator. The fused
 operator is used if this build of Paddle, or the device's plugin, has it for the device and element type, and

@@ -83,8 +83,8 @@ class LatentAttention(HeadAttention):
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
-        # Every rank has this part of all heads' keys, and gets back the sum of its heads' gradients. Turned
-        # in this order of dimensions, the gradient lies in one piece, as collectives need it.
+        # All ranks hold this part of the keys, and sum the gradients of their heads. With this order of
+        # dimensions the gradient is contiguous, as collectives require.
         turning = self.factory.enter_head(turning)
         turned = self.rotary.rotate(turning.unsqueeze([1, 2]), position_ids.transpose([1, 0]))
         turned = turned.squeeze([1, 2]).transpose([1, 0, 2]).unsqueeze(1)

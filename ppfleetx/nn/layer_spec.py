@@ -42,7 +42,7 @@ def within(layer: str, specs: Specs) -> Specs:
 def parameters_within(
     layers: Iterable[tuple[str, LayerSpec | None]], *, sequence_parallel: bool = True
 ) -> Specs:
-    """The parameters of the sub-layers of a layer, in their order. None stands for one that it lacks."""
+    """The parameters of the sub-layers of a layer, in order; None marks a sub-layer that does not exist."""
     specs: Specs = {}
     for name, layer in layers:
         if layer is not None:

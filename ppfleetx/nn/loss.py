@@ -89,7 +89,7 @@ def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) 
     nothing = _nothing_if_finite(logits)
     on_cpu = softmax.place.is_cpu_place()
     parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
-    distributed.all_reduce(parts, group=group)  # what is not finite may be another rank's column
+    distributed.all_reduce(parts, group=group)  # another rank's column may not be finite
     exact = parts[0] + parts[1].log() if on_cpu else parts.astype("float64")
     return losses.astype("float64") + exact
 

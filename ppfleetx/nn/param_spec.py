@@ -94,7 +94,7 @@ class ParamSpec:
         """The view of the ranks that the parameter uses."""
         return view_of({*self.value, *self.grad})
 
-    def lies(self, axis: str) -> Placement:
+    def placement(self, axis: str) -> Placement:
         """The placement of the value along ``axis``."""
         return self.value.get(axis, REPLICATE)
 
@@ -156,7 +156,7 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
     """
     at, count, index = mesh.coordinates(rank), [1] * len(spec.shape), [0] * len(spec.shape)
     for axis in spec.view.axes:
-        placement = spec.lies(axis)
+        placement = spec.placement(axis)
         if isinstance(placement, Shard):
             size = mesh.size_of(axis)
             count[placement.dim] *= size
@@ -210,7 +210,7 @@ def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
     """The axis along which gradients must be equal to the last bit, because each rank holds the whole
     parameter."""
     axis = spec.view.tensor
-    return (axis,) if mesh.size_of(axis) > 1 and spec.lies(axis) == REPLICATE else ()
+    return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_miss(spec: ParamSpec) -> bool:
@@ -239,13 +239,13 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
     """
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     summed = [axis for axis in norm_axes(spec.view, mesh) if axis not in without]
-    return owns and first_holder and all(at[a] == 0 for a in summed if spec.lies(a) == REPLICATE)
+    return owns and first_holder and all(at[a] == 0 for a in summed if spec.placement(a) == REPLICATE)
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
     """Whether ``rank`` writes its slice into a checkpoint: the first of the replicas that count it does."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
-    copies = [a for a in spec.view.axes if a not in without and spec.lies(a) == REPLICATE]
+    copies = [a for a in spec.view.axes if a not in without and spec.placement(a) == REPLICATE]
     return owns and first_holder and all(at[axis] == 0 for axis in copies)
 
 

@@ -77,7 +77,7 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the product is that of integers, times one scale for each row and column."""
+        """Whether integers are multiplied, with one scale per row and one per column of the result."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:

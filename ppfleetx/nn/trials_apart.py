@@ -23,7 +23,7 @@ from ppfleetx.distributed.device import exact_products
 from ppfleetx.resilience.heartbeat import PROGRESS
 
 _SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels
-_READY, _SAID = "trials: ready", "trial: "  # lines among whatever else is printed
+_READY, _SAID = "trials: ready", "trial: "  # prefixes of the lines that are read
 _CARD_LOST = 70  # exit code
 
 Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]

@@ -72,8 +72,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """The parameter groups of the registered optimizer, which is a rule for all parameters or a function
-    that returns groups."""
+    """The parameter groups of the registered optimizer, which is either one rule for all parameters or a
+    function that returns groups."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

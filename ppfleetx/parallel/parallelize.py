@@ -212,7 +212,7 @@ def give_values(
     *,
     masters_on_host: bool = False,
 ) -> dict[str, paddle.Tensor]:
-    """Allocate each empty parameter this rank holds, and fill it with its initial value in its own type.
+    """Allocate each empty parameter this rank holds, and fill it with its initial value.
 
     A model for a run is built empty: its parameters have names, shapes and types, but no memory. So every
     parameter's owner is known before the first value exists, and no rank ever holds more than the values it

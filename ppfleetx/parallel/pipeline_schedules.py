@@ -111,7 +111,7 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Keep what the backward pass needs of an output. A value that another rank holds is dropped."""
+        """Keep input and output for the backward pass. The value of an output that was sent is dropped."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))

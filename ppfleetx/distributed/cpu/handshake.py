@@ -1,7 +1,7 @@
-"""Connect the ranks of a CPU job; both ends of each connection show that they belong to the job.
+"""Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
 
 Each pair of ranks has one connection for its messages. Ranks on different hosts have a second connection that
-shows when the other host is gone (``watch.py``). Strangers are turned away.
+shows when the other host is gone (``watch.py``). Other programs that connect are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ppfleetx.distributed.rendezvous import (
 from ppfleetx.utils.machine import interface_address
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
-# A rank sends as soon as it is connected; what connects and says nothing must not hold up the ranks.
+# A rank sends as soon as it is connected. A program that connects and sends nothing must not delay the ranks.
 HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 3.0
 MESSAGES, WATCH = range(2)  # the roles of connections
 
@@ -94,7 +94,7 @@ def _accept(
     expected: Collection[tuple[int, int]],
     connected: dict[tuple[int, int], Peer],
 ) -> None:
-    """Accept the ``expected`` connections of the higher ranks, and turn strangers away."""
+    """Accept the ``expected`` connections of the higher ranks, and refuse all others."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while not connected.keys() >= set(expected) and time.monotonic() < deadline:
         try:
@@ -115,9 +115,9 @@ def _accept(
 
 
 def local_address() -> str:
-    """The address at which the other ranks can reach this one: that of the interface ``GLOO_SOCKET_IFNAME``,
-    as in Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises
-    ConfigError if the interface has no address."""
+    """This rank's address for other ranks: that of the interface ``GLOO_SOCKET_IFNAME``, as in Paddle's Gloo,
+    or the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises ConfigError if the
+    interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"
@@ -133,7 +133,7 @@ def local_address() -> str:
 
 
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other``; both ends send the job's token, which the ranks have learned when they met."""
+    """Connect to ``other``; both ends send the job's token, which the ranks received in the rendezvous."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)
@@ -153,7 +153,7 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
     is_known = hmac.compare_digest(_receive_bytes(peer, len(token)), token)
     peer.rank, addressed, role = struct.unpack("!III", _receive_bytes(peer, 12))
     if addressed != rank or not is_known:
-        raise CommError("a stranger")
+        raise CommError("the connection does not belong to this job")
     connection.sendall(token)
     return peer, role
 

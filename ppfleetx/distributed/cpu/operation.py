@@ -1,4 +1,4 @@
-"""Operations in progress, and the thread that advances operations before the program waits for them."""
+"""Operations in progress, and the thread that advances operations while the program computes."""
 
 from __future__ import annotations
 

@@ -165,7 +165,6 @@ class BlockSpec:
         return Tape(x, steps, low)
 
     def _branch(self, work: Work, name: str, post_norm: NormSpec | None) -> list[Step]:
-        """The steps that add a branch to the hidden states."""
         size, dropped = work.part_of(self.hidden_size), f"{name}, dropped"
         steps = [dropout_step(work, dropped, name, size, self.dropout)]
         if post_norm is not None:
@@ -176,7 +175,6 @@ class BlockSpec:
 
 
 def _input(norm: NormSpec | None, work: Work, writes: str, reads: str) -> tuple[list[Step], str]:
-    """The steps of the norm of a branch's input, and the name of the branch's input."""
     return ([], reads) if norm is None else (norm.tape(work, writes, reads), writes)
 
 
