@@ -25,7 +25,7 @@ from ppfleetx.models.gpt.spec import (
     parameter_specs,
     trained_count,
 )
-from ppfleetx.optims.groups import group_rows
+from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
 from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, not_supported_reasons

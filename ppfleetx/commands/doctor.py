@@ -125,7 +125,7 @@ def _target(options: Doctor) -> Target:
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.distributed.together import local_rank
+    from ppfleetx.distributed.coordination import local_rank
     from ppfleetx.doctor.check import Target, fail
     from ppfleetx.utils.devices import expected_device
 

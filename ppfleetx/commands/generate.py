@@ -26,7 +26,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_errors
 from ppfleetx.core.engine.watching import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
-from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.resilience.heartbeat import PROGRESS
 from ppfleetx.utils.files import atomic_write, writing
 from ppfleetx.utils.log import get_logger

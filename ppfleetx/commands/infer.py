@@ -29,7 +29,7 @@ from ppfleetx.deploy.export_dir import (
     check_onednn,
     open_export,
 )
-from ppfleetx.distributed.together import joint_errors
+from ppfleetx.distributed.coordination import joint_errors
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import get_logger
 

@@ -36,7 +36,7 @@ from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
+from ppfleetx.distributed.coordination import first_on_each_node, joint_errors, local_rank
 from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.parallelize import parallelize

@@ -23,7 +23,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.formatting import ranks_text
-from ppfleetx.distributed.cpu.watch import end_when_silent
+from ppfleetx.distributed.cpu.keepalive import end_when_silent
 from ppfleetx.utils.log import get_logger
 
 Address = tuple[str, int]

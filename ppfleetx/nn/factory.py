@@ -48,9 +48,9 @@ from ppfleetx.nn.norm import NormOfEachHead, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
+from ppfleetx.nn.spec_transforms import adapter, quantizer, quantizer_numbers
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_scores import token_scores
-from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)

@@ -20,8 +20,8 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.compress import QUANTIZER
 from ppfleetx.nn.packed_weights import InferenceLinear
+from ppfleetx.nn.spec_transforms import quantizer_numbers
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
-from ppfleetx.nn.transforms import quantizer_numbers
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig

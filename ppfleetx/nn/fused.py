@@ -19,10 +19,10 @@ import paddle
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.model import FusedName
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
-from ppfleetx.distributed.together import gather
-from ppfleetx.nn.trials_apart import difference, tried_apart
+from ppfleetx.nn.trial_process import difference, tried_in_child
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | No
     if not is_card(device):
         results = [difference(load_target(place), dtype) for place, dtype in trials]
     else:
-        results = tried_apart(trials, device, flags_of_run())
+        results = tried_in_child(trials, device, flags_of_run())
     _results.update({(*pair, device): wrong for pair, wrong in zip(new, results, strict=True)})
     return [_results[*pair, device] for pair in pairs]
 

@@ -11,8 +11,8 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.optims.groups import decays, layer_factor, width_factor
 from ppfleetx.optims.optimizer import NamedParams, Optimizer, UpdatePlace
+from ppfleetx.optims.param_groups import decays, layer_factor, width_factor
 from ppfleetx.optims.rule import Group, OneByOne, Rule, UpdateRule
 from ppfleetx.utils.log import get_logger
 

@@ -12,7 +12,7 @@ from paddle import Tensor
 from ppfleetx.config.sections.optimizer import Coefficients, MuonScale, OptimizerConfig
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.optims.adamw import AdamW
-from ppfleetx.optims.groups import MUON_RULES
+from ppfleetx.optims.param_groups import MUON_RULES
 from ppfleetx.optims.rule import Group, ParamView, Rule, StateSpec
 
 COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {

@@ -26,7 +26,7 @@ from paddle import distributed
 from ppfleetx.config.mesh import DENSE, EXPERTS
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.param_spec import (
     Axes,
@@ -41,7 +41,7 @@ from ppfleetx.nn.param_spec import (
     writes,
 )
 from ppfleetx.optims.gradients import complete_gradient, expects_gradient, scale_to_norm, squared_norm
-from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
+from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.param_broadcast import NewValues

@@ -26,7 +26,7 @@ from ppfleetx.optims.gradients import (
     expects_gradient,
     take_gradient,
 )
-from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, SendOrder, cut
+from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, SendOrder, cut
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext

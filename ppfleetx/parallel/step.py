@@ -16,8 +16,8 @@ from paddle import distributed
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import DATA_AXES, ParallelContext
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.random import DropoutStreams
-from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of

@@ -9,7 +9,7 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.transfer import read, upload
 from ppfleetx.models.evaluator import Metric
 from ppfleetx.nn.fake_quant import quantizers_of

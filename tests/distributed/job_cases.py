@@ -1,4 +1,4 @@
-"""Run in the ranks for test_together.py and test_checks.py."""
+"""Run in the ranks for test_coordination.py and test_checks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.distributed import checks, together
+from ppfleetx.distributed import checks, coordination
 
 
 def context(**degrees: Any):
@@ -36,14 +36,14 @@ def told(act) -> str:
 def gathered() -> list:
     ctx = context(dp=2)
     value = {"rank": ctx.rank, "text": "é" * (1 + 100 * ctx.rank)}
-    return [together.gather(ctx, value), together.gather_numbers(ctx, [ctx.rank, 2**40]).tolist()]
+    return [coordination.gather(ctx, value), coordination.gather_numbers(ctx, [ctx.rank, 2**40]).tolist()]
 
 
 def mistake(failing: list[int], name_ranks: bool) -> str:
     ctx = context(dp=3)
 
     def act() -> None:
-        with together.joint_errors(ctx, name_ranks=name_ranks):
+        with coordination.joint_errors(ctx, name_ranks=name_ranks):
             if ctx.rank in failing:
                 raise DataError("no such corpus")
 
@@ -66,7 +66,7 @@ def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:
         return cache.read_text()
 
     result = []
-    message = told(lambda: result.append(together.first_on_each_node(ctx, make)))
+    message = told(lambda: result.append(coordination.first_on_each_node(ctx, make)))
     return [message, result]
 
 
@@ -95,7 +95,7 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
     batch = [{"sample_ids": ids, "tokens": np.tile(ids[:, None], (1, 8))}]
     if kind == "samples":
         return told(lambda: checks.check_samples(ctx, ids))
-    digests = together.gather_numbers(ctx, [checks.batch_digest(batch)])[:, 0].tolist()
+    digests = coordination.gather_numbers(ctx, [checks.batch_digest(batch)])[:, 0].tolist()
     return told(lambda: checks.check_batches(ctx, digests, distinct=True))
 
 

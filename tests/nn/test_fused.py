@@ -26,7 +26,7 @@ from ppfleetx.nn.fused import TABLE, FusedOps, choose
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.layer_spec import LinearSpec
 from ppfleetx.nn.matmul import Matmul
-from ppfleetx.nn.trials_apart import difference
+from ppfleetx.nn.trial_process import difference
 from ppfleetx.parallel import parallelize
 from tests.helpers.low_precision import emulated
 

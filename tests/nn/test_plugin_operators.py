@@ -14,7 +14,7 @@ from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps, choose, forget_trials
 from ppfleetx.nn.layers import Dropout
 from ppfleetx.nn.masks import attention_mask
 from ppfleetx.nn.rope import RotaryEmbedding
-from ppfleetx.nn.trials_apart import difference
+from ppfleetx.nn.trial_process import difference
 from tests.helpers import ascend
 from tests.helpers.low_precision import emulated
 

@@ -20,8 +20,8 @@ from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import declare
 from ppfleetx.optims.build import build_optimizer
-from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.muon import Muon, newton_schulz
+from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.rule import ParamView
 from ppfleetx.parallel.parallelize import parallelize
 

@@ -15,7 +15,7 @@ from ppfleetx.nn.stage import declare
 from ppfleetx.optims.adamw import AdamW
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.gradients import scale_to_norm, squared_norm
-from ppfleetx.optims.groups import decays
+from ppfleetx.optims.param_groups import decays
 from ppfleetx.optims.rule import SGD, Group, ParamView, Rule, StateSpec, UpdateRule
 from ppfleetx.optims.schedules import build_schedule
 

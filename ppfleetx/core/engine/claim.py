@@ -41,7 +41,7 @@ from ppfleetx.core.engine.run_directory import (
 from ppfleetx.core.loggers.files import CSV_FILE
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
 

@@ -21,7 +21,7 @@ from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.data.loader import MicroBatch, shortened
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import any_rank, raise_on_all_ranks
+from ppfleetx.distributed.coordination import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.step import NonFiniteError, StepRunner

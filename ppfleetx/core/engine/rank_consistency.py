@@ -21,7 +21,7 @@ from ppfleetx.distributed.checks import (
     first_place,
 )
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import any_rank, gather, gather_numbers, raise_on_all_ranks
+from ppfleetx.distributed.coordination import any_rank, gather, gather_numbers, raise_on_all_ranks
 from ppfleetx.resilience.stragglers import StragglerTable
 
 if TYPE_CHECKING:

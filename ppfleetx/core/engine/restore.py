@@ -35,7 +35,7 @@ from ppfleetx.core.engine.run_directory import (
     with_value,
 )
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.optims.schedules import Schedule, resume_schedule
 from ppfleetx.utils.log import get_logger
 

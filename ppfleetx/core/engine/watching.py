@@ -11,7 +11,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.hang_report import Identity
 from ppfleetx.resilience.report_dir import HANG_DIRS

@@ -1,7 +1,7 @@
 """Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
 
 Each pair of ranks has one connection for its messages. Ranks on different hosts have a second connection that
-shows when the other host is gone (``watch.py``). Other programs that connect are refused.
+shows when the other host is gone (``keepalive.py``). Other programs that connect are refused.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ it for the life of the process. A send therefore never waits for the receiver's 
 and receives can deadlock. Collectives with ``sync_op=False`` run in another thread (``operation.py``), so
 their messages travel while the program computes.
 
-``handshake.py`` makes the connections, ``wire.py`` defines their frames, and ``inbox.py`` matches messages
-with receives. ``watch.py`` finds lost hosts. None of these modules depends on Paddle: they handle memory as
-``memoryview`` and NumPy arrays.
+``handshake.py`` makes the connections, ``wire.py`` defines their frames, ``operation.py`` matches messages
+with receives, and ``keepalive.py`` finds lost hosts. None of these modules depends on Paddle: they handle
+memory as ``memoryview`` and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from ppfleetx.distributed.cpu.handshake import connect_ranks
+from ppfleetx.distributed.cpu.keepalive import Watch
 from ppfleetx.distributed.cpu.operation import BufferPool, Inbox, Operation, Progress
-from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     BYE,
     DATA,

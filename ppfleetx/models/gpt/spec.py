@@ -23,8 +23,8 @@ from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, Table
 from ppfleetx.nn.mlp_spec import MLPSpec, MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
 from ppfleetx.nn.rope_scaling import score_factor
+from ppfleetx.nn.spec_transforms import transformed
 from ppfleetx.nn.tape import Step, Tape
-from ppfleetx.nn.transforms import transformed
 from ppfleetx.utils.log import get_logger
 
 Shape = tuple[int, ...]

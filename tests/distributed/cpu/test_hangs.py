@@ -14,7 +14,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from ppfleetx.distributed import together
+from ppfleetx.distributed import coordination
 from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.hang_diagnosis import explain
@@ -106,8 +106,8 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
         for group in groups if rank == 0 else reversed(groups):
             dist.all_reduce(paddle.ones([5]), group=group)
     if kind == "beside":  # signs of life are exchanged meanwhile, and are no progress
-        together._BEAT_SECONDS = patience / 4
-        together.first_on_each_node(SimpleNamespace(world_size=2), _wait_for_ever)
+        coordination._BEAT_SECONDS = patience / 4
+        coordination.first_on_each_node(SimpleNamespace(world_size=2), _wait_for_ever)
     if rank == 1:
         PROGRESS.beat("reading data")
         if kind == "stop":

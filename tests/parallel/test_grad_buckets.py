@@ -11,8 +11,8 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import dense
 from ppfleetx.nn.stage import declare
+from ppfleetx.parallel.grad_buckets import Bucket, BucketSums, cut
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
 
 LAYERS = 6
 

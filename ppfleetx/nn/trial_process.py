@@ -32,7 +32,7 @@ Trial = tuple[str, str]
 """(``module:function``, element type)"""
 
 
-def tried_apart(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
+def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
     """Return each operator's failure according to its trial; None if it passed.
 
     Args:
