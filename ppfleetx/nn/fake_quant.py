@@ -259,14 +259,8 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """Add fake quantization to the linears that ``cfg`` names; return the new ``stages``.
-
-    Args:
-        stages: the model.
-        cfg: the section.
-        factory: made the linears, and knows how they are sliced.
-        follows: whether training moves the scales of inputs.
-    """
+    """Add fake quantization to the linears that ``cfg`` names; return the new ``stages``. With ``follows``,
+    training moves the scales of inputs."""
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
     stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:

@@ -126,12 +126,7 @@ TABLE: Mapping[FusedName, FusedOperator] = {
 
 
 class FusedOps:
-    """The fused operators in use, with their element types.
-
-    Args:
-        taken: element types of each operator in use, by name.
-        refused: reasons against the other operators, by name.
-    """
+    """The fused operators in use with their element types, and the reasons against the others, by name."""
 
     def __init__(
         self,
@@ -214,12 +209,8 @@ def say(ops: FusedOps) -> None:
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """For each operator and element type, the reason it cannot be used on the current device; None if it
-    can.
-
-    Args:
-        by_itself: whether the user left the choice to us; then a CPU only uses operators that change no bit.
-    """
+    """For each operator and element type, the reason it cannot be used on the current device; None if it can.
+    With ``by_itself``, a CPU only uses operators that change no bit."""
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}
     fit = [(name, dtype) for name, of_types in found.items() for dtype, why in of_types.items() if not why]

@@ -41,11 +41,7 @@ class Linear(nn.Layer):
 
 class GroupedLinear(nn.Layer):
     """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``.
-
-    Args:
-        weight, bias: shapes on this rank; None: there is no bias.
-        matmul: multiplies by the weight.
-    """
+    ``weight`` and ``bias`` are shapes on this rank; None: there is no bias."""
 
     def __init__(self, weight: Sequence[int], bias: Sequence[int] | None, matmul: Matmul) -> None:
         super().__init__()

@@ -50,12 +50,7 @@ def unpack(packed: paddle.Tensor) -> paddle.Tensor:
 
 
 class QuantizedMatrix:
-    """A constant matrix of 8-bit or 4-bit integers and scales.
-
-    Args:
-        weight, scale: the stored tensors, as described for this module.
-        form: bits, groups and rounding of activations.
-    """
+    """A constant matrix of 8-bit or 4-bit integers and scales, stored as described for this module."""
 
     def __init__(self, weight: paddle.Tensor, scale: paddle.Tensor, form: Form) -> None:
         self.weight, self.scale, self.form = weight, scale, form
@@ -266,15 +261,8 @@ class QuantizedLinear(nn.Layer):
 
 
 class QuantizedGroupedLinear(nn.Layer):
-    """The linears of all experts, each with a :class:`QuantizedMatrix`.
-
-    ``weight`` and ``scale`` are as in :class:`QuantizedLinear`, for all experts.
-
-    Args:
-        linear: the linears to replace.
-        form: form of the matrices.
-        declare: declares a parameter.
-    """
+    """The linears of all experts, each with a :class:`QuantizedMatrix`. ``weight`` and ``scale`` are as in
+    :class:`QuantizedLinear`, for all experts."""
 
     def __init__(self, linear: nn.Layer, form: Form, *, declare: Declare = declare) -> None:
         super().__init__()

@@ -33,13 +33,8 @@ Trial = tuple[str, str]
 
 
 def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
-    """Return each operator's failure according to its trial; None if it passed.
-
-    Args:
-        trials: the trials to run, in this order.
-        device: the device of this process, with its number.
-        flags: the Paddle flags that this run has set.
-    """
+    """Return each operator's failure in its trial, in the order of ``trials``; None if it passed. ``device``
+    has its number; ``flags`` are the Paddle flags of this run."""
     found: list[str | None] = []
     while len(found) < len(trials):
         PROGRESS.go_on()

@@ -29,7 +29,7 @@ def build_optimizer(
 
     Args:
         num_layers: blocks of the whole model, for layer-wise decay.
-        width_multiplier: the model's width over that of its base (``Model.mup_base_width``).
+        width_multiplier: the width divided by that of the base model (``Model.mup_base_width``).
 
     Raises:
         ConfigError: the optimizer is unknown, or differs from its registered kind.

@@ -130,7 +130,6 @@ class ListedPipeline(PipelineParallel):
         return gradient
 
     def _fetch_input(self) -> Receive | None:
-        """Start to receive the input of a forward pass, which the first stage already has."""
         if self._is_first:
             return None
         self._p2p_helper._recv_meta()
@@ -154,7 +153,6 @@ class ListedPipeline(PipelineParallel):
             self._send("tensor_send_prev", gradient)
 
     def _send(self, direction: str, tensors: Any) -> None:
-        """Start a send, after the previous one in the same direction has completed."""
         self._complete(direction)
         # Send copies: the model's tensors are emptied while the message is still in transit.
         tensors = tuple(tensor.detach() for tensor in tensors)

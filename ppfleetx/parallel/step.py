@@ -92,10 +92,8 @@ class StepRunner(ABC):
     clipping, update. The engine calls it under every plan.
 
     Args:
-        model: this rank's part of the model.
         stages: (index in the model, layer) of each stage on this rank.
-        optimizer: the optimizer; None for a runner that only evaluates.
-        module: the task.
+        optimizer: None for a runner that only evaluates.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;

@@ -537,18 +537,14 @@ def matrix_size(layer: LayerSpec) -> int:
 
 
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Floating-point operations of one optimizer step, forward and backward, by Megatron-LM's formula.
+    """Floating-point operations of one optimizer step of ``batch_size`` sequences over the whole job, forward
+    and backward, by Megatron-LM's formula.
 
     Only matrix products count, with two operations per multiply-add. Of attention only the causal half
     counts, and recomputation does not count. Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3
     for swiglu), which for plain GPT is 72BLsh^2(1 + s/12h + V/12hL); h, q, kv and f are the widths of hidden
     states, queries, keys and the MLP; L is the number of layers, V the padded vocabulary, and B the number of
     sequences of s tokens.
-
-    Args:
-        model: the network.
-        batch_size: sequences per step over the whole job.
-        seq_len: tokens per sequence.
     """
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size
