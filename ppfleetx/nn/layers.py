@@ -91,14 +91,10 @@ def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
 
 
 class VocabParallelEmbedding(nn.Layer):
-    """A word embedding whose rows are divided over the tensor-parallel ranks.
+    """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums the ranks'
+    results.
 
     Paddle's own layer uses ``c_embedding``, which copies the whole table in each pass on a plugin's device.
-
-    Args:
-        shape: shape of this rank's rows.
-        rank: this rank's number in the tensor-parallel group.
-        join: sums the ranks' results.
     """
 
     def __init__(

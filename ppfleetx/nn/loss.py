@@ -60,13 +60,8 @@ def token_loss(
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-    """Cross entropy ``[...]`` of each token. Without gradients it is float64, and NaN if a logit is not
-    finite.
-
-    Args:
-        logits: ``[..., V]`` float32.
-        labels: ``[...]`` int64.
-    """
+    """Cross entropy ``[...]`` of each token, from ``logits [..., V]`` float32 and ``labels [...]`` int64.
+    Without gradients it is float64, and NaN if a logit is not finite."""
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)

@@ -115,11 +115,8 @@ def dense(
     """Declare a parameter in the dense view, where all ranks along dp, sharding and sep process different
     tokens.
 
-    Args:
-        shape, init, kind, parts: see :class:`ParamSpec`.
-        mp: placement of the value along mp.
-        partial: whether ranks along mp have the whole parameter but see different positions or heads, so that
-            their gradients must be summed.
+    ``mp`` is the placement of the value along mp. ``partial``: ranks along mp have the whole parameter but
+    see different positions or heads, so that their gradients must be summed.
     """
     grad: dict[str, Placement] = dict.fromkeys(("dp", "sharding", "sep"), PARTIAL)
     if partial:
@@ -129,16 +126,8 @@ def dense(
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One rank's slice of a parameter: :func:`placed` of its :class:`ParamSpec`.
-
-    Attributes:
-        name: canonical name.
-        global_shape: shape of the whole parameter.
-        offset: first global index held here, in each dimension.
-        local_shape: shape held here.
-        init: distribution of the initial values.
-        kind: see :class:`ParamSpec`.
-    """
+    """One rank's slice of a parameter: :func:`placed` of its :class:`ParamSpec`. ``offset`` is the first
+    global index held here, in each dimension."""
 
     name: str
     global_shape: Shape

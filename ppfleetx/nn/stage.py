@@ -198,14 +198,10 @@ def build_stage(
     """Build one stage: canonical names on its parameters, initial values from (seed, name).
 
     Args:
-        stage: the recipe.
-        seed: seed of the initial weights; None: none are drawn, because a checkpoint provides them.
+        seed: None: no values are drawn, because a checkpoint provides them.
         shared: tied sub-layers built so far in this process, by key. A stage uses the sub-layer with its key
             if there is one, and otherwise adds its own.
         empty: parameters have names, shapes and types, but no memory; nothing is drawn.
-
-    Raises:
-        TypeError: the class does not accept the stage's arguments.
     """
     kwargs = dict(stage.kwargs)
     known = stage.tie is not None and shared is not None and stage.tie.key in shared

@@ -57,13 +57,12 @@ class GradientSync:
         ctx: with the groups that the whole model needs.
         tied_group: the group of pipeline ranks with copies of the tied parameters, if this rank is one of
             them.
-        has_experts: whether the model has parameters in the experts' view, on any rank.
+        has_experts: whether any rank has parameters in the experts' view.
         sharding: gives each parameter an owner, the only rank that needs its gradient. None: every rank needs
             every gradient.
         values: with sharding, sends updated values from their owners.
         bucket_bytes: the approximate size of the sums that are sent during the backward pass; None sends all
             sums at its end.
-        ops: fused operators that measure and clip gradients.
     """
 
     def __init__(

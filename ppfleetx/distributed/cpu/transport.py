@@ -282,12 +282,8 @@ class Mesh:
 
 
 class EndedRanks:
-    """The ranks that have ended, and why. Callers must hold the lock.
-
-    Args:
-        rank: rank of this process.
-        names: the names of the other ranks, for messages.
-    """
+    """The ranks that have ended, and why. Callers must hold the lock. ``names`` are the names of the other
+    ranks, for messages."""
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
         self._rank, self._names = rank, names
