@@ -64,7 +64,7 @@ class GPT2LMHeadModel:
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
         """Load the model in a directory in our own, Hugging Face's or FleetX's format. Raises UserError if
-        there is no model. Nothing is downloaded, and no weight is ever initialised at random."""
+        there is no model. Nothing is downloaded, and no weight is ever initialized at random."""
         return cls(GPT.from_pretrained(directory))
 
     def set_train(self, mode: bool = True) -> Self:

@@ -1,6 +1,4 @@
-"""MindFormers' task ``text_generation``: its ``pipeline`` and ``Trainer``, implemented with our own
-classes.
-"""
+"""``pipeline`` and ``Trainer`` with MindFormers' interface, for its task ``text_generation``."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ examples:
         from ppfleetx.doctor.libraries import broken_row
 
         try:
-            from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, command_of, job_rows
+            from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, job_rows
             from ppfleetx.utils.processes import end_child_with_parent
         except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
             return _show([broken_row(error)], 1, as_object=self.json)
@@ -74,7 +74,7 @@ examples:
             end_child_with_parent()
             return super().launch(verb, arguments)
         logs = None if self.log_dir is None else Path(self.log_dir)
-        command = command_of(SCRIPT, arguments)
+        command = [sys.executable, str(SCRIPT), "doctor", *arguments]
         place = self.nproc, self.nnodes, self.master
         rows, size = job_rows(command, *place, seconds=self.timeout, logs_there=logs)
         return _show(rows, size, as_object=self.json)

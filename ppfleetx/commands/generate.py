@@ -248,8 +248,8 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer of ``Data.tokenizer``, else the tokenizer stored in or beside the checkpoint.
 
-    The stored tokenizer is also used if the configuration lies beside the checkpoint and its
-    ``Data.tokenizer.dir`` is gone, because both were written together and have been moved since.
+    The stored tokenizer is also used if the configuration is in the checkpoint's directory and its
+    ``Data.tokenizer.dir`` does not exist any more, because the run's directory has been moved.
     """
     from ppfleetx.data.build import load_tokenizer
 

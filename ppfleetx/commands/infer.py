@@ -60,7 +60,7 @@ def run(options: Infer) -> None:
     cfg, ctx = start_with(_without_checkpoint(cfg))
     for note in notes:
         get_logger().info(f"NOTE: {note}")
-    _say_what_differs(directory, manifest, cfg)
+    _warn_of_differences(directory, manifest, cfg)
     answer(cfg, ctx, prompts, options.output)
 
 
@@ -109,7 +109,7 @@ def _without_checkpoint(cfg: RunConfig) -> RunConfig:
     return cfg.model_copy(update={"Engine": engine, "Model": cfg.Model.model_copy(update={"lora": None})})
 
 
-def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:
+def _warn_of_differences(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:
     """Warn if the configuration describes a different model from the exported one."""
     here = cfg.Model.model_dump(mode="json")
     other = [name for name in _SHAPE_KEYS if manifest.model.get(name, here[name]) != here[name]]

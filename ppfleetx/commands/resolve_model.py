@@ -6,9 +6,8 @@ download. A FleetX checkpoint is read directly, with the network of the shipped 
 sizes.
 
 All processes of a job on one machine share the temporary directory. The first process fills it, the others
-wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or remove the
-directory, and shared to use it. A process that is killed loses its lock; the next call, of any job, removes
-directories that nobody uses.
+wait, and the last one removes it. Processes hold a file lock: exclusive to fill or remove the directory,
+shared to use it. The kernel releases the lock of a killed process; the next call removes unused directories.
 """
 
 from __future__ import annotations
@@ -311,7 +310,7 @@ def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
     """Change ``cfg`` to data-parallel processes that each hold the whole model in float32. Also returns notes
     for the user.
 
-    Export, inference, quantising and pruning run like this, whatever the plan was.
+    Export, inference, quantizing and pruning run like this, whatever the plan was.
     """
     notes = []
     plan = cfg.plan

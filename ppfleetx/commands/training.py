@@ -76,7 +76,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in a locked directory. It is marked as this run's once nothing else can go wrong at the start."""
+    """Train in the output directory, which is locked. The run claims it after all other checks."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -125,7 +125,7 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Roll back: load the run's last checkpoint into the runner; continue after ``consumed_samples``."""
+    """Load the run's last checkpoint into the runner, and return the batches after ``consumed_samples``."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -166,10 +166,10 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Refuse to train quantised weights without adapters."""
+    """Raise ConfigError for quantized weights without adapters, because they cannot be trained."""
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
-            "describes a quantised checkpoint, whose weights cannot be trained. Train adapters beside them "
+            "describes a quantized checkpoint, whose weights cannot be trained. Train adapters beside them "
             "(-o Model.lora.rank=8); or the checkpoint it was made from, with Compress.Quantization if the "
             "numbers are to get used to few bits",
             key="Compress.Weights",
@@ -236,7 +236,7 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> N
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     """Find the checkpoint to evaluate, generate with or export: ``ckpt_dir``, which must be set.
 
-    For weights that do not record a run's progress (quantised, pruned, merged), the step is read from the
+    For weights that do not record a run's progress (quantized, pruned, merged), the step is read from the
     name of their directory.
     """
     named_checkpoint(cfg)

@@ -39,7 +39,7 @@ def _write(path: Path, text: str) -> str:
 
 def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
     """Translate a file with further arguments, or a command line. Without ``dialect``, the toolkit is
-    recognised by its keys or options."""
+    recognized by its keys or options."""
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")
     first, *rest = words

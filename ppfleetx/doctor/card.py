@@ -210,9 +210,10 @@ def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_
         found = flash_attention(query, key, value, start, dropout)
         expected = reference_attention(query, key, value, start, dropout, KernelOptions())
         error = _difference(*(t.astype("float32").numpy() for t in (found, expected)))
-        (well if error <= TOLERANCE[dtype] else wrong).append(
-            f"{size}" if not wrong else f"{size} ({error:.1e})"
-        )
+        if error <= TOLERANCE[dtype]:
+            well.append(str(size))
+        else:
+            wrong.append(f"{size} ({error:.1e})")
     parts = [f"heads of {', '.join(well)} as the reference"] if well else []
     parts += [
         f"heads of {', '.join(map(str, sizes))} by the reference: {why}" for why, sizes in refused.items()

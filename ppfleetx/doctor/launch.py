@@ -76,10 +76,6 @@ def import_row() -> Row | None:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False, errors="replace"
         )
-    except OSError as error:
-        return fail(
-            "import paddle", f"{sys.executable} cannot be started: {error.strerror}", "let this user run it"
-        )
     except subprocess.TimeoutExpired:
         return fail("import paddle", f"takes longer than {_IMPORT_SECONDS:g} s", "is its disk slow or gone?")
     if not done.returncode:
@@ -135,10 +131,8 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
     if nodes < 2:
         return []
     if master is None:
-        given = os.environ.get("PADDLE_NNODES")
-        named = f"PADDLE_NNODES={given}: " if given else ""
-        fix = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if named else "")
-        return [fail("--master", f"{named}several machines, and nothing says where they meet", fix)]
+        found = f"{nodes} machines (--nnodes or PADDLE_NNODES), and nothing says where they meet"
+        return [fail("--master", found, "give --master HOST:PORT, or unset PADDLE_NNODES")]
     return list(examine_nodes(master, nodes, seconds, os.environ))
 
 
@@ -174,7 +168,7 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
     """
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
-        how = f"exit code {number}" if number >= 0 else _signal_words(-number)
+        how = f"exit code {number}" if number >= 0 else f"ended by signal {-number}"
         said = _end_of(logs / f"workerlog.{rank}")
         fix = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
         yield fail(f"rank {rank}", f"it ended before it had reported ({how}) {said}".strip(), fix)
@@ -188,13 +182,6 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
     for check in CHECKS:
         if check.need is Need.NOTHING and not check.imports_paddle:
             yield from (row for row in examine(check, Target()) if row.status in (Status.WARN, Status.FAIL))
-
-
-def _signal_words(number: int) -> str:
-    try:
-        return f"ended by signal {number}, {signal.Signals(number).name}"
-    except ValueError:
-        return f"ended by signal {number}"
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
@@ -249,7 +236,3 @@ def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_ran
     part = Path(directory) / f"{name}.part"
     part.write_text(json.dumps(content), "utf-8")
     part.replace(Path(directory) / name)
-
-
-def command_of(script: Path, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, str(script), "doctor", *arguments]

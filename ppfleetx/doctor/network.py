@@ -55,16 +55,6 @@ def network(target: Target) -> Iterator[Row]:
     yield from named_rows(target, found)
 
 
-def named_addresses(target: Target) -> dict[str, list[str]]:
-    """For each variable that names interfaces, the addresses of the usable ones."""
-    there = interfaces()
-    return {
-        variable: [one.address for one in choose(value, there) if one.is_up and one.address]
-        for variable, choose in _VARIABLES
-        if (value := target.environ.get(variable, ""))
-    }
-
-
 def named_rows(target: Target, found: Sequence[Interface]) -> Iterator[Row]:
     """Check ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, if they are set."""
     several = target.world_size > target.local_size
@@ -198,31 +188,16 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
     return {}
 
 
-def examine_links(meeting: Host | Guest, own: str, port: int, environ: Mapping[str, str]) -> Iterator[Row]:
+def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
     """Try the links between all machines. Every member of the meeting must call this."""
-    announced = meeting.exchange([own, port, named_addresses(Target(environ=environ))], _ROUND_SECONDS)
+    announced = meeting.exchange([own, port], _ROUND_SECONDS)
     size = len(announced)
     # Each machine begins with the next machine, so that they do not all try the same one first.
     order = [(meeting.number + step) % size for step in range(1, size)]
-    there = {n: announced[n].value for n in order if not announced[n].problem}
-    addresses = {n: (value[0], value[1]) for n, value in there.items()}
+    addresses = {str(n): tuple(announced[n].value) for n in order if not announced[n].problem}
     with ThreadPoolExecutor(_THREADS) as pool:
-        mine = dict(zip(there, pool.map(try_link, addresses.values()), strict=True))
-        unreached = list(pool.map(lambda one: _unreached_interfaces(*one), there.items()))
-    named = dict(pair for pairs in unreached for pair in pairs)
-    value = {"links": {str(n): link for n, link in mine.items()}, "named": named}
-    yield from link_rows(meeting.names, meeting.exchange(value, 2 * _ROUND_SECONDS))
-
-
-def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[str, str]]:
-    """The interfaces named in another machine's variables that cannot be reached from here."""
-    own, port, named = announced
-    return [
-        (f"{number} {variable}", f"{address}: {problem}")
-        for variable, addresses in named.items()
-        for address in addresses
-        if address != own and (problem := reach((address, port), _REACH_SECONDS))
-    ]
+        links = dict(zip(addresses, pool.map(try_link, addresses.values()), strict=True))
+    yield from link_rows(meeting.names, meeting.exchange(links, 2 * _ROUND_SECONDS))
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
@@ -233,18 +208,11 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
             failed = True
             yield fail("links", f"{name} has left: {answer.problem}", "look at that machine")
             continue
-        for number, link in answer.value["links"].items():
+        for number, link in answer.value.items():
             other = names[int(number)]
             if "problem" in link:
                 failed = True
                 yield fail("links", f"{name} does not reach {other}: {link['problem']}", link["fix"])
-        for key, problem in answer.value["named"].items():
-            number, variable = key.split(" ")
-            yield fail(
-                variable,
-                f"{name} does not reach {names[int(number)]} at the interface that it names: {problem}",
-                f"name an interface of the network in which the machines meet, in {variable} of that machine",
-            )
     if not failed:
         yield ok("links", f"each of the {len(names)} machines reaches the others on an arbitrary port")
 
@@ -274,13 +242,10 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
             point = address, int(port)
             with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
-                yield from examine_links(meeting, own, own_port, environ)
+                yield from examine_links(meeting, own, own_port)
     except RendezvousError as error:
         yield fail("--master", f"{master}: {error}", error.fix)
         yield from network(Target(world_size=2, environ=environ))
-        for one in interfaces():
-            if one.address and not one.is_up:
-                yield warn("interfaces", f"{one}", f"if it should lead there: ip link set {one.name} up")
 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:

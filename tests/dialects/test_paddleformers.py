@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppfleetx.commands.dialects.megatron import run_paddleformers
+from ppfleetx.commands.megatron_programs import run_paddleformers
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.keys import Kind

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 from ppfleetx.doctor import agreement, files
-from ppfleetx.doctor.agreement import Fact, agreement_rows, differing, digests, in_full
+from ppfleetx.doctor.agreement import agreement_rows, differing, digests, in_full
 from ppfleetx.doctor.check import Status
 from tests.doctor.conftest import by_name, write_corpus
 
@@ -86,19 +85,3 @@ def test_other_versions_and_sources_are_named(target, monkeypatch, tmp_path):
     rows = by_name(agreement_rows({0: full, 2: in_full(cases[2], names, print)}, names))
     assert "ppfleetx is 0.1.0 on rank 0, 0.0.9 on rank 2" in rows["versions"].found
     assert "more" in rows["sources"].found and "on rank 2" in rows["sources"].found
-
-
-def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(target, monkeypatch):
-    monkeypatch.setattr(agreement, "_READ_SECONDS", 0.2)
-    released, cases, asked = threading.Event(), [target(), target(rank=1)], []
-    slow = Fact("data and tokenizer", lambda target: {"corpus": str(released.wait(20.0))}, "copy it")
-    monkeypatch.setattr(agreement, "FACTS", (slow,))
-    told = [digests(one, asked.append) for one in cases]
-    names = differing(told)
-    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
-    row = by_name(agreement_rows(full, names))["data and tokenizer"]
-    assert asked == ["data and tokenizer"] * 2 and row.status is Status.WARN
-    assert row.found == "not compared: ranks 0, 1 could not read it within 0.2 s"
-    released.set()
-    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
-    assert by_name(agreement_rows(full, names))["data and tokenizer"].status is Status.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -125,11 +126,9 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 
 def _meant_by(place: str) -> Iterator[Path]:
-    """The step directory that the configuration names and that must stay, with links resolved."""
-    try:
+    """Yield the step directory that ``place`` names, with links resolved, if there is one."""
+    with contextlib.suppress(CheckpointError):  # the code that needs it reports the error
         yield resolve_checkpoint(place).resolve()
-    except CheckpointError:  # the code that needs it reports the error
-        return
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:

@@ -330,8 +330,7 @@ class Engine:
         return None
 
     def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """React to a spike, and report it. Returns the result for :meth:`_step`. Raises
-        TrainingStoppedError."""
+        """Handle and report a spike. Returns what :meth:`_step` returns. Raises TrainingStoppedError."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:

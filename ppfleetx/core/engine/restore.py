@@ -149,13 +149,13 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Refuse weights trained with fake quantisation in a model without it, and the other way round."""
+        """Refuse weights trained with fake quantization in a model without it, and the other way round."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} was not trained with Compress.Quantization: it has no scales "
                 f"of its layers' inputs ({held[0]}). Set Compress.Quantization.enable to False; or, to "
-                "train with quantisation from its weights, name it in Engine.save_load.init_from (without "
+                "train with quantization from its weights, name it in Engine.save_load.init_from (without "
                 "Model.lora)"
             )
         if stored and not held and not self.options.allow_extra:

@@ -82,7 +82,7 @@ def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
 
 
 def run_traces(output_dir: Path) -> list[str]:
-    """Describe in words the files of a run in a directory."""
+    """List the files of a run in a directory, e.g. ``["2 checkpoints, ...", "metrics.jsonl"]``."""
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
     if not found:

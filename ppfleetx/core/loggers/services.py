@@ -15,7 +15,7 @@ from ppfleetx.utils.log import get_logger
 
 
 class _Continued(LogWriter):
-    """A resumed run continues under its id."""
+    """Saves the service's id of the run, so that a resumed run continues it."""
 
     _id: str | None = None
 

@@ -67,10 +67,10 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Translate latent attention, whose rotary positions rotate neighbouring features, as in DeepSeek."""
+    """Translate latent attention, whose rotary positions rotate neighboring features, as in DeepSeek."""
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
-        raise run.error(name, "needs qk_layernorm: compressed vectors are always normalised")
+        raise run.error(name, "needs qk_layernorm: compressed vectors are always normalized")
     for key, theirs, default in (
         ("q_rank", "q_lora_rank", None),
         ("kv_rank", "kv_lora_rank", 32),

@@ -72,7 +72,7 @@ def network(run: Translation) -> None:
 
 
 def balancing(run: Translation) -> None:
-    """Translate the update of a router's bias, for networks with such a bias."""
+    """Translate the update rate of the routers' bias, if the network has one."""
     name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
     if run.value(has_bias) is True:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
@@ -139,8 +139,7 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Require ``max_steps``, because a run here ends after its steps, and translate the steps of a
-    profile."""
+    """Require ``max_steps``, and translate the steps to profile."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place

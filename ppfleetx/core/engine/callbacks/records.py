@@ -170,7 +170,7 @@ class MetricsFile(Recorder):
             )
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Append a whole line or nothing. A full disk does not stop training here, only when a save fails."""
+        """Append a whole line or nothing. A full disk is logged, and training continues."""
         line = (json.dumps(record) + "\n").encode()
         try:
             # Opened for each line, so that a killed run leaves whole lines.

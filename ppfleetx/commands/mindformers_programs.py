@@ -127,7 +127,7 @@ def _whole_batches(cfg: RunConfig) -> int:
 
 
 def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
-    """Return ``max_dec_len`` as MindFormers counts it, which includes the longest prompt."""
+    """Subtract the longest prompt from ``max_decode_length``, which includes the prompt in MindFormers."""
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
     given = translation.given.get(key)

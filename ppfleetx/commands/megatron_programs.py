@@ -75,7 +75,7 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Split the arguments: whether to check only, the number of processes, and Megatron's arguments."""
+    """Split the arguments into ``--check``, ``--world-size`` and the arguments of the other toolkit."""
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:
@@ -133,7 +133,7 @@ def _put_aside(output: Path) -> None:
 
 
 def _launch(arguments: Sequence[str]) -> int:
-    program = Path(__file__).resolve().parents[3] / "projects" / "megatron" / "pretrain_gpt.py"
+    program = Path(__file__).resolve().parents[2] / "projects" / "megatron" / "pretrain_gpt.py"
     command = [*LAUNCHER, "--nproc_per_node", str(gpt2_sizes.PROCESSES)]
     command += ["--log_dir", str(_LOG), str(program), *arguments]
     with (_LOG / "train_0.log").open("wb") as log:

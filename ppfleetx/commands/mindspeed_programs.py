@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppfleetx.commands.dialects.megatron import LAUNCHER, train_translated
+from ppfleetx.commands.megatron_programs import LAUNCHER, train_translated
 from ppfleetx.commands.options import whole_number
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.megatron.dialect import without_launcher
