@@ -283,9 +283,6 @@ class Trainer:
         return pipeline(TASK, model, self._tokenizer)(input_data, **options)
 
     def _native(self, overrides: list[Override], *, starts: bool = True) -> NativeTrainer:
-        """Make our own trainer. With ``starts``, it starts by default from the weights in the model's
-        directory.
-        """
         config: Configuration = str(self._place)
         tokenizer = self._tokenizer
         if Path(self._place).exists():

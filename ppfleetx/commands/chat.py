@@ -162,7 +162,6 @@ def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section to use for answers."""
     check_options(cfg)
     section = cfg.Generation
     if section.num_return_sequences != 1 or section.decode_strategy == "beam_search":

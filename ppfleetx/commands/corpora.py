@@ -178,7 +178,6 @@ class Index(ConfigOptions):
 
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:
-    """Return (title, ``Eval``, configuration) of each evaluation set."""
     from ppfleetx.config.sections.root import data_sets
 
     sets = data_sets(cfg) or {None: cfg}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,21 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.commands.launching import SCRIPT, LaunchOptions
-from ppfleetx.commands.options import OptionalConfigOptions, option, switch
+from ppfleetx.commands.options import OptionalConfigOptions, option, refuse_not_positive, switch
 
 if TYPE_CHECKING:
     from ppfleetx.doctor.check import Row, Target
-
-
-def _seconds(text: str) -> float:
-    """Parse an option's value in seconds, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, not {text!r}")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +39,6 @@ examples:
     timeout: float = option(
         "how long machines and processes wait for each other, and for their communication (120)",
         default=120.0,
-        type=_seconds,
         metavar="SECONDS",
     )
 
@@ -62,6 +48,7 @@ examples:
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Check the nodes, start the ranks as separate processes, and print their findings."""
         self.refuse_unusable()
+        refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
 
         try:
@@ -81,6 +68,7 @@ examples:
 
     def run(self) -> int:
         """Run the checks in this process, alone or as a rank of a job, and return the exit code."""
+        refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
 
         try:

@@ -167,34 +167,27 @@ def evaluate(
     Returns:
         The result, which is the same on all ranks that know the loss, and the settings of the measurement.
     """
-    with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
-        return _evaluate(cfg, ctx, windows)
-
-
-def _evaluate(
-    cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
-) -> tuple[Result, dict[str, Any]]:
     from ppfleetx.commands.training import build_runner, find_weights
 
-    start = find_weights(cfg, ctx)
-    runner = build_runner(cfg, ctx, train=False)
-    start.restore_weights(runner, cfg.Model)
-    PROGRESS.is_under_way = True
-    started = time.perf_counter()
-    total = sum_over_windows(runner, cfg, ctx, windows)
-    result = result_of(cfg, windows, total)
-    if not math.isfinite(total):
-        get_logger().warning(
-            f"the logits of {start.checkpoint.path} are not finite (NaN or infinite), and so is the result"
-        )
-    about = {
-        "checkpoint": str(start.checkpoint.path),
-        "step": start.state.step,
-        "max_seq_len": cfg.Offline_Eval.max_seq_len,
-        **({} if cfg.Offline_Eval.cloze_eval else {"overlapping_eval": cfg.Offline_Eval.overlapping_eval}),
-        "seconds": time.perf_counter() - started,
-    }
-    return result, about
+    with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
+        start = find_weights(cfg, ctx)
+        runner = build_runner(cfg, ctx, train=False)
+        start.restore_weights(runner, cfg.Model)
+        PROGRESS.is_under_way = True
+        started = time.perf_counter()
+        total = sum_over_windows(runner, cfg, ctx, windows)
+        result = result_of(cfg, windows, total)
+        if not math.isfinite(total):
+            get_logger().warning(f"logits of {start.checkpoint.path} are not finite, and so is the result")
+        about: dict[str, Any] = {
+            "checkpoint": str(start.checkpoint.path),
+            "step": start.state.step,
+            "max_seq_len": cfg.Offline_Eval.max_seq_len,
+            "seconds": time.perf_counter() - started,
+        }
+        if not cfg.Offline_Eval.cloze_eval:
+            about["overlapping_eval"] = cfg.Offline_Eval.overlapping_eval
+        return result, about
 
 
 def sum_over_windows(

@@ -66,19 +66,15 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
     """
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
-        _generate(cfg, ctx, prompts, output)
-
-
-def _generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    generator = load_generator(cfg, ctx)
-    PROGRESS.is_under_way = True
-    if _is_followed(cfg, ctx, prompts):
-        results = [_print_as_it_comes(generator, prompts[0], cfg)]
-    else:
-        results = continue_together(generator, cfg, ctx, prompts)
-        for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
-            print_generations(prompt, generations)
-    write_generations(ctx, output, prompts, results)
+        generator = load_generator(cfg, ctx)
+        PROGRESS.is_under_way = True
+        if _is_followed(cfg, ctx, prompts):
+            results = [_print_as_it_comes(generator, prompts[0], cfg)]
+        else:
+            results = continue_together(generator, cfg, ctx, prompts)
+            for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
+                print_generations(prompt, generations)
+        write_generations(ctx, output, prompts, results)
 
 
 def continue_together(
@@ -352,7 +348,6 @@ def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
 
 
 def _is_followed(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]) -> bool:
-    """Whether a single text is shown in a terminal as it grows."""
     return (
         ctx.world_size == 1
         and sys.stdout.isatty()

@@ -127,7 +127,6 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
 
 
 def _put_aside(output: Path) -> None:
-    """Rename the directory of an earlier run, to keep it."""
     if output.is_dir() and is_taken(output):
         print(f"the results of an earlier run are now in {put_aside(output)}", flush=True)
 
@@ -230,7 +229,6 @@ def _text(output_dir: Path, extracted: Path) -> Path:
 
 @os_errors(DataError)
 def _encode(text: Path, output_dir: Path, workers: int) -> str:
-    """Write the pair atomically. Returns a line for the log."""
     target = output_dir / NAME
     for suffix in (".bin", ".idx"):
         if Path(f"{target}{suffix}").exists():

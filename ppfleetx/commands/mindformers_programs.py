@@ -84,7 +84,6 @@ _PROGRAMS: dict[str, Callable[[RunConfig, Translation], None]] = {
 
 
 def _require_corpus(cfg: RunConfig, split: str) -> None:
-    """Check that the configuration names a corpus, and that the corpus is not in MindSpore's format."""
     block = "train_dataset" if split == "Train" else "eval_dataset"
     key, place = f"{block}.data_loader.dataset_dir", cfg.origins.get(f"Data.{split}.dataset.input_dir")
     if place is None:
@@ -104,7 +103,6 @@ def _require_corpus(cfg: RunConfig, split: str) -> None:
 
 
 def _require_checkpoint(cfg: RunConfig) -> None:
-    """Check that the configuration names a checkpoint, and that it is not in MindSpore's format."""
     key = "Engine.save_load.ckpt_dir"
     path, place = cfg.Engine.save_load.ckpt_dir, cfg.origins.get(key)
     if path is None:
@@ -120,7 +118,6 @@ def _require_checkpoint(cfg: RunConfig) -> None:
 
 
 def _whole_batches(cfg: RunConfig) -> int:
-    """The number of global batches in the corpus of ``Data.Eval``, at least 1."""
     tokens = sum(store.num_tokens for group in open_corpora(cfg, "Eval") for store in group)
     samples = (tokens - 1) // cfg.Data.Eval.dataset.max_seq_len
     return max(1, samples // cfg.batch.global_batch_size)

@@ -94,7 +94,6 @@ def _truth(text: str) -> bool:
 
 
 def _name_logs(log_dir: Path, workers: int) -> None:
-    """Link ``worker_N.log`` to each ``workerlog.N`` of Paddle's launcher."""
     with writing("--log_dir", log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
         for number in range(workers):

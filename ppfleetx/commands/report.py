@@ -171,13 +171,11 @@ def _summary(run: RunFiles, price: float | None) -> Section:
 
 
 def _last_evaluation(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """The last loss of each evaluation set."""
     for name, (_, losses) in series_of(run.of_kind("eval"), "loss").items():
         yield name.replace("eval", "evaluation loss", 1), f"{losses[-1]:.4f}"
 
 
 def _curves(run: RunFiles, output: Path) -> Section:
-    """Draw the curves into ``output`` and return their section."""
     pictures = [output / "loss.svg", output / "training.svg"]
     save_figure(draw_losses(run.records), pictures[0], "--output")
     wanted = {"lr": "learning rate", "grad_norm": "gradient norm", "ips_total": "tokens a second"}
@@ -287,7 +285,6 @@ def _data(run: RunFiles) -> Section:
 
 
 def _checkpoints(directory: Path) -> list[Section]:
-    """The complete checkpoints."""
     rows = []
     for path in complete_checkpoints(directory):
         facts = summary(open_for_inspection(path))
@@ -297,7 +294,6 @@ def _checkpoints(directory: Path) -> list[Section]:
 
 
 def _configuration(cfg: RunConfig) -> Section:
-    """The section with the output of ``ppfleetx check``, which includes the predicted memory."""
     *lines, _ = check_report(cfg).splitlines()  # the last line says that everything is valid
     return Section("Model, plan and predicted memory", texts=["\n".join(lines)])
 
@@ -346,6 +342,5 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
 
 
 def _inline(path: Path) -> str:
-    """The SVG picture without its XML declaration."""
     text = path.read_text(encoding="utf-8")
     return text[text.index("<svg") :]

@@ -256,8 +256,6 @@ def _is_lasting(key: str) -> bool:
 
 
 def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> ModelPlace:
-    """Convert the model once on each machine, for all processes of the job."""
-
     def fill(target: Path) -> None:
         whose = {"hf": "is Hugging Face's", "gguf": "is a GGUF file"}[source]
         _log().info(
@@ -318,11 +316,10 @@ def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
         notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
     if cfg.Engine.mix_precision.enable:
         notes.append("Engine.mix_precision is disabled: the model computes in float32")
-    distributed = DistributedConfig(dp_degree=processes)
-    model = cfg.Model.model_copy(update={"sequence_parallel": False, "virtual_pp_degree": 1})
+    cfg = cfg.model_copy(update={"Distributed": DistributedConfig(dp_degree=processes)})
+    cfg = cfg.changed("Model", sequence_parallel=False, virtual_pp_degree=1)
     precision = cfg.Engine.mix_precision.model_copy(update={"enable": False})
-    engine = cfg.Engine.model_copy(update={"mix_precision": precision})
-    return cfg.model_copy(update={"Distributed": distributed, "Model": model, "Engine": engine}), notes
+    return cfg.changed("Engine", mix_precision=precision), notes
 
 
 def _log() -> Any:

@@ -157,7 +157,6 @@ def _pruning(
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
-    """The names of data sources whose losses are logged separately."""
     if not cfg.Engine.log_source_loss:
         return []
     if not loader.sources:
@@ -186,22 +185,18 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
-        return _evaluate(cfg, ctx)
-
-
-def _evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
-    start = find_weights(cfg, ctx)
-    sets = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
-    runner = build_runner(cfg, ctx, train=False)
-    start.restore_weights(runner, cfg.Model)
-    callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
-    engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_evaluator=evaluator_of(cfg, ctx))
-    engine.state = start.state
-    PROGRESS.is_under_way = True
-    records = engine.evaluate(sets)
-    if cfg.Model.task.classifies and cfg.Data.Test is not None:
-        _predict_test(cfg, ctx, runner)
-    return records
+        start = find_weights(cfg, ctx)
+        sets = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
+        runner = build_runner(cfg, ctx, train=False)
+        start.restore_weights(runner, cfg.Model)
+        callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
+        engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_evaluator=evaluator_of(cfg, ctx))
+        engine.state = start.state
+        PROGRESS.is_under_way = True
+        records = engine.evaluate(sets)
+        if cfg.Model.task.classifies and cfg.Data.Test is not None:
+            _predict_test(cfg, ctx, runner)
+        return records
 
 
 def _without_data(what: str, key: str) -> ConfigError:
@@ -221,7 +216,6 @@ def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = Tru
 
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
-    """Write predictions for ``Data.Test``, which has no labels."""
     evaluator = evaluator_of(cfg, ctx, has_labels=False)()
     for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
         evaluator.add(runner, micro_batches)
@@ -288,9 +282,6 @@ def _eval_sets(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:
 def _data(
     cfg: RunConfig, ctx: ParallelContext, start: Start
 ) -> tuple[Tokenizer | None, DataLoader, EvalSets]:
-    """Build the tokenizer, the training batches from the point where the run continues, and the evaluation
-    data.
-    """
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
     for line in token_id_lines(cfg):
         get_logger().info(line)
@@ -304,6 +295,5 @@ def _data(
 
 
 def _verify(cfg: RunConfig, modes: Sequence[str]) -> None:
-    """Compare the corpora with their checksums, once per node."""
     if local_rank() == 0:
         verify_corpora(cfg, modes)

@@ -82,7 +82,6 @@ def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
 
 
 def _there(target: Target) -> tuple[float, str] | None:
-    """The memory of one device in bytes, and its name; None if unknown."""
     if is_card(target.device):
         return total_memory()
     return (available_bytes() or 0) / target.local_size, "this machine's free memory, shared by its processes"

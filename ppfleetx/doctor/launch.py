@@ -23,7 +23,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.doctor.check import Row, Status, Target, exit_code, fail, in_groups
 from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
-from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
+from ppfleetx.doctor.run import LOCAL_SECONDS
 from ppfleetx.utils.peers import START_VARIABLE
 
 # The launcher reads these as its options, and ranks read their place in the job from them.
@@ -187,16 +187,15 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
     """Run the launcher, leave nothing running, and return its exit code.
 
-    Once a rank has reported, the others should end soon; a rank that does not is hanging or stopped. Ranks
-    that did not meet get more time: they run on their own, and the first rank of a machine has more checks to
-    run.
+    Once the machine's first rank, which runs the most checks, has reported, a rank that does not end soon is
+    hanging or stopped. Once only another rank has reported, the first one gets more time.
     """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
     try:
         while (code := process.poll()) is None and (now := time.monotonic()) < deadline:
             if not is_near and (reports := sorted(place.glob(_REPORT))):
-                is_near = reports[0].name == _report_of(0) or _has_met(reports[0])
+                is_near = reports[0].name == _report_of(0)
                 deadline = min(deadline, now + (_END_SECONDS if is_near else _ALONE_SECONDS))
             time.sleep(_LOOK_SECONDS)
         return signal.SIGTERM if code is None else code
@@ -208,11 +207,6 @@ def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: flo
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _has_met(report: Path) -> bool:
-    rows = json.loads(report.read_text("utf-8"))["rows"]
-    return all(row["name"] != ALONE for row in rows)
 
 
 def _text_of(file: Path) -> str:

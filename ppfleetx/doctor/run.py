@@ -31,8 +31,6 @@ LOCAL_SECONDS = 1200.0
 """Time limit for all checks that a process runs on its own; each check also has its own limit."""
 _CHECK_SECONDS = 360.0  # seconds, longer than any single check may take
 _SHORT_SECONDS = 60.0
-ALONE = "meeting"
-"""The name of the row for a rank that did not meet the others."""
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # After a failure under one of these headings the process groups would fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
@@ -55,7 +53,7 @@ def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]],
     try:
         meeting = open_meeting(*place, is_host=is_host, number=target.rank)
     except RendezvousError as error:
-        row = fail(ALONE, f"rank {target.rank}: {error}", error.fix)
+        row = fail("meeting", f"rank {target.rank}: {error}", error.fix)
         return in_groups([*examine_all(target), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
         job = Job(target, meeting)

@@ -32,7 +32,6 @@ from ppfleetx.core.engine.run_directory import (
     RESUME,
     base_of,
     output_dir_of,
-    with_value,
 )
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather, joint_errors
@@ -284,8 +283,9 @@ def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start
             base = base_of(cfg)
     base = gather(ctx, None if base is None else str(base))[0]
     if base is not None:
-        cfg = with_value(cfg, "Model.lora.base", base)
+        cfg = cfg.changed("Model", lora=cfg.Model.lora.model_copy(update={"base": base}))
     start = find_start(cfg.Engine.save_load, output_dir_of(cfg), ctx)
     if start.found_by in (CKPT_DIR, INIT_FROM):
-        cfg = with_value(cfg, start.found_by, str(start.checkpoint.path))
+        key, place = start.found_by.rpartition(".")[2], str(start.checkpoint.path)
+        cfg = cfg.changed("Engine", save_load=cfg.Engine.save_load.model_copy(update={key: place}))
     return cfg, start

@@ -221,7 +221,6 @@ def _decay(run: Translation) -> None:
 
 
 def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) -> None:
-    """Set the warm-up as whole steps, or else as a share of the decay steps."""
     if steps == int(steps):
         run.put("Optimizer.lr.warmup_steps", int(steps), *origins)
         return

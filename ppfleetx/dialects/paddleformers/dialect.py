@@ -79,7 +79,6 @@ def balancing(run: Translation) -> None:
 
 
 def _unless(run: Translation, key: str, value: float, *names: str) -> None:
-    """Set a native value, unless an argument of the run has set it."""
     if key not in run.native:
         run.put(key, value, *names)
 
@@ -323,7 +322,6 @@ def _rules(world_size: int | None) -> list[Rule]:
 
 
 def _arguments(argv: Sequence[str]) -> Iterable[Given]:
-    """The options of a command line. An option without a value is true."""
     words: list[str] = []
     for at, word in enumerate(argv):
         words.append(word)
@@ -334,7 +332,6 @@ def _arguments(argv: Sequence[str]) -> Iterable[Given]:
 
 
 def _keys_of_network(one: Given) -> Iterator[Given]:
-    """Read the keys of the network from the directory that ``model_name_or_path`` names."""
     directory = Path(str(one.value))
     if os.path.isfile(directory / _OURS):  # noqa: PTH113 - Path.is_file raises for names that no file can have
         keys = given_in_file(directory / _OURS, f"{_OURS}.", named=one)

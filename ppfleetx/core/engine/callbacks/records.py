@@ -161,7 +161,6 @@ class MetricsFile(Recorder):
         self.keep({"kind": "stragglers", **found.to_json()})
 
     def _forget(self, step: int, *, consumed: float = math.inf) -> None:
-        """Call :func:`keep_until`, but do not stop training because of a full disk."""
         try:
             keep_until(self._path, step, consumed=consumed)
         except OSError as error:
