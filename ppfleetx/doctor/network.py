@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-from ppfleetx.config.counts import bytes_text
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
 from ppfleetx.doctor.meeting import Answer, Guest, Host, open_meeting
@@ -123,69 +120,19 @@ _VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact
 
 
 _THREADS = 32
-_REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
-_FEW_BYTES, _PACKETS_BYTES = 64, 64 << 10
-_DONE = b"!"  # the answer to bytes that have arrived
+_REACH_SECONDS, _ROUND_SECONDS = 5.0, 60.0
 _OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each other on all ports"
-_FIREWALL_FIX = "a firewall or proxy opens connections and drops the data: let it through"
-_MTU_FIX = (
-    "large packets get lost: give all machines, and the switches between them, one MTU "
-    "(ip link; ip link set dev NAME mtu 1500), and let ICMP through"
-)
 
 
-def reach(address: tuple[str, int], seconds: float) -> str:
+def reach(address: tuple[str, int]) -> str:
+    """Connect to a port. Returns the problem, or an empty string if there is none."""
     try:
-        socket.create_connection(address, seconds).close()
+        socket.create_connection(address, _REACH_SECONDS).close()
     except TimeoutError:
         return "nothing comes back"
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-@contextlib.contextmanager
-def receiving() -> Iterator[int]:
-    """Context in which a port of this machine receives what :func:`try_link` sends."""
-    with socket.create_server(("", 0), backlog=1024) as listener:
-        threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
-        yield listener.getsockname()[1]
-
-
-def _serve(listener: socket.socket) -> None:
-    with ThreadPoolExecutor(_THREADS) as pool, contextlib.suppress(OSError):  # the listener is closed
-        while True:
-            pool.submit(_take, listener.accept()[0])
-
-
-def _take(connection: socket.socket) -> None:
-    with connection, connection.makefile("rb") as sent, contextlib.suppress(OSError):
-        connection.settimeout(2 * _SEND_SECONDS)
-        for count in (_FEW_BYTES, _PACKETS_BYTES):
-            if len(sent.read(count)) == count:  # with a timeout, recv returns before all bytes are there
-                connection.sendall(_DONE)
-
-
-def try_link(address: tuple[str, int]) -> dict[str, Any]:
-    """Try a link. Returns its ``problem`` and ``fix``, or an empty dictionary if it works."""
-    if problem := reach(address, _REACH_SECONDS):
-        return {"problem": problem, "fix": _OPEN_FIX}
-    done = 0
-    try:
-        with socket.create_connection(address, _REACH_SECONDS) as connection:
-            connection.settimeout(_SEND_SECONDS)
-            for count in (_FEW_BYTES, _PACKETS_BYTES):
-                connection.sendall(bytes(count))
-                if connection.recv(1) != _DONE:
-                    raise ConnectionResetError
-                done = count
-    except OSError:
-        what = "nothing that is sent arrives" if not done else f"{bytes_text(_PACKETS_BYTES)} do not arrive"
-        return {
-            "problem": f"a connection opens, and {what} within {_SEND_SECONDS:g} s",
-            "fix": _MTU_FIX if done else _FIREWALL_FIX,
-        }
-    return {}
 
 
 def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
@@ -196,7 +143,7 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
     order = [(meeting.number + step) % size for step in range(1, size)]
     addresses = {str(n): tuple(announced[n].value) for n in order if not announced[n].problem}
     with ThreadPoolExecutor(_THREADS) as pool:
-        links = dict(zip(addresses, pool.map(try_link, addresses.values()), strict=True))
+        links = dict(zip(addresses, pool.map(reach, addresses.values()), strict=True))
     yield from link_rows(meeting.names, meeting.exchange(links, 2 * _ROUND_SECONDS))
 
 
@@ -208,11 +155,10 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
             failed = True
             yield fail("links", f"{name} has left: {answer.problem}", "look at that machine")
             continue
-        for number, link in answer.value.items():
-            other = names[int(number)]
-            if "problem" in link:
+        for number, problem in answer.value.items():
+            if problem:
                 failed = True
-                yield fail("links", f"{name} does not reach {other}: {link['problem']}", link["fix"])
+                yield fail("links", f"{name} does not reach {names[int(number)]}: {problem}", _OPEN_FIX)
     if not failed:
         yield ok("links", f"each of the {len(names)} machines reaches the others on an arbitrary port")
 
@@ -238,8 +184,8 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     yield problem or ok("own address", f"{own}, announced to the others by the launcher")
     name = f"node {socket.gethostname()} {own}"
     try:
-        with receiving() as own_port:
-            point = address, int(port)
+        with socket.create_server(("", 0), backlog=1024) as listener:  # the kernel accepts connections
+            point, own_port = (address, int(port)), listener.getsockname()[1]
             with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
                 yield from examine_links(meeting, own, own_port)

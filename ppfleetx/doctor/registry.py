@@ -81,7 +81,6 @@ CHECKS: tuple[Check, ...] = (
     Check("card", "card", "driver", "driver", Need.GPU, seconds=30.0),
     Check("card", "card", "card", "card", Need.CARD, Each.RANK),
     Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
-    Check("card", "card", "flash", "flash attention", Need.CARD, Each.RANK),
 )
 """Every check that a process runs on its own."""
 
