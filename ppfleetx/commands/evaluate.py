@@ -19,7 +19,7 @@ from ppfleetx.config.loader import read_config
 from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
-from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
+from ppfleetx.core.engine.start_watchdog import EVALUATION_DIR, watched
 from ppfleetx.data.tasks.evaluation import (
     LastWords,
     SlidingWindows,
@@ -146,11 +146,6 @@ def check_plan(cfg: RunConfig) -> None:
         )
 
 
-def length_multiple(cfg: RunConfig) -> int:
-    """The number of parts into which the plan of ``cfg`` splits sequences."""
-    return cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
-
-
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
     """The evaluation set of ``cfg``, encoded with the tokenizer of the configuration or the checkpoint."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
@@ -195,9 +190,9 @@ def sum_over_windows(
 ) -> float:
     """Sum the counts of ``GPTEvalModule`` over all windows and data-parallel ranks, in float64."""
     section = cfg.Offline_Eval
-    batches = window_batches(
-        windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=length_multiple(cfg)
-    )
+    # Lengths must be a multiple of the number of parts into which the plan splits sequences.
+    parts = cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
+    batches = window_batches(windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=parts)
     num_steps = num_batches(windows, section.batch_size, ctx.data_size)
     total = scored = 0.0
     since = time.perf_counter()

@@ -18,7 +18,7 @@ from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
 from ppfleetx.core.engine.callbacks.device_usage import offload_notes, rank_table
-from ppfleetx.core.engine.claim import begin
+from ppfleetx.core.engine.claim_output_dir import begin
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
 from ppfleetx.core.engine.progress import TrainingLength
@@ -27,7 +27,7 @@ from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import lock_output_dir, output_dir_of
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
+from ppfleetx.core.engine.start_watchdog import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.module.finetune import predictions_directory, write_predictions
 from ppfleetx.data.build import build_dataloader, load_tokenizer

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.given import normal_name, refuse_other_models
-from ppfleetx.dialects.keys import KeyTable
+from ppfleetx.dialects.key_tables import KeyTable
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.user_values import normal_name, refuse_other_models
 
 _MODULES: tuple[str, ...] = (
     "mindformers.dialect",

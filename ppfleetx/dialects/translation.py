@@ -16,8 +16,8 @@ import yaml
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.tree import Node, node_of, put
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.given import Given
-from ppfleetx.dialects.keys import Key, KeyTable, Kind, choice, flag, integer, number
+from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, integer, number
+from ppfleetx.dialects.user_values import Given
 
 DEFAULT = "its default"
 """The comment on a value that is the toolkit's default."""
@@ -191,7 +191,7 @@ class Translation:
         for note in self.notes:
             yield f"# {_one_line(note)}"
         for words, keys in (
-            ("Honoured by what is always so here", [one.key for one in self.fixed]),
+            ("Without effect, because always so here", [one.key for one in self.fixed]),
             ("Without meaning here", [one.key for one in self.unused]),
         ):
             if keys:

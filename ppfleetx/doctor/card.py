@@ -24,6 +24,9 @@ _BUSY_SHARE = 0.1
 
 def driver(target: Target) -> Iterator[Row]:
     """Report the output of ``nvidia-smi``: driver, cards, memory in use, memory errors."""
+    if not is_gpu(target.device):
+        yield skipped("driver", f"nvidia-smi is for GPUs, and the device is {target.device}")
+        return
     program = shutil.which("nvidia-smi")
     if program is None:
         yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")

@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.doctor import network
 from ppfleetx.doctor.check import Status, Target
-from ppfleetx.doctor.meeting import Answer
+from ppfleetx.doctor.exchange import Answer
 from ppfleetx.doctor.network import (
     Interface,
     interfaces,

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import read_yaml, shown_path
-from ppfleetx.dialects.given import (
+from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
+from ppfleetx.dialects.megatron import network_rules, run_rules
+from ppfleetx.dialects.megatron.expert_rules import experts
+from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
+from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.translation import Rule, Translation, translate
+from ppfleetx.dialects.user_values import (
     Given,
     given_arguments,
     given_in,
@@ -17,12 +23,6 @@ from ppfleetx.dialects.given import (
     without_launcher,
     world_of,
 )
-from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
-from ppfleetx.dialects.megatron import network_rules, run_rules
-from ppfleetx.dialects.megatron.expert_rules import experts
-from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
-from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "Megatron"
 _DEEPSPEED = "deepspeed_config"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.given import Given, weighted_corpora
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.user_values import Given, weighted_corpora
 
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"

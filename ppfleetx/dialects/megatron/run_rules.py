@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 
-from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.translation import Rule, Translation
+from ppfleetx.dialects.user_values import Given
 from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
 _TYPES = {

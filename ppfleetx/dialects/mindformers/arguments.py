@@ -10,8 +10,8 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.parse import key_problem, parse_yaml, read_yaml
 from ppfleetx.config.reading.tree import Node, merge, plain_value, put
-from ppfleetx.dialects.given import Given, given_arguments, normal_name
-from ppfleetx.dialects.keys import Key, KeyTable, Kind
+from ppfleetx.dialects.key_tables import Key, KeyTable, Kind
+from ppfleetx.dialects.user_values import Given, given_arguments, normal_name
 
 RUN_MODES = ("train", "finetune", "eval", "predict")
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.given import given_in, without_launcher
-from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
+from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
 from ppfleetx.dialects.mindformers.arguments import FLAGS, RUN_MODES, read_command_line
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Translation, translate
+from ppfleetx.dialects.user_values import given_in, without_launcher
 from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
 _DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}

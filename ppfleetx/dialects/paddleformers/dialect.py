@@ -10,7 +10,10 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import shown_path
-from ppfleetx.dialects.given import (
+from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
+from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.translation import Rule, Translation, translate
+from ppfleetx.dialects.user_values import (
     Given,
     given_arguments,
     given_in_file,
@@ -18,9 +21,6 @@ from ppfleetx.dialects.given import (
     without_launcher,
     world_of,
 )
-from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
-from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
 
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
