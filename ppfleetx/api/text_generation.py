@@ -33,12 +33,7 @@ _MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
 
 
 class TextGenerationPipeline:
-    """Continues texts; create it with :func:`pipeline`.
-
-    Args:
-        model: the model.
-        options: default options.
-    """
+    """Continues texts; create it with :func:`pipeline`. ``options`` are defaults for each call."""
 
     def __init__(self, model: GPT, options: dict[str, Any]) -> None:
         self.model, self._defaults = model, options

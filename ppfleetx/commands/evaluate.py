@@ -157,11 +157,8 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
-    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``.
-
-    Returns:
-        The result, which is the same on all ranks that know the loss, and the settings of the measurement.
-    """
+    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the result, equal on all
+    ranks that know the loss, and the settings of the measurement."""
     from ppfleetx.commands.training import build_runner, find_weights
 
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):

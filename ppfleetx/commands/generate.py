@@ -80,13 +80,8 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
 def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
-    """Split the prompts among the data-parallel ranks; every rank gets all results, in order.
-
-    The result for a prompt does not depend on the number of ranks.
-
-    Raises:
-        UserError: on every rank, if any rank raises one.
-    """
+    """Split the prompts among the data-parallel ranks; every rank gets all results, in order, which do not
+    depend on the number of ranks. Raises UserError on every rank, if any rank raises one."""
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Tensor-parallel ranks communicate in here. They have the same prompts and find the same mistakes.
@@ -168,12 +163,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Refuse an output path that cannot be written to, before generating anything.
-
-    Args:
-        path: a new file, an empty file, or a file of earlier results, which are replaced.
-        mark: bytes that occur near the beginning of results.
-    """
+    """Refuse an output path unless it is a new file, an empty one, or a file of earlier results, which
+    contains ``mark`` and will be replaced."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
@@ -199,11 +190,8 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator.
-
-    Args:
-        tokenizer: the checkpoint's tokenizer, if it has been loaded already.
-    """
+    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator. ``tokenizer``
+    is the checkpoint's tokenizer, if it has been loaded already."""
     from ppfleetx.commands.training import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
     from ppfleetx.nn.cpu_ops import ops as cpu_ops

@@ -24,13 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """One row of the table: a verb and its class.
-
-    Attributes:
-        name: the verb as typed.
-        place: the module of ``ppfleetx.commands`` and the class in it, e.g. ``train:Train``.
-        help: a one-line description for the list of verbs.
-    """
+    """One row of the table. ``place`` is a module of ``ppfleetx.commands`` and the class in it, e.g.
+    ``train_verbs:Train``; ``help`` describes the verb in the list of verbs."""
 
     name: str
     place: str

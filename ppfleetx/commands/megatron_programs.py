@@ -98,14 +98,7 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them, and
     print the table of results. The log is ``test/output/0/train_0.log``; an earlier run and its logs in the
-    same place are renamed.
-
-    Returns:
-        The launcher's exit code.
-
-    Raises:
-        UserError: an argument is wrong; raised before a process is started.
-    """
+    same place are renamed. Returns the launcher's exit code."""
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)

@@ -150,16 +150,12 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert ``torch_path``, with the config.json and tokenizer beside it, if there are any.
+    """Convert ``torch_path``, a ``pytorch_model.bin`` or ``model.safetensors`` under any name, with the
+    config.json and tokenizer in its directory, if any. Returns the step directory.
 
     Args:
-        torch_path: ``pytorch_model.bin`` or ``model.safetensors``, under any name.
-        output: a new or empty directory.
-        layers: the number of layers of the model; the file must have the same number.
+        layers: the number of layers that the file must have.
         num_heads: the number of attention heads, if there is no config.json; None: heads of width 64.
-
-    Returns:
-        The step directory that was written.
     """
     if not torch_path.is_file():
         raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))

@@ -35,11 +35,8 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """The program ``msrun``: act as Paddle's launcher, and name the logs as users of ``msrun`` expect.
-
-    Returns:
-        The launcher's exit code; 0 at once with ``--join=False``.
-    """
+    """The program ``msrun``: run Paddle's launcher, and name the logs as users of ``msrun`` expect. Returns
+    the launcher's exit code; with ``--join=False`` 0, without waiting."""
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))
     if args.worker_num < 1 or args.local_worker_num < 1 or rest:

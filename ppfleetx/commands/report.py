@@ -52,13 +52,8 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's directory that the page uses.
-
-    Attributes:
-        directory: the run's directory.
-        cfg: its configuration, resolved for its number of processes.
-        records: the records of ``metrics.jsonl``.
-    """
+    """The contents of a run's directory that the page uses: its configuration, resolved for its number of
+    processes, and the records of ``metrics.jsonl``."""
 
     directory: Path
     cfg: RunConfig
@@ -91,15 +86,8 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: pictures, a table, preformatted text and a sentence.
-
-    Attributes:
-        title: the title of the section.
-        pictures: SVG files.
-        table: rows of cells; the first row is the header.
-        texts: texts shown in a fixed-width font.
-        note: a sentence below the rest.
-    """
+    """A section of the page: SVG pictures, a table whose first row is the header, texts in a fixed-width
+    font, and a sentence below."""
 
     title: str
     pictures: Sequence[Path] = ()

@@ -50,16 +50,9 @@ if TYPE_CHECKING:
 
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
-    """Train as configured: start or resume, evaluate, save, stop.
-
-    Args:
-        cfg, ctx: the configuration, and this process's place.
-        callbacks: callbacks whose hooks are called after the hooks of ``Engine.callbacks``, on every rank
-            that passes them.
-
-    Returns:
-        The engine, whose runner has the trained model.
-    """
+    """Train as configured: start or resume, evaluate, save, stop. Returns the engine, whose runner has the
+    trained model. Hooks of ``callbacks`` are called after those of ``Engine.callbacks``, on every rank that
+    passes them."""
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")

@@ -216,11 +216,7 @@ class Job:
 
 
 class Guard:
-    """Gives up when one step of a sequence takes too long.
-
-    Attributes:
-        has_given_up: whether ``give_up`` was called.
-    """
+    """Calls ``give_up`` when one step of a sequence takes too long."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False

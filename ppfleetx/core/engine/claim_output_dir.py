@@ -89,12 +89,12 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory, after everything else has been checked. One rank does it for all ranks.
+    """Claim the output directory; one rank does it for all ranks.
 
-    Writes the configuration, and removes files that a killed run left unfinished. With
-    ``Engine.save_load.overwrite``, deletes the earlier run's files. ``comes_to`` says whether the run may
-    save a checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has a name
-    that this run may use, or the directory cannot be written.
+    Writes the configuration, removes files that a killed run left unfinished and, with
+    ``Engine.save_load.overwrite``, the earlier run's files. ``comes_to`` says whether the run may save a
+    checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has such a name, or
+    the directory cannot be written.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)

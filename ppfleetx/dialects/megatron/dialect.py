@@ -59,12 +59,8 @@ def rules(world_size: int | None) -> list[Rule]:
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``.
-
-    Args:
-        world_size: the number of processes of the job; None: from the launcher's options or environment, if
-            known.
-    """
+    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``. ``world_size`` None
+    means: from the launcher's options or environment, if known."""
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
     return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))
