@@ -269,8 +269,8 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """Run one optimizer step, whose batch was requested at ``started`` and read in ``reader_cost`` seconds.
-        Returns the batches to continue with, if a spike sent the run back to its last checkpoint."""
+        """Run one optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
+        read. Returns the batches to continue with, if a spike sent the run back to its last checkpoint."""
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1

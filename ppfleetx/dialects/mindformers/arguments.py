@@ -125,8 +125,8 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
     """Read the tree of ``path`` merged over its bases.
 
     If several bases have the same top-level block, the block of the last base replaces the others entirely.
-    The file itself is then merged over the result key by key. MindFormers v0.3 does the same. ``chain`` has the
-    real paths of the files that lead here, ``entry`` the ``base_config`` that names the file.
+    The file itself is then merged over the result key by key. MindFormers v0.3 does the same. ``chain`` has
+    the real paths of the files that lead here, ``entry`` the ``base_config`` that names the file.
     """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
