@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ppfleetx.data.blended import blending_indices
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
-from ppfleetx.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
+from ppfleetx.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
 
 
 def write_corpus(prefix: Path, num_documents: int, mean_length: int) -> None:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
-from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from ppfleetx.data.prepare.preprocess import preprocess
+from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 
 

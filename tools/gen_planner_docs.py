@@ -13,9 +13,9 @@ sys.path.insert(0, str(_ROOT))
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.alternatives import memory_savings, why_not
 from ppfleetx.planner.cards import GIB, load_card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import read_unresolved
+from ppfleetx.planner.plan_to_config import read_unresolved
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
 from ppfleetx.utils.cli import run_tool

@@ -9,8 +9,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource
 from ppfleetx.config.reading.overrides import Override, Setting
 from ppfleetx.config.reading.parse import Sections
-from ppfleetx.config.record import without_derived
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.yaml_dump import without_derived
 
 Overrides = Mapping[str, Any] | Sequence[str]
 Configuration = ConfigSource | Mapping[str, Any] | RunConfig

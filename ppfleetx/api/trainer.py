@@ -17,8 +17,8 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.reading.overrides import Setting
 from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.data.build import load_tokenizer
-from ppfleetx.data.indexed import IndexedDatasetWriter, idx_path, optimal_dtype
-from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, idx_path, optimal_dtype
+from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL
-from ppfleetx.config.counts import bytes_text
+from ppfleetx.config.formatting import bytes_text
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 

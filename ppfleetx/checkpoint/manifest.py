@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, covers_once
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.foreign_files import parse_json, read_bounded
+from ppfleetx.utils.untrusted_files import parse_json, read_bounded
 
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 8 + 100_000_000  # of a safetensors file, with its length

@@ -23,7 +23,7 @@ from ppfleetx.checkpoint.manifest import (
 )
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, intersect
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.foreign_files import read_bounded
+from ppfleetx.utils.untrusted_files import read_bounded
 
 # Rows are read in blocks of about this many bytes, so that a narrow column of a large matrix does not
 # need the memory of the matrix.

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.plan import AXES
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import stream_tracker

@@ -15,8 +15,8 @@ from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, Index, TensorSlice
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.formatting import counted
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.spec import parameter_shapes
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress_bar import ProgressBar
 
 _VOCABULARY = 97  # a size that no other dimension of the model below has
 

@@ -37,8 +37,8 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.data.tokenizer.files import GENERATION_CONFIG
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import read_bounded
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.untrusted_files import read_bounded
 
 # ---- in
 

@@ -25,8 +25,8 @@ from ppfleetx.checkpoint.manifest import (
 from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.reader import damage_of, open_checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.plan import AXES
 from ppfleetx.utils.files import fsync_dir
 

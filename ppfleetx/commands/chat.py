@@ -16,8 +16,8 @@ from ppfleetx.commands.generate import (
     load_generator,
 )
 from ppfleetx.commands.start_process import start_with
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.counts import bytes_text, counted, runs_of
+from ppfleetx.config.formatting import bytes_text, counted, runs_of
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan

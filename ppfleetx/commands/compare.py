@@ -23,8 +23,8 @@ from ppfleetx.commands.curves import (
 )
 from ppfleetx.commands.launching import SCRIPT
 from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import refuse_unwritable
 
 ROOT = Path(__file__).resolve().parents[2]

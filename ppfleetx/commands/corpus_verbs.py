@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.commands.options import Command, ConfigOptions, option, positional, switch
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.formatting import counted
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -72,7 +72,7 @@ def verify(prefix: str) -> int:
 def write_checksums(prefix: str) -> None:
     """Write the checksums of a pair that has none."""
     from ppfleetx.data.checksums import checksums_path, compute_checksums
-    from ppfleetx.data.indexed import IndexedDataset
+    from ppfleetx.data.indexed_dataset import IndexedDataset
 
     IndexedDataset(prefix)  # a visibly damaged corpus gets no checksums
     path = checksums_path(prefix)
@@ -111,7 +111,7 @@ class ConvertData(Command):
 
     def run(self) -> None:
         from ppfleetx.data.corpus_formats import convert
-        from ppfleetx.data.indexed import IndexedDataset
+        from ppfleetx.data.indexed_dataset import IndexedDataset
 
         convert(self.input, self.output_prefix, overwrite=self.overwrite)
         dtype = IndexedDataset(self.output_prefix).dtype
@@ -119,7 +119,7 @@ class ConvertData(Command):
 
 
 def _size(prefix: str) -> str:
-    from ppfleetx.data.indexed import IndexedDataset
+    from ppfleetx.data.indexed_dataset import IndexedDataset
 
     corpus = IndexedDataset(prefix)
     documents = corpus.document_indices.shape[0] - 1
@@ -155,7 +155,7 @@ class Index(ConfigOptions):
         from ppfleetx.data.build import build_dataloader
         from ppfleetx.data.corpus_checks import verify_corpora
         from ppfleetx.utils.log import configure_logging
-        from ppfleetx.utils.progress import ProgressBar
+        from ppfleetx.utils.progress_bar import ProgressBar
 
         configure_logging()
         cfg = load_config(self.config, self.override)

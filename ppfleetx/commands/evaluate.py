@@ -30,10 +30,10 @@ from ppfleetx.data.tasks.evaluation import (
 )
 from ppfleetx.data.tokenizer.tokenizer import check_tokenizer
 from ppfleetx.models.evaluator import perplexity
-from ppfleetx.resilience.activity import EVALUATING, PROGRESS
+from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS
 from ppfleetx.utils.files import atomic_write, writing
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.progress import track
+from ppfleetx.utils.progress_bar import track
 
 if TYPE_CHECKING:
     from ppfleetx.commands.model_verbs import Evaluate, Job

@@ -27,7 +27,7 @@ from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_e
 from ppfleetx.core.engine.start_watchdog import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.distributed.together import gather, joint_errors
-from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.resilience.heartbeat import PROGRESS
 from ppfleetx.utils.files import atomic_write, writing
 from ppfleetx.utils.log import get_logger
 

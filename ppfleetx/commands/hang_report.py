@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.resilience.explain import explain
+from ppfleetx.resilience.hang_diagnosis import explain
 from ppfleetx.resilience.hang_report import Report, latest, read_reports
 from ppfleetx.resilience.report_dir import HANG_DIRS
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.commands.options import Command, option, positional, switch
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError, naming
+from ppfleetx.config.formatting import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ppfleetx.commands.options import Command, flags_of, option, whole_number
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, naming
+from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
 

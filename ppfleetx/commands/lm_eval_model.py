@@ -20,7 +20,7 @@ from ppfleetx.data.tasks.evaluation import LastWords, Window, window_batches
 from ppfleetx.generation.generator import Generator
 from ppfleetx.nn.token_scores import token_scores
 from ppfleetx.parallel.step import to_tensors
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress_bar import ProgressBar
 
 _DEFAULT_NEW_TOKENS = 256
 

@@ -19,8 +19,8 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import METRICS_FILE
-from ppfleetx.data.prepare.corpus import find_sources
 from ppfleetx.data.prepare.preprocess import preprocess
+from ppfleetx.data.prepare.text_corpus import find_sources
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
@@ -28,7 +28,7 @@ from ppfleetx.dialects.paddleformers import dialect as paddleformers
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.files import atomic_write, is_taken, put_aside
-from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.untrusted_files import os_errors
 
 USAGE = """\
 usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialects/megatron.md lists them

@@ -16,8 +16,8 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.commands import evaluate, generate
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.start_process import start_with, world_size
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.conversion.convert import Conversion, convert

@@ -15,12 +15,12 @@ from ppfleetx.planner import ANY_CARD
 from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, load_card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import job_of
-from ppfleetx.planner.long_run import Questions, answers
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import UnresolvedConfig, parse_plan, read_unresolved, write_config
+from ppfleetx.planner.plan_to_config import UnresolvedConfig, parse_plan, read_unresolved, write_config
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
+from ppfleetx.planner.run_cost import Questions, answers
 from ppfleetx.planner.search import SearchResult, search
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None
     if options.write:
         write_config(cfg, prediction.job, Path(options.write))
     if options.report:
-        from ppfleetx.planner.pictures import write_report
+        from ppfleetx.planner.plots import write_report
 
         write_report(Path(options.report), prediction)
 

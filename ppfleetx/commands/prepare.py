@@ -81,8 +81,8 @@ class Prepare(Command):
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        from ppfleetx.data.prepare.corpus import find_sources
         from ppfleetx.data.prepare.preprocess import preprocess
+        from ppfleetx.data.prepare.text_corpus import find_sources
 
         if self.eod_token is not None and not self.append_eod:
             raise ConfigError("needs --append-eod", key="--eod-token", value=self.eod_token)
@@ -132,9 +132,9 @@ class TrainTokenizer(Command):
     overwrite: bool = switch("replace a tokenizer that is there already")
 
     def run(self) -> None:
-        from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
+        from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
         from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
-        from ppfleetx.utils.progress import ProgressBar
+        from ppfleetx.utils.progress_bar import ProgressBar
 
         if (self.output / "tokenizer.json").exists() and not self.overwrite:
             raise DataError(f"{self.output} holds a tokenizer already; --overwrite replaces it")

@@ -28,8 +28,8 @@ from ppfleetx.commands.curves import (
     series_of,
 )
 from ppfleetx.commands.options import refuse_not_positive
-from ppfleetx.config.counts import bytes_text
 from ppfleetx.config.errors import DataError, UserError
+from ppfleetx.config.formatting import bytes_text
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.run_directory import CONFIG_FILE, METRICS_FILE

@@ -16,7 +16,7 @@ from ppfleetx.config.without_effect import refuse_absent, without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir_of
 from ppfleetx.core.engine.start_watchdog import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
-from ppfleetx.resilience.activity import MEETING, PROGRESS
+from ppfleetx.resilience.heartbeat import MEETING, PROGRESS
 from ppfleetx.utils.devices import expected_device, not_supported_reasons
 from ppfleetx.utils.files import why_not_writable
 from ppfleetx.utils.log import configure_logging

@@ -41,9 +41,9 @@ from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.parallelize import parallelize
 from ppfleetx.parallel.step import StepRunner
-from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.resilience.heartbeat import PROGRESS
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.progress import track
+from ppfleetx.utils.progress_bar import track
 
 if TYPE_CHECKING:
     from ppfleetx.compress.in_training import PruningInTraining

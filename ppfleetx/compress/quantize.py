@@ -52,7 +52,7 @@ from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.quantized import QuantizedLinear, with_small_weights
 from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.progress import track
+from ppfleetx.utils.progress_bar import track
 
 Method = Literal["rtn", "gptq"]
 _SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.corpus_formats import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import RuleError
+from ppfleetx.config.formatting import counted
 
 _GLOBAL = "Global.global_batch_size"
 _LOCAL = "Global.local_batch_size"

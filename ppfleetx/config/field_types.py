@@ -82,7 +82,7 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Describe the accepted values in words: ``an integer of at least 1, or null``."""
+    """Describe the accepted values for people: ``an integer of at least 1, or null``."""
     words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
     if type(None) in members(annotation):
         words.append("null")

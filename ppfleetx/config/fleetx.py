@@ -21,13 +21,13 @@ from ppfleetx.config.reading.tree import (
 from ppfleetx.config.sections.data import GLUE_OUTPUTS
 
 # Its later layout (examples/transformer) has no Engine section.
-_OF_ENGINE = (
+_ENGINE_KEYS = (
     "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters test_iters "
     "mix_precision save_load"
 )
 
 _RENAMED = {
-    **{f"Global.{key}": f"Engine.{key}" for key in _OF_ENGINE.split()},
+    **{f"Global.{key}": f"Engine.{key}" for key in _ENGINE_KEYS.split()},
     "Quantization": "Compress.Quantization",
     "Engine.mix_precision.use_main_grad": "Engine.mix_precision.main_grad_fp32",
     "Engine.mix_precision.init_loss_scaling": "Engine.mix_precision.scale_loss",
@@ -64,7 +64,7 @@ _DROPPED = {
     "Generation.early_finish": "generation ends when every sequence has ended",
     "Compress.Quantization.onnx_format": "exported models have one format",
     "Compress.Quantization.for_tensorrt": "exported models have one format",
-    "Compress.Quantization.is_full_quantize": "quantizable_layer_type says what is quantised",
+    "Compress.Quantization.is_full_quantize": "quantizable_layer_type says what is quantized",
     "Compress.Prune.cal_sens": "ppfleetx prune reports what is removed",
     "Tuning": "there is no automatic parallel mode",
     "Fused": "it changes no result",
@@ -152,9 +152,7 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether ``node`` is an override and ``present`` is not. Overrides replace values of files, in either
-    spelling.
-    """
+    """Whether only ``node`` is an override. Overrides replace values of files, in either spelling."""
     return is_argument(node.place) and not is_argument(present.place)
 
 
@@ -217,8 +215,9 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set the task that a file of the later layout leaves to its program (``finetune/run.py``,
-    ``offline-eval/run.py``), recognised by the datasets."""
+    """Set the task that the names of the datasets imply. In the later layout, the program
+    (``finetune/run.py``, ``offline-eval/run.py``) determines the task, not the file.
+    """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
         ("Eval", _OFFLINE, "GPTEvalModule"),
@@ -254,7 +253,7 @@ def _unlimited(tree: Node) -> Iterator[str]:
 _OTHER_MODELS = ("Ernie", "GeneralCls", "Imagen", "MOCO", "Bert", "Debertav2", "T5", "CLIP", "Protein", "VIS")
 
 
-_LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "Model.module",
         lambda value: str(value).startswith(_OTHER_MODELS),
@@ -275,9 +274,9 @@ _LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def refuse_left_out(tree: Node) -> None:
+def refuse_unsupported(tree: Node) -> None:
     """Raise ConfigError if ``tree`` uses a FleetX feature that is not supported here."""
-    for key, applies, rule in _LEFT_OUT:
+    for key, applies, rule in _UNSUPPORTED:
         node: Node | None = tree
         for part in key.split("."):
             node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
@@ -289,20 +288,23 @@ def refuse_left_out(tree: Node) -> None:
 # their loss by the number of experts on a rank. Only the names are kept: the formulas are our own.
 
 _LOSSES = {"gshard": "gshard", "switch": "switch", "naive": "none"}
-_OF_SECTION = ("expert_mode", "gate", "top_k", "num_experts")
+_MOE_SECTION_KEYS = ("expert_mode", "gate", "top_k", "num_experts")
 # Keys of the later layout (examples/transformer), besides num_experts.
-_FLAT = (
+_FLAT_MOE_KEYS = (
     "expert_interval", "topk", "moe_use_residual", "moe_train_capacity_factor", "moe_eval_capacity_factor",
     "moe_min_capacity", "moe_token_dropping", "enable_expert_tensor_parallelism", "balance_loss_weight",
 )  # fmt: skip
 
-_UNREAD = ("moe_eval_capacity_factor", "moe_min_capacity")
+_UNUSED_MOE_KEYS = ("moe_eval_capacity_factor", "moe_min_capacity")
 
 
 def _rewrite_experts(tree: Node) -> list[str]:
     """Rewrite a configuration's expert keys in place, and return warnings."""
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
-    given, flat = model.pop("moe_configs", None), {key: model.pop(key) for key in _FLAT if key in model}
+    given, flat = (
+        model.pop("moe_configs", None),
+        {key: model.pop(key) for key in _FLAT_MOE_KEYS if key in model},
+    )
     number = model.pop("num_experts", None) if flat else None
     weight = engine.pop("balance_loss_weight", None) or flat.get("balance_loss_weight")
     for key, dense in (("module", "GPTModule"), ("name", "GPT")):
@@ -314,11 +316,11 @@ def _rewrite_experts(tree: Node) -> list[str]:
     unread: list[str] = []
     if given is not None and given.value is not None:
         place, unread = given.place, [*flat]
-        moe, degree = _of_section(_checked(given), _section(tree, "Distributed"))
+        moe, degree = _convert_moe_section(_checked_moe_keys(given), _section(tree, "Distributed"))
     elif number is not None and _count("Model.num_experts", number) > 1:
         place, degree = number.place, 1
-        moe = _of_flat(number, flat, model)
-        unread = [key for key in _UNREAD if key in flat and flat[key].value is not None]
+        moe = _convert_flat_moe(number, flat, model)
+        unread = [key for key in _UNUSED_MOE_KEYS if key in flat and flat[key].value is not None]
         slices = flat.get("enable_expert_tensor_parallelism")
         if slices is not None and slices.value is False:
             _section(tree, "Distributed")["expert_mp_degree"] = Node(1, slices.place)
@@ -340,23 +342,23 @@ def _rewrite_experts(tree: Node) -> list[str]:
     ]
 
 
-def _checked(section: Node) -> dict[str, Node]:
+def _checked_moe_keys(section: Node) -> dict[str, Node]:
     """The keys of ``moe_configs``, checked."""
     keys = section.value
     if not isinstance(keys, dict):
         value = plain_value(section)
         raise ConfigError("must be a section", key="Model.moe_configs", value=value, place=section.place)
-    if unknown := [key for key in keys if key not in _OF_SECTION]:
+    if unknown := [key for key in keys if key not in _MOE_SECTION_KEYS]:
         key, place = unknown[0], keys[unknown[0]].place
         raise ConfigError(
-            f"there is no such key; those that are: {', '.join(_OF_SECTION)}",
+            f"there is no such key; those that are: {', '.join(_MOE_SECTION_KEYS)}",
             key=f"Model.moe_configs.{key}",
             place=place,
         )
     return keys
 
 
-def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
+def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
     """Convert ``moe_configs``: every layer is a mixture, and the number of experts is per rank."""
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:
@@ -383,8 +385,8 @@ def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[di
     return moe, degree
 
 
-def _of_flat(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert the keys that lie beside the sizes of the network and have DeepSpeed's names."""
+def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
+    """Convert the keys with DeepSpeed's names, which are in section ``Model`` itself."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import our_key
-from ppfleetx.config.fleetx import modernize, refuse_left_out
+from ppfleetx.config.fleetx import modernize, refuse_unsupported
 from ppfleetx.config.plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml
@@ -129,7 +129,7 @@ def read_config(
     tree, warnings = read_with_bases(path)
     _refuse_foreign(tree, frozenset(RunConfig.model_fields))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
-    refuse_left_out(tree)
+    refuse_unsupported(tree)
     refuse_unnamed(tree)
     cfg, origins = validate(tree, RunConfig)
     cfg = _with_plugins(cfg, origins)

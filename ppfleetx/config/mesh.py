@@ -45,9 +45,11 @@ Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """The groups of two levels of an exchange among ``ranks``, in rank order: those with the same place on
-    every node, and those on one node. None if there are not several nodes, each with the same number, above
-    one, of ``ranks``.
+    """The groups for an exchange among ``ranks`` on two levels, first between nodes and then within them.
+
+    Returns the groups of ranks that have the same position on every node, and the groups of ranks on one
+    node; both in rank order. Returns None unless there are several nodes, each with the same number of
+    ``ranks``, of at least two.
 
     Args:
         per_node: ranks of the job on each node, numbered in order.
@@ -84,7 +86,6 @@ class Mesh:
             raise ValueError(f"the {size} ranks of a pipeline stage do not divide by ep {ep} x emp {emp}")
 
     def size_of(self, axis: str) -> int:
-        """The number of ranks along ``axis``."""
         if axis == "edp":
             return self.plan.stage_size // (self.plan.ep * self.plan.emp)
         return getattr(self.plan, axis)
@@ -100,7 +101,7 @@ class Mesh:
         return at
 
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The groups of global ranks that differ only along ``axes`` of one view, as one tuple per group."""
+        """The groups of global ranks that differ only along ``axes``, which belong to one view."""
         return _groups_over(self, axes)
 
     def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from itertools import chain, product
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
 
-_MAX_TRIED, _MAX_VARIED = 5_000, 500  # number of factorisations that nearest_plan tries
+_MAX_TRIED, _MAX_VARIED = 5_000, 500  # number of factorizations that nearest_plan tries
 _OPTIONS = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
 
 CONFIG_KEYS = {
@@ -286,7 +286,7 @@ LEGAL: tuple[PlanRule, ...] = (
         "exchanges sequence parts for heads",
     ),
 )
-"""All conditions, with their reasons. Data parallelism and sharding can be combined with everything."""
+"""All conditions. Data parallelism and sharding can be combined with everything."""
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,9 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
     """All legal plans of ``world_size`` processes (for ``work``, if given).
 
-    This combines each factorisation into degrees with every sharding stage, with and without sequence
+    This combines each factorization into degrees with every sharding stage, with and without sequence
     parallelism, and with one or two virtual stages. Offload does not change the ranks' messages, so it is
-    combined only with stages 2 and 3 of some factorisations (:func:`_offloads`). Explicit ``pp_layers`` are
+    combined only with stages 2 and 3 of some factorizations (:func:`_offloads`). Explicit ``pp_layers`` are
     left out.
     """
     plans = (
@@ -350,8 +350,8 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether the plan is also enumerated with offload. It must have no replicas, sequence parallelism if it
-    has mp, and virtual stages if it has pp.
+    """Whether :func:`enumerate_plans` also lists the plan with offload: it has no replicas, uses sequence
+    parallelism whenever it has mp, and virtual stages whenever it has pp.
     """
     return (
         plan.sharding_stage > 1

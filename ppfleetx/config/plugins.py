@@ -38,7 +38,7 @@ def refuse_unnamed(tree: Node) -> None:
     missing = [name for name in names if name not in _imported and name not in sys.modules]
     if missing:
         raise ConfigError(
-            f"this configuration needs {in_words(missing)}, which runs code that is not part of this "
+            f"this configuration needs {plugins_text(missing)}, which runs code that is not part of this "
             f"program. If you trust it, name it yourself: {' '.join(f'--plugin {name}' for name in missing)} "
             f"(or {VARIABLE}={','.join(missing)}). A file alone never makes code run.",
             key="Global.plugins",
@@ -47,7 +47,7 @@ def refuse_unnamed(tree: Node) -> None:
         )
 
 
-def in_words(names: Iterable[str]) -> str:
+def plugins_text(names: Iterable[str]) -> str:
     """Write names as ``the plugin a`` or ``the plugins a, b``."""
     listed = list(names)
     return f"the plugin{'s' if len(listed) > 1 else ''} {', '.join(listed)}"

@@ -62,9 +62,9 @@ class ModuleTraits:
         for_generation: whether its configuration is for generation, so that ``Generation.max_dec_len`` must
             fit.
         refused_axes: the axes of a plan that it does not support, e.g. ``("pp", "sep")``.
-        measure: the earlier form of ``BasicModule.evaluator``, supported for one more version: a function, or
-            its ``package.module:attribute``, that makes the object in which an evaluation adds up results. It
-            is called with ``(module, ctx, has_labels=...)``.
+        measure: deprecated, use ``BasicModule.evaluator``: a function, or its ``package.module:attribute``,
+            that makes the object which sums the results of an evaluation. It is called with ``(module, ctx,
+            has_labels=...)``.
     """
 
     trains: bool = True
@@ -85,8 +85,8 @@ class ArchitectureTraits:
         spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
             (``ppfleetx/models/gpt/spec.py``) from the ``Model`` section; None: GPT's.
         metrics: the names of the metrics that its layers report (``ppfleetx/nn/aux_loss.py``).
-        layer_shapes: the earlier form of ``spec``, supported for one more version: a function that returns
-            the parameters of one layer, ``{name: ParamSpec}`` or ``{name: global shape}``.
+        layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer,
+            ``{name: ParamSpec}`` or ``{name: global shape}``.
     """
 
     spec: str | Callable[[Any], Any] | None = None
@@ -99,7 +99,7 @@ class NormTraits:
     """Facts about a norm.
 
     Attributes:
-        parameters: its parameters, out of ``weight`` and ``bias``; each has the normalised width.
+        parameters: its parameters, out of ``weight`` and ``bias``; each has the normalized width.
         zero_centered: whether the gain is ``1 + weight``.
     """
 

@@ -137,7 +137,7 @@ class Registry(Generic[TargetT, TraitsT]):
         what = _described(self.load(name))
         return ConfigError(f"was registered as {what}, which {which}", key=self.key, value=name)
 
-    def in_words(self) -> str:
+    def choices(self) -> str:
         """The names for messages: ``one of A, B``."""
         names = self.names()
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
@@ -150,7 +150,7 @@ class Registry(Generic[TargetT, TraitsT]):
 
     def _entry(self, name: str) -> Entry[TraitsT]:
         if name not in self._entries:
-            raise ConfigError(f"must be {self.in_words()} {self.hint(name)}", key=self.key, value=name)
+            raise ConfigError(f"must be {self.choices()} {self.hint(name)}", key=self.key, value=name)
         return self._entries[name]
 
 
@@ -164,8 +164,7 @@ class Registered:
 
     @property
     def words(self) -> str:
-        """The accepted names, in words."""
-        return self.registry.in_words()
+        return self.registry.choices()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._known, core_schema.str_schema(strict=True))

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ppfleetx.config.batch import BatchPlan, Ramp, resolve_batch
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.rules import (
@@ -45,8 +45,8 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """The keys whose values differ from the given values, and unset keys whose values are not their
-    defaults.
+    """Yield the keys whose values were derived: they differ from the given values, or are not the defaults
+    although the user has not set them.
     """
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
@@ -134,7 +134,6 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
 
 
 def _check_ramp(cfg: RunConfig) -> None:
-    """Check the rules for a growing batch."""
     key = "Global.rampup_batch_size"
     if cfg.Engine.run_mode == "epoch":
         raise RuleError((key, "Engine.run_mode"), "counts in steps, so it needs Engine.run_mode = step")

@@ -152,7 +152,7 @@ _EFFECTIVE = {
     "add_head_bias": "has_head_bias",
 }
 # Keys with these effects that do not describe the network itself.
-_NOT_OF_THE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_base_width")
+_OUTSIDE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_base_width")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """The keys with this effect. A section stands for all its keys that have no entry of their own."""
+    """The keys with this effect. A section stands for all its keys that are not listed themselves."""
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
@@ -208,7 +208,7 @@ def network(
     return {
         key: None if key in without_effect else getattr(model, _EFFECTIVE.get(key, key))
         for key in type(model).model_fields
-        if key not in _NOT_OF_THE_NETWORK and effect_of(f"Model.{key}") in effects
+        if key not in _OUTSIDE_NETWORK and effect_of(f"Model.{key}") in effects
     }
 
 

@@ -25,7 +25,6 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The rules on finetuning that ``cfg`` breaks."""
     yield from _texts(cfg)
     if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
         yield RuleError(
@@ -53,7 +52,7 @@ def _texts(cfg: RunConfig) -> Iterator[RuleError]:
         if dataset.is_glue and not cfg.Model.task.classifies:
             yield RuleError(
                 (f"{key}.name", "Model.module"),
-                f"a GLUE task is learnt by Model.module = {modules_that('classifies')}, "
+                f"a GLUE task is learned by Model.module = {modules_that('classifies')}, "
                 f"not by {cfg.Model.module}",
             )
 
@@ -106,7 +105,8 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
     """The sizes of model and data that a plan must divide.
 
-    For sequence lengths, it has their greatest common divisor: a number that divides it divides each length.
+    ``seq_len`` is the greatest common divisor of all sequence lengths, because a degree that divides it
+    divides each of them.
     """
     model = cfg.Model
     return Workload(
@@ -136,7 +136,7 @@ def sequence_length(cfg: RunConfig) -> int:
 
 
 def expert_message_bytes(cfg: RunConfig) -> float:
-    """Mean bytes of hidden states that a rank sends to each rank along ep in a mixture of experts."""
+    """The mean bytes of hidden states that a rank sends to each expert-parallel rank for one layer."""
     model, plan = cfg.Model, cfg.plan
     rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
@@ -168,7 +168,6 @@ def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def optimizer_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The contradictions between the optimizer and the model."""
     others = sorted(cfg.Optimizer.names - {"AdamW"})
     if cfg.Model.mup_base_width is not None and others:
         yield RuleError(
@@ -181,7 +180,6 @@ _SECTION = "Compress.Quantization"
 
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The rules on compression that ``cfg`` breaks."""
     quantization = cfg.Compress.Quantization
     if quantization is not None:
         for broken in quantization.unknown_layers(cfg.Model.num_layers, cfg.Model.block_linears()):
@@ -191,7 +189,7 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
     if cfg.Model.moe is not None and cfg.Compress.quantization is not None and cfg.plan.emp > 1:
         yield RuleError(
             (f"{_SECTION}.enable", "Distributed.expert_mp_degree", "Distributed.mp_degree"),
-            "experts whose matrices are sliced are not trained with quantisation; set expert_mp_degree to 1",
+            "experts whose matrices are sliced are not trained with quantization; set expert_mp_degree to 1",
         )
     if cfg.Compress.Distill is not None and cfg.Model.task.classifies:
         keys = ("Compress.Distill", "Model.module")
@@ -227,10 +225,10 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
 _MIXED = "Engine.mix_precision."
 
 Reason = tuple[tuple[str, ...], str]
-"""The keys that decide, and the reason in words."""
+"""The keys that decide, and the reason."""
 
 
-def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
+def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
     """The fused products with weights that a 16-bit run cannot use on any device, and the reason."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
@@ -261,7 +259,7 @@ def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
     """Fused operators that are listed although the run would not use them."""
     listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
-    for name, (keys, why) in without_place(cfg).items():
+    for name, (keys, why) in unusable_fused_ops(cfg).items():
         if name in listed:
             yield RuleError(
                 ("Model.fused_ops", *keys), f"{name} would not be used: {why}; leave it out of the list"

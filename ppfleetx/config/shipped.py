@@ -19,7 +19,7 @@ _PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that may come bef
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """The shipped files by name, sorted, without files that only serve as a base."""
+    """The shipped files by name, sorted, without the files in ``_base_``."""
     names = {}
     for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
         place = path.relative_to(CONFIGS)

@@ -151,8 +151,8 @@ def _one_error(
 
 
 def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[Section], Any, list[str]]:
-    """The innermost section, the field type and the path of an error's location, without pydantic's union
-    labels."""
+    """The innermost section, the field's type and the key (as parts) of an error's location. Pydantic's
+    labels of unions are left out."""
     section: type[Section] = root
     annotation: Any = root
     path: list[str] = []

@@ -1,5 +1,5 @@
-"""Notes about a valid configuration: options that another key switches off, and keys and libraries that a run
-would miss."""
+"""Find options that have no effect because another key switches them off, and keys and libraries that a run
+needs and does not have."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def _decays(cfg: RunConfig) -> bool:
     return SCHEDULES.traits(cfg.Optimizer.lr.decay_style).decays
 
 
-_OF_ADAM = ("beta1", "beta2", "epsilon", "weight_decay")
+_ADAM_KEYS = ("beta1", "beta2", "epsilon", "weight_decay")
 _PRECISION, _SAVE_LOAD = "Engine.mix_precision", "Engine.save_load"
 _GROWTH = "incr_every_n_steps hysteresis"
 
 SWITCHED_OFF = (
     _off(
-        f"Optimizer: {' '.join(_OF_ADAM)} weight_decay_schedule",
+        f"Optimizer: {' '.join(_ADAM_KEYS)} weight_decay_schedule",
         "Optimizer.name = SGD is plain gradient descent",
         lambda cfg: cfg.Optimizer.names == {"SGD"},
     ),
@@ -118,7 +118,7 @@ SWITCHED_OFF = (
                 and all(key not in OPTIMIZERS.traits(name).reads for name in cfg.Optimizer.names)
             ),
         )
-        for key in _OF_ADAM
+        for key in _ADAM_KEYS
     ),
     _off(
         f"Optimizer.muon: {' '.join(MuonConfig.model_fields)}",

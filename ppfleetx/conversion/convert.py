@@ -31,8 +31,8 @@ from ppfleetx.conversion.logits import Probe, difference, our_logits, own_transf
 from ppfleetx.conversion.megatron import read_megatron
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.utils.files import is_taken, refuse_as_new_file, refuse_unwritable
-from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.untrusted_files import os_errors
 
 SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf", "gguf")
 

@@ -31,8 +31,8 @@ from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.data.tokenizer.files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.rope_scaling import inverse_frequencies
-from ppfleetx.utils.foreign_files import opened
 from ppfleetx.utils.installed import NotInstalledError
+from ppfleetx.utils.untrusted_files import opened
 
 SUFFIX = ".gguf"
 QUANTIZED = ("q8_0", "q4_0", "q4_1")

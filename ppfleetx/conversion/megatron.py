@@ -29,7 +29,7 @@ from ppfleetx.conversion.parts import check_complete, join_parts, joined, ranks_
 from ppfleetx.conversion.pickles import Record, flatten, reading
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
-from ppfleetx.utils.foreign_files import read_bounded
+from ppfleetx.utils.untrusted_files import read_bounded
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_TRACKER_BYTES = 100

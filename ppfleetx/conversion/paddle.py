@@ -20,7 +20,7 @@ from ppfleetx.conversion.pickles import (
     reading,
     tensor_of,
 )
-from ppfleetx.utils.foreign_files import opened
+from ppfleetx.utils.untrusted_files import opened
 
 _NAME_TABLE = "StructuredToParameterName@@"
 _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling

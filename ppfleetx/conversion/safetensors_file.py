@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import split_into_files
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import opened, parse_json
+from ppfleetx.utils.untrusted_files import opened, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The `format` in the metadata of files from PaddleNLP and PaddleFormers.

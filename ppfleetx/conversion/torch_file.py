@@ -30,7 +30,7 @@ from ppfleetx.conversion.pickles import (
     WeightsUnpickler,
     reading,
 )
-from ppfleetx.utils.foreign_files import opened
+from ppfleetx.utils.untrusted_files import opened
 
 _MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _LOCAL_HEADER, _LOCAL_SIGNATURE = 30, b"PK\x03\x04"

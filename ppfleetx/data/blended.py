@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_map import load_or_build
 
 BLEND_VERSION = 1
-"""Increased when equal weights would give a different order than before."""
+"""Increase this when equal weights give a different order than before."""
 
 MAX_CORPORA = int(np.iinfo(np.int16).max)
 
@@ -33,7 +33,7 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     """The corpus of each sample, int16 [size], and the sample's number within that corpus, int64 [size].
 
     Sample k is taken from the corpus that is furthest behind its share: the one with the largest ``weight *
-    max(k, 1) - taken``, or the first of these. Weights are normalised. Megatron-LM's ``helpers.cpp`` uses the
+    max(k, 1) - taken``, or the first of these. Weights are normalized. Megatron-LM's ``helpers.cpp`` uses the
     same rule in the same double precision, so both produce the same order.
     """
     shares = np.array(weights, np.float64)
@@ -41,12 +41,11 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Like `blending_indices`, for a blend that takes every sample of every corpus once, or for its first
-    ``size`` samples.
+    """Like `blending_indices`, for a blend that takes every sample of every corpus once; with ``size``, only
+    its first samples.
 
-    The rule is the same, with weights in proportion to the sizes, among the corpora that have samples left.
-    Megatron-LM's ``build_exhaustive_blending_indices`` does the same. If its blend of ``size`` samples
-    without weights is possible, it is the beginning of this blend.
+    The weights are in proportion to the sizes, and corpora without samples left are skipped, as in
+    Megatron-LM's ``build_exhaustive_blending_indices``.
     """
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
@@ -123,7 +122,7 @@ def _walk(
     return chosen, taken
 
 
-def normalise(weights: Sequence[float]) -> list[float]:
+def normalize(weights: Sequence[float]) -> list[float]:
     values = np.array(weights, np.float64)
     return (values / np.sum(values)).tolist()
 
@@ -136,8 +135,13 @@ def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[i
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend: the corpus of each sample, int16 [n], and its number within that corpus, int64
-    [n]; the share of each corpus, for messages; and everything that determines the order, for fingerprints.
+    """The order of the samples of a blend.
+
+    Attributes:
+        decisive: everything that determines the order, for fingerprints.
+        shares: the share of each corpus, for messages.
+        dataset_index: the corpus of each sample, int16 [n].
+        dataset_sample_index: the number of each sample within its corpus, int64 [n].
     """
 
     decisive: list
@@ -163,7 +167,7 @@ def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) ->
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
     about = {"exhaustive": sizes, "num_samples": num_samples}
     build = partial(exhaustive_indices, sizes, num_samples)
-    return _order(["exhaustive", sizes], normalise(sizes), num_samples, cache_dir, build, about)
+    return _order(["exhaustive", sizes], normalize(sizes), num_samples, cache_dir, build, about)
 
 
 def _order(
@@ -187,8 +191,9 @@ def _order(
 
 
 class BlendedDataset:
-    """One dataset made of several, sample by sample; if it ``tells_sources``, samples carry ``source_ids``,
-    the numbers of their corpora."""
+    """One dataset that mixes the samples of several. With ``tells_sources``, each sample has ``source_ids``,
+    the number of its corpus.
+    """
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA
@@ -219,8 +224,8 @@ class BlendedDataset:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the corpora, in the order of ``source_ids``: the last part of each prefix, if these
-        differ."""
+        """The names of the corpora, in the order of ``source_ids``: the last parts of their prefixes, or
+        whole prefixes if the last parts are not unique."""
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes

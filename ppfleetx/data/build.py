@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.data.blended import (
-    MAX_CORPORA,
     BlendedDataset,
     blend_sizes,
     exhaustive_order,
-    normalise,
+    normalize,
     weighted_order,
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
-from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
+from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
-from ppfleetx.data.tasks.records import ChatDataset, GlueDataset, PromptResponseDataset
 from ppfleetx.data.tokenizer.files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
@@ -41,7 +39,8 @@ _LENGTH_MULTIPLE = 8  # few different shapes, and little padding
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """The sequences ``[first, last)`` of a corpus that make up the split, and its share of the blend."""
+    """The sequences ``[first, last)`` of a corpus that belong to a split, and the corpus's share of the
+    blend."""
 
     corpus: TokenStore
     first: int
@@ -236,18 +235,9 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
         [CorpusPart(corpus, *split_ranges(len(corpus), dataset_cfg.split)[number], 1.0) for corpus in group]
         for group in open_corpora(cfg, mode)
     ]
-    if weights is not None and len(weights) != len(groups):
-        key = getattr(cfg.Data, mode).key_of(mode, "weights")
-        given = counted(len(weights), "weight")
-        raise ConfigError(f"{given} for {len(groups)} entries of input_dir", key=key)
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts
-    if len(parts) > MAX_CORPORA:
-        raise DataError(
-            f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
-            "can be blended: write them as fewer with ppfleetx merge-data"
-        )
     # The corpora of a directory share its weight in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]
@@ -260,7 +250,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """The parts to blend, with normalised weights. Corpora without a weight of their own are left out if they
+    """The parts to blend, with normalized weights. Corpora without a weight of their own are left out if they
     are too short for one sample."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
@@ -271,7 +261,7 @@ def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode
             get_logger().warning(f"{mode}: left out, since their split is shorter than one sample: {names}")
             parts = [part for part in parts if part.num_tokens > dataset_cfg.max_seq_len]
     parts = [part for part in parts if part.weight > 0] or parts[:1]
-    weights = normalise([part.weight for part in parts])
+    weights = normalize([part.weight for part in parts])
     return [replace(part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
 
 

@@ -1,8 +1,7 @@
 """Checksums of a corpus in blocks, in a small file beside it: ``PREFIX.checksums.json``.
 
-Only a checksum shows that a token has changed on disk. The file holds a CRC-32 of each 1 MiB block of
-``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of itself. Other programs that read the pair
-ignore it.
+The file has a CRC-32 of each 1 MiB block of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and a
+CRC-32 of its own content. Other programs that read the pair ignore it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
+from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import file_status, opened, read_bounded
+from ppfleetx.utils.untrusted_files import file_status, opened, read_bounded
 
 BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")
@@ -113,7 +112,7 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Check the blocks of a file in order. Yields each block's bytes and, if damaged, its description."""
+        """Yield the bytes of each block of a file, in order, with a `Block` if it is damaged, else None."""
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:
             for number, crc in enumerate(sums.crcs):

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.data.indexed import (
+from ppfleetx.config.formatting import counted
+from ppfleetx.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
     TokenStore,
@@ -27,7 +27,7 @@ from ppfleetx.data.indexed import (
     refuse_to_replace,
     runs_from_zero,
 )
-from ppfleetx.utils.foreign_files import file_status, os_errors
+from ppfleetx.utils.untrusted_files import file_status, os_errors
 
 FLEETX_SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time

@@ -1,8 +1,7 @@
-"""Samples for language modelling, cut from one split of a corpus in Megatron-LM's order."""
+"""Samples for language modeling, cut from one split of a corpus in Megatron-LM's order."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
+from ppfleetx.config.formatting import counted
+from ppfleetx.config.sections.data import split_shares
 from ppfleetx.data.index_map import (
     IndexMaps,
     build_index_maps,
@@ -20,25 +20,9 @@ from ppfleetx.data.index_map import (
     order_fingerprint,
     plan_epochs,
 )
-from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.indexed_dataset import TokenStore
 
 MODES = ("Train", "Eval", "Test")
-
-
-def parse_split(split: str | Sequence[float]) -> list[float]:
-    """The three non-negative weights of a split, which then sum to 1, from ``"949,50,1"``, ``[949, 50, 1]``
-    or fewer numbers. Raises DataError."""
-    numbers = re.findall(r"[-.0-9]+", split) if isinstance(split, str) else split
-    try:
-        weights = [float(number) for number in numbers]
-    except ValueError as error:
-        raise DataError(f"split {split!r} holds something that is not a number") from error
-    weights += [0.0] * (len(MODES) - len(weights))
-    if len(weights) > len(MODES):
-        raise DataError(f"split {split!r} has more than the {len(MODES)} parts {', '.join(MODES)}")
-    if not all(np.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
-        raise DataError(f"split {split!r} needs non-negative numbers, at least one of them above zero")
-    return (np.array(weights) / np.sum(np.array(weights))).tolist()
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
@@ -47,8 +31,10 @@ def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple
     The borders are the running sums of the weights times ``num_sequences``, each rounded half to even.
     Megatron-LM does the same, so a corpus splits at the same sequences. A range may be empty.
     """
+    shares = split_shares(split)
+    weights = np.array(shares) / np.sum(shares)
     borders = [0.0]
-    for weight in parse_split(split):
+    for weight in [*weights.tolist(), *[0.0] * (len(MODES) - len(shares))]:
         borders.append(borders[-1] + weight)
     rounded = [round(border * float(num_sequences)) for border in borders]
     return list(pairwise(rounded))
@@ -95,10 +81,13 @@ class SampleOptions:
 class GPTDataset:
     """Samples ``0 .. len - 1``, cut from sequences ``[first, last)`` of a corpus, in shuffled order.
 
-    ``num_samples``, which the run will ask for, decides how many epochs are shuffled together (None: one);
-    `plan_epochs` says what ``at_least`` does. ``name`` is that of the split in messages. Index maps are kept
-    in ``cache_dir``; None: ``cache`` beside the corpus. Raises DataError if the split is empty or shorter
-    than one sample.
+    Args:
+        num_samples, at_least: see `plan_epochs`.
+        name: the name of the split, for messages.
+        cache_dir: the directory of the index maps; None: ``cache`` beside the corpus.
+
+    Raises:
+        DataError: the split is empty or shorter than one sample.
     """
 
     def __init__(

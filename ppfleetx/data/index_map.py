@@ -1,7 +1,7 @@
 """The order of training samples: document, sample and shuffle maps, bit for bit equal to Megatron-LM's.
 
 A split's sequences, repeated for E epochs and shuffled (`document_index`), form one long stream of tokens.
-Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so neighbours share one.
+Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so neighbors share one.
 `sample_index` says where each sample starts, and `shuffle_index` in which order the samples are visited. The
 rules are the same as in Megatron-LM's ``core/datasets/gpt_dataset.py``, but no loop runs over samples or
 documents.
@@ -29,7 +29,8 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import available_bytes
 
 ORDER_VERSION = 1
-"""Increased when equal arguments would give different maps; part of cache names and fingerprints."""
+"""Increase this when equal arguments give different maps than before; part of cache names and
+fingerprints."""
 
 _CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
 _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this share is needed
@@ -37,8 +38,14 @@ _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this sh
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The number of times a split is read to yield the requested samples of L tokens: ``num_epochs`` is the
-    smallest whose tokens suffice; with ``separate_final_epoch``, the last is shuffled after all others."""
+    """How often a split is read to yield the requested samples.
+
+    Attributes:
+        tokens_per_epoch: tokens of the split.
+        sequence_length: tokens of a sample.
+        num_epochs: the smallest number of epochs with enough tokens.
+        separate_final_epoch: whether the last epoch is shuffled separately and comes after all others.
+    """
 
     tokens_per_epoch: int
     sequence_length: int

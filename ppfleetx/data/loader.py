@@ -11,8 +11,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 
 Tail = Literal["wrap", "drop", "pad"]
@@ -30,7 +30,7 @@ class GlobalBatchSampler:
         consumed_samples: the number of samples already used. Every iteration starts after them.
         size_at: a function that returns the size of the step that begins after a number of samples, if it is
             not always B.
-        tail: the behaviour at the end of the dataset. ``"wrap"``: batches never end; the first sample follows
+        tail: the behavior at the end of the dataset. ``"wrap"``: batches never end; the first sample follows
             the last (position modulo total), and a batch may hold both. ``"drop"``: the last incomplete batch
             is left out. ``"pad"``: it is filled up with index -1, whose sample has a zero loss mask.
         shuffle_seed: the seed of the order. Every pass over the dataset has its own permutation, drawn from

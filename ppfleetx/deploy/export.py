@@ -24,7 +24,7 @@ from ppfleetx.deploy.export_dir import (
 from ppfleetx.distributed.device import is_card
 from ppfleetx.utils.files import exclusive_lock, is_taken, why_not_writable
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.formatting import ranks_text
 from ppfleetx.distributed.cpu.watch import end_when_silent
 from ppfleetx.utils.log import get_logger
 

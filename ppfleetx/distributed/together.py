@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.errors import UserError
+from ppfleetx.config.formatting import ranks_text
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.cpu.transport import time_limit
 from ppfleetx.resilience.flight_recorder import RECORD

@@ -17,8 +17,8 @@ import paddle
 
 from ppfleetx.distributed.collectives import ALIGNMENT, begins_of
 from ppfleetx.distributed.device import on_card, queue_copy, queue_copy_to_host, recorded_event
-from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.resilience.heartbeat import PROGRESS
 
 _LOOKS_SECONDS = 1e-3  # how often a card is asked for its progress
 

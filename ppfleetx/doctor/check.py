@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppfleetx.config.counts import counted, ranks_text
+from ppfleetx.config.formatting import counted, ranks_text
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig

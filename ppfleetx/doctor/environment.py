@@ -36,7 +36,7 @@ _PREFIXES = (
     "PPFLEETX_",
     "MASTER_",
 )
-_OF_LAUNCHER = (
+_SET_BY_LAUNCHER = (
     *(f"PADDLE_{name}" for name in ("AUTO", "BACKUP", "CURRENT", "DISTRI", "GLOBAL", "LOCAL", "LOG")),
     *(f"PADDLE_{name}" for name in ("MASTER", "NNODES", "RANK", "TRAINER")),
     *("PPFLEETX_DOCTOR", "PPFLEETX_LAUNCHER"),
@@ -130,7 +130,7 @@ def variables(target: Target) -> Iterator[Row]:
     there = {
         name: "(not shown)" if _SECRET.search(name) else value
         for name, value in sorted(target.environ.items())
-        if name.startswith(_PREFIXES) and not name.startswith(_OF_LAUNCHER)
+        if name.startswith(_PREFIXES) and not name.startswith(_SET_BY_LAUNCHER)
     }
     text = " ".join(f"{name}={value}" for name, value in there.items())
     yield ok("variables", text or "none of NCCL, CUDA, Paddle or ppfleetx is set")

@@ -15,19 +15,19 @@ from pathlib import Path
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint, weight_sources
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
-from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.errors import DataError, UserError
+from ppfleetx.config.formatting import bytes_text, counted
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.conversion.detect import refuse_foreign
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.corpus_checks import token_id_lines
-from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
-from ppfleetx.planner.long_run import checkpoint_bytes
 from ppfleetx.planner.prediction import run_prediction
-from ppfleetx.utils.foreign_files import opened
+from ppfleetx.planner.run_cost import checkpoint_bytes
+from ppfleetx.utils.untrusted_files import opened
 
 _FIX = (
     "mount or copy intact files to this machine (ppfleetx prepare writes a corpus), let this user read them "

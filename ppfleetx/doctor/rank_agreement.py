@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx import __version__
-from ppfleetx.config.counts import ranks_text
-from ppfleetx.config.record import flat_values
+from ppfleetx.config.formatting import ranks_text
+from ppfleetx.config.yaml_dump import flat_values
 from ppfleetx.doctor.check import Row, Target, fail, ok
 from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.utils.installed import LIBRARIES

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from tempfile import NamedTemporaryFile
 from typing import Self
 
-from ppfleetx.config.counts import ranks_text
+from ppfleetx.config.formatting import ranks_text
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS

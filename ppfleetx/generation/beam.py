@@ -27,7 +27,7 @@ import paddle
 from ppfleetx.generation.processors import largest, log_probabilities
 from ppfleetx.generation.search import Row, Rules, process
 from ppfleetx.generation.session import DecodingSession
-from ppfleetx.resilience.activity import GENERATING, PROGRESS
+from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
 # While a group's beams are still copies of each other, only the first one counts.
 _COPY = -1e9

@@ -20,7 +20,7 @@ from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.search import OnToken, Row, Rules, process
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.generation.text import NoTokenizer
-from ppfleetx.resilience.activity import GENERATING, PROGRESS
+from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
 
 class Assistant:

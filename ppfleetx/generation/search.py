@@ -18,7 +18,7 @@ from ppfleetx.generation.processors import forbid, force
 from ppfleetx.generation.row_options import PLAIN, RowOptions, RowTokens, chosen, processed
 from ppfleetx.generation.sampling import TokenScore, score_tokens
 from ppfleetx.generation.session import DecodingSession
-from ppfleetx.resilience.activity import GENERATING, PROGRESS
+from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
 Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]

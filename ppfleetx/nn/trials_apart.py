@@ -20,7 +20,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.distributed.device import exact_products
-from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.resilience.heartbeat import PROGRESS
 
 _SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels
 _READY, _SAID = "trials: ready", "trial: "  # lines among whatever else is printed

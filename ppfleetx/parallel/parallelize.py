@@ -10,7 +10,7 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ARCHITECTURES
-from ppfleetx.config.rules import without_place
+from ppfleetx.config.rules import unusable_fused_ops
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
@@ -86,7 +86,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
 
 
 def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train: bool) -> FusedOps:
-    unused = {name: why for name, (_, why) in without_place(cfg).items()}
+    unused = {name: why for name, (_, why) in unusable_fused_ops(cfg).items()}
     ops = choose(cfg.Model.fused_ops, precision.types, ctx, unused)
     if train:
         say(ops)

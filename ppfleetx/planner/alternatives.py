@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ppfleetx.config.plan import ParallelPlan, violations
 from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.communication import rival_groups
 from ppfleetx.planner.job import Job
-from ppfleetx.planner.network import rival_groups
 from ppfleetx.planner.prediction import Prediction
 
 _LEAST_SAVING = 0.02  # share of the memory; smaller savings are not listed

@@ -14,8 +14,8 @@ import yaml
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import Card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
-from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
@@ -46,7 +46,7 @@ class Observed:
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
     """Fit the card of ``cluster`` to runs; also returns a text that compares the errors before and after.
 
-    Minimises the squared difference between the logarithms of predicted and measured step times. The compute
+    Minimizes the squared difference between the logarithms of predicted and measured step times. The compute
     constants are scaled together; with two or more runs, links and latencies are scaled too, but stay near
     the card's values unless the runs show otherwise.
 

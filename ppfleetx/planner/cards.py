@@ -24,6 +24,8 @@ _MICRO = 1e-6
 
 
 class Card(Section):
+    """A kind of accelerator (or the CPU), and the constants of its speed and memory."""
+
     name: Text
     """The name of the card on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
@@ -97,7 +99,7 @@ class Card(Section):
         return num_bytes / speed + kernels * self.kernel_latency_us * _MICRO
 
     def link_bandwidth(self, num_cards: int) -> float:
-        """The bus bandwidth in bytes/s of a collective among ``num_cards`` neighbours in one node."""
+        """The bus bandwidth in bytes/s of a collective among ``num_cards`` neighbors in one node."""
         sizes = sorted(self.link_gb_s)
         at_least = next((size for size in sizes if size >= num_cards), sizes[-1])
         return self.link_gb_s[at_least] * 1e9

@@ -22,8 +22,8 @@ Layer = tuple[BlockSpec, Recompute]
 """A block, and the part of it that the backward pass recomputes."""
 
 EXPERT_IMBALANCE = 1.5
-"""Margin of memory under expert parallelism: in the worst layer and micro batch, the rank whose experts get
-the most rows gets this many times the mean.
+"""Margin of memory under expert parallelism: a rank's experts may get this many times the mean number of rows
+in the worst layer and micro batch.
 """
 
 
@@ -99,7 +99,7 @@ class Job:
             for ``kernels``.
         overlap: communication that overlaps with computation; none for published runs, because the cards
             were fitted that way.
-        compress: fake quantisation or small weights, which change the model's parameters.
+        compress: fake quantization or small weights, which change the model's parameters.
     """
 
     model: ModelConfig
@@ -195,7 +195,7 @@ class Job:
 
     @property
     def model_key(self) -> ModelKey:
-        """A cache key of everything that the parameters depend on. It compares the model by identity."""
+        """The cache key for everything that follows from the model's parameters."""
         return ModelKey(self.model, self.compress)
 
     @property
@@ -270,8 +270,8 @@ class PassKey:
             if plan.sharding_stage == 3 and plan.sharding > 1
             else None
         )
-        lie = (plan.pp > 1, plan.sharding, plan.stage_size) if plan.ep > 1 else None
-        self.job, self._key = job, (job.model_key, job.work, job.precision.compute, fetched, lie)
+        layout = (plan.pp > 1, plan.sharding, plan.stage_size) if plan.ep > 1 else None
+        self.job, self._key = job, (job.model_key, job.work, job.precision.compute, fetched, layout)
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -15,8 +15,8 @@ from ppfleetx.models.gpt.spec import BlockSpec, model_spec
 from ppfleetx.nn.cost import Recompute, Work
 from ppfleetx.nn.tape import Tape
 from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, ModelKey
-from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
 _BUCKET_BYTES = 64 << 20  # size of the buckets that sums are packed into (distributed/collectives.py)
@@ -243,7 +243,7 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
     v, last = job.plan.virtual_pp_degree, stage == job.plan.pp - 1
     kept = sum(run.tape.kept * run.count for run in runs)
     whole = kept + (v - 1) * sum(run.tape.kept * run.count for run in runs if run.everywhere)
-    others = whole * in_flight - kept + _waiting_for_weights(job, stage) + _travelling(job, stage)
+    others = whole * in_flight - kept + _waiting_for_weights(job, stage) + _bytes_in_transit(job, stage)
     chunk = whole / v
     logits = runs[-1].tape.kept if last else 0.0
     passes = [(others, True)]
@@ -285,7 +285,7 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
     return micro_batches * elements * job.precision.activation_bytes
 
 
-def _travelling(job: Job, stage: int) -> float:
+def _bytes_in_transit(job: Job, stage: int) -> float:
     """Bytes of messages with ``overlap_p2p_comm``: an input that has arrived early and an output in
     transit."""
     if not job.overlaps_messages:

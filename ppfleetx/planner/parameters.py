@@ -29,8 +29,8 @@ class Held:
         stored: bytes of parameters that have a type of their own (small weights), held between steps.
         owned: trained elements that the rank updates, and whose states it keeps.
         largest_layer: elements of the largest model stage, which sharding stage 3 fetches at once.
-        fills: for each parameter size, a pair: the number of elements up to the end of the last parameter of
-            that size, and the size. Parameters are in the order in which they get their initial values.
+        fills: for each size of a parameter, (elements of all parameters up to the last one of this size,
+            size), in the order in which parameters get their initial values.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: the elements of ``whole`` whose gradients are partial sums under sequence parallelism.
         experts: trained elements that belong to experts.

@@ -9,10 +9,10 @@ from typing import Any
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB, Card, any_card, card_of_device, load_card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import plan_text
+from ppfleetx.planner.plan_to_config import plan_text
 from ppfleetx.planner.step_time import StepTime, quick_seconds, spread, step_time
 from ppfleetx.planner.utilization import model_flops_utilization, step_flops, tflops_per_device
 
@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, counted with full attention."""
+        """Model FLOPs utilization, counted with full attention."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.reading.parse import Sections
@@ -19,9 +19,9 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB, Card, load_card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import job_of
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import UnresolvedConfig, plan_text
+from ppfleetx.planner.plan_to_config import UnresolvedConfig, plan_text
 from ppfleetx.planner.prediction import Prediction, run_length
 from ppfleetx.planner.search import search
 from ppfleetx.utils.devices import CPU

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ppfleetx.config.counts import bytes_text, counted
+from ppfleetx.config.formatting import bytes_text, counted
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import active_count, parameter_count
 from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import EXPERT_IMBALANCE
 from ppfleetx.planner.memory import CARD_PARTS
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import plan_text
+from ppfleetx.planner.plan_to_config import plan_text
 from ppfleetx.planner.prediction import Prediction, prediction_of_memory
 from ppfleetx.planner.search import SearchResult
 

@@ -9,10 +9,10 @@ from itertools import product
 
 from ppfleetx.config.plan import ParallelPlan, Workload, divisors, violations
 from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.memory import least_memory
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import GRANULARITIES
+from ppfleetx.planner.plan_to_config import GRANULARITIES
 from ppfleetx.planner.prediction import Prediction
 
 _MAX_MICRO_BATCH = 64

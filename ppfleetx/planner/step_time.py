@@ -19,8 +19,7 @@ from functools import lru_cache, partial
 from ppfleetx.models.gpt.spec import BlockSpec
 from ppfleetx.nn.cost import Operation, Recompute
 from ppfleetx.nn.mlp_spec import MoESpec
-from ppfleetx.planner.job import Job, PassKey
-from ppfleetx.planner.network import (
+from ppfleetx.planner.communication import (
     Cluster,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -30,6 +29,7 @@ from ppfleetx.planner.network import (
     message_seconds,
     rival_groups,
 )
+from ppfleetx.planner.job import Job, PassKey
 from ppfleetx.planner.parameters import Held, embedding_bytes, held_parameters, largest_layer
 from ppfleetx.planner.timeline import Messages, Timeline, simulate
 
@@ -72,7 +72,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """The seconds that a layer waits for its parameters (stage 3), which are sent while the previous layer
+    """The seconds that a layer waits for its parameters (stage 3). They are sent while the previous layer
     computes.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
@@ -87,7 +87,7 @@ _LOW, _HIGH = 0.93, 1.10
 nine of ten measurements lie within it."""
 _HIGH_PER_DOUBLING = 0.12
 """The increase of the high end for each doubling of the tensor-parallel groups that share a node's network
-(:func:`ppfleetx.planner.network.rival_groups`).
+(:func:`ppfleetx.planner.communication.rival_groups`).
 """
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ppfleetx.config.schedules import zero_bubble_order
+from ppfleetx.config.pipeline_schedules import zero_bubble_order
 
 _STEADY_ROUNDS = 3
 _WEIGHTS = -1
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Messages between neighbouring chunks: activations and their gradients.
+    """Messages between neighboring chunks: activations and their gradients.
 
     The receiver waits for its message. A stage sends one message at a time in each direction.
 
@@ -70,7 +70,7 @@ def simulate(
     Args:
         forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
         micro_batches: number of micro batches.
-        messages: the messages between neighbouring chunks.
+        messages: the messages between neighboring chunks.
         forwards_first: whether an interleaved schedule begins with all forward passes.
         weights: for ZB-H1, the seconds of ``backward`` that each stage spends on weight gradients; None does
             not divide backward passes.

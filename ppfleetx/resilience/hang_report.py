@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ppfleetx.resilience.activity import Progress
 from ppfleetx.resilience.flight_recorder import Call, CallRecord
+from ppfleetx.resilience.heartbeat import Progress
 from ppfleetx.utils.machine import memory
 
 FORMAT = 1
@@ -131,9 +131,7 @@ class Report:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank reports because it makes no progress itself, not because another rank asked for
-        it.
-        """
+        """Whether this rank reports because it makes no progress itself, not because another rank asked."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:

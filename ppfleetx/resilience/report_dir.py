@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ppfleetx.resilience.hang_report import Report, read_reports
+from ppfleetx.utils.files import atomic_write
 
 HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
 """Directories under an output directory for training, evaluation and generation."""
@@ -61,9 +62,11 @@ class ReportDir:
 
         def write_both() -> bool:
             base = self.directory / f"rank_{report.rank:05d}"
-            _write_whole(base.with_suffix(".json"), report.to_json())
-            with contextlib.suppress(OSError):  # a full disk may have room for only one file
-                _write_whole(base.with_suffix(".txt"), text)
+            with atomic_write(base.with_suffix(".json"), "w") as file:
+                file.write(report.to_json())
+            # A full disk may have room for only one file.
+            with contextlib.suppress(OSError), atomic_write(base.with_suffix(".txt"), "w") as file:
+                file.write(text)
             return True
 
         return bool(self._do(write_both, creates=True))
@@ -121,15 +124,3 @@ class ReportDir:
         while True:
             self._work.get()()
             self.seconds = time.thread_time()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see all of it or nothing."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise

@@ -8,7 +8,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
-_OF_LAUNCHER = "PADDLE_TRAINER_ID"
+_SET_BY_LAUNCHER = "PADDLE_TRAINER_ID"
 
 
 class StopRequest:
@@ -42,7 +42,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _OF_LAUNCHER in os.environ and (self or self.signal_name) and self._previous:
+        if _SET_BY_LAUNCHER in os.environ and (self or self.signal_name) and self._previous:
             # The launcher sends SIGTERM to one rank after the other, up to three times to each: it must not
             # kill a rank that has stopped or finished and is about to exit.
             self._previous[signal.SIGTERM] = signal.SIG_IGN

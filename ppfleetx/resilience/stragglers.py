@@ -18,7 +18,7 @@ import numpy as np
 
 LEAST_COST = 0.05
 """A slow rank is reported if it costs at least this share of a step."""
-_UNLIKE = 1.5  # tolerance towards other stages, which may have less work
+_UNLIKE = 1.5  # tolerance toward other stages, which may have less work
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class StragglerTable:
         self._sums += times
         self._steps += 1
         if self._steps == self._every:
-            self.found = judged(
+            self.found = find_stragglers(
                 self._sums / (1e6 * self._steps), self._stages, self._hosts, step, self._steps
             )
             self._sums[:] = 0
             self._steps = 0
 
 
-def judged(
+def find_stragglers(
     times: np.ndarray, stages: Sequence[int], hosts: Sequence[str], step: int, steps: int
 ) -> Stragglers | None:
     """The slow ranks, from mean seconds ``[rank, (total, data, waited)]`` and the pipeline stages."""

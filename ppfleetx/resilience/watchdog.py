@@ -3,7 +3,7 @@
 1. A rank that makes no progress for the timeout writes its report (``hang_report.py``).
 2. The other ranks see it and write their own reports, whatever they are doing.
 3. After a short wait each rank reads all reports (a frozen rank writes none) and combines them
-   (``explain.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise the
+   (``hang_diagnosis.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise the
    explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
 """
 
@@ -18,15 +18,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.resilience.activity import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
-from ppfleetx.resilience.explain import Explanation, explain, explain_alone
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
+from ppfleetx.resilience.hang_diagnosis import Explanation, explain, explain_alone
 from ppfleetx.resilience.hang_report import Identity, Report, capture_report, latest
+from ppfleetx.resilience.heartbeat import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
@@ -59,28 +59,10 @@ class Limits:
     counts_work: bool = True
 
 
-@dataclass
-class Peers:
-    """The processes of the job, gathered once at the start.
-
-    Attributes:
-        processes: machine, process id and start time of each rank.
-    """
-
-    processes: dict[int, tuple[str, int, float]] = field(default_factory=dict)
-
-    @staticmethod
-    def own() -> tuple[str, int, float]:
-        return machine(), os.getpid(), birth_of(os.getpid())
-
-    def states(self, own: int) -> dict[int, str]:
-        """The kernel's states of the processes on this machine."""
-        here = machine()
-        return {
-            rank: state_of(pid, born)
-            for rank, (place, pid, born) in self.processes.items()
-            if rank != own and place == here and place
-        }
+def own_process() -> tuple[str, int, float]:
+    """The machine, process id and start time of this process, for :func:`remember_peers` on the other
+    ranks."""
+    return machine(), os.getpid(), birth_of(os.getpid())
 
 
 class Watchdog:
@@ -98,7 +80,7 @@ class Watchdog:
     ) -> None:
         self._who, self._limits, self._end = who, limits, end
         self._progress, self._record = progress, record
-        self.peers = Peers()
+        self.processes: dict[int, tuple[str, int, float]] = {}
         self._began = time.time()
         self._seen_until = self._began
         self._killed_before = killed_for_memory()
@@ -129,9 +111,8 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """The seconds since the last progress. 0 while ranks meet at the start, which has its own time
-        limit.
-        """
+        """The seconds since the last progress; 0 while ranks meet at the start, which has another time
+        limit."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)
@@ -244,8 +225,13 @@ class Watchdog:
         )
 
     def _with_peers(self, report: Report) -> Report:
-        killed = killed_for_memory() - self._killed_before
-        return replace(report, peers=self.peers.states(self._who.rank), killed_for_memory=killed)
+        killed, here = killed_for_memory() - self._killed_before, machine()
+        states = {
+            rank: state_of(pid, born)
+            for rank, (place, pid, born) in self.processes.items()
+            if rank != self._who.rank and place == here and place
+        }
+        return replace(report, peers=states, killed_for_memory=killed)
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
         """Write a report of this rank's activity when an error ended it, for ``ppfleetx hang-report``.
@@ -370,6 +356,6 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Record the job's processes, given :meth:`Peers.own` of each rank."""
+    """Record the job's processes, given :func:`own_process` of each rank."""
     if _current is not None:
-        _current.peers.processes = {rank: tuple(one) for rank, one in processes.items()}
+        _current.processes = {rank: tuple(one) for rank, one in processes.items()}

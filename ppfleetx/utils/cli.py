@@ -26,7 +26,7 @@ EXIT_DEVICE = 6
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # the code that a shell reports for a program ended by SIGPIPE
 
-_OF_LAUNCHER = "PADDLE_TRAINER_ID"
+_SET_BY_LAUNCHER = "PADDLE_TRAINER_ID"
 # The launcher checks its ranks every second or two, shows the log of the first one that has ended, and ends
 # the others. It should find the rank that failed, not those that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
@@ -39,7 +39,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
 
     A :class:`UserError` or a missing library prints one message and ends with code 2, running out of memory
     with 5, an error of the card with 6, and the end of another process of the job with 3, even if Paddle
-    wraps it in an error of its own. When the reader of standard output is gone (``| head -1``), the program
+    wraps it in another error. When the reader of standard output is gone (``| head -1``), the program
     ends silently with 141. Any other exception is a bug and keeps its traceback.
 
     SIGTERM and SIGHUP end the process with a message after it has cleaned up, unless the program handles them
@@ -106,7 +106,7 @@ def _unwind_at_signals() -> None:
         _received.append(number)
         raise _SignalCameError
 
-    if threading.current_thread() is threading.main_thread() and _OF_LAUNCHER not in os.environ:
+    if threading.current_thread() is threading.main_thread() and _SET_BY_LAUNCHER not in os.environ:
         for number in handled:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, end)
@@ -124,7 +124,7 @@ def _end_by_signal() -> None:
 
 def _keep_exit_code() -> None:
     """Ignore SIGTERM from now on: a launcher that ends this rank must not change its exit code."""
-    if _OF_LAUNCHER in os.environ:
+    if _SET_BY_LAUNCHER in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -135,7 +135,7 @@ def _exit_code_of(error: Exception) -> int | None:
         time.sleep(_GRACE_SECONDS)  # the thread that decided to end the process has reported why, and ends it
     if ended is not None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
-        if _OF_LAUNCHER in os.environ:
+        if _SET_BY_LAUNCHER in os.environ:
             _wait_for_the_launcher()
             _keep_exit_code()
         return EXIT_PEER_LOST

@@ -69,7 +69,7 @@ _CAUSES = (
     EXIT_NO_MEMORY,
     EXIT_DEVICE,
 )  # it may make other ranks end with other codes
-_SIGNALLED = 128  # for a program ended by signal n, a shell reports 128 + n
+_SIGNALED = 128  # for a program ended by signal n, a shell reports 128 + n
 
 _prepared: set[int] = set()
 
@@ -184,13 +184,13 @@ def _end_with_conventional_code() -> None:
     number = getattr(controller, "sigint", None)
     if number is not None:
         _log.follow(controller)
-        code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
+        code = 0 if codes and not any(codes) and None not in codes else _SIGNALED + number
     else:
         failed = next((code for code in codes if code), 0)
         telling = _most_telling(codes)
         if telling == failed >= 0:
             return  # the launcher's own choice
-        code = telling if telling >= 0 else _SIGNALLED - telling
+        code = telling if telling >= 0 else _SIGNALED - telling
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -76,7 +76,7 @@ def expected_device(wanted: str, place: str | None = None) -> str:
     cards = _kinds_of_cards()
     if wanted == "auto":
         return next(iter(cards), CPU)
-    if is_served(wanted):
+    if may_support(wanted):
         return wanted
     raise ConfigError(
         f"the Paddle installed here supports {', '.join([*cards, CPU])} only. {how_to_get(wanted)}, or "
@@ -124,17 +124,17 @@ def no_such_card(variable: str, number: str) -> ConfigError:
     )
 
 
-def is_served(kind: str) -> bool:
+def may_support(kind: str) -> bool:
     """Whether the installed Paddle may support a kind of device; without Paddle, any may be supported."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
-def of_recipe(kind: str) -> tuple[str, str]:
+def device_for_recipe(kind: str) -> tuple[str, str]:
     """Choose ``Global.device`` for a recipe that names a kind of card. A recipe for cards that the installed
     Paddle does not support runs on the available device; then this also returns the reason.
     """
-    if is_served(kind):
+    if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"
 

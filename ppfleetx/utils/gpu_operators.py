@@ -23,7 +23,7 @@ PLUGIN_BACKENDS = ("CUSTOM",)
 """Backends of kernels that Paddle has for the devices of all plugins."""
 
 _GPUS_ALONE = ("flash", "fused_", "linear_v2", "rms_norm", "all_reduce")
-_INSTEAD = {
+_IN_FLOAT32 = {
     *((f"{name}{end}", dtype) for name in ("dropout", "relu") for end in ("", "_grad") for dtype in _HALF),
     ("searchsorted", "int32"),  # of flashmask
 }
@@ -66,7 +66,7 @@ def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]
     instead.
     """
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
-    return {name: tuple(t for t in types if (name, t) not in _INSTEAD) for name, types in asked.items()}
+    return {name: tuple(t for t in types if (name, t) not in _IN_FLOAT32) for name, types in asked.items()}
 
 
 def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:

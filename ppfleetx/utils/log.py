@@ -1,6 +1,6 @@
 """The program's one logger, in FleetX's line format.
 
-``[2022-07-27 12:40:00,833] [    INFO] - message`` on stdout; colours only on a terminal.
+``[2022-07-27 12:40:00,833] [    INFO] - message`` on stdout; colors only on a terminal.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """The reason why a process of this machine is silent; empty if it simply runs."""
+    """Why a process of this machine does not respond, as a verb phrase; empty if it runs normally."""
     if not Path("/proc/self/stat").exists():
         return ""
     fields = _stat(pid)

@@ -75,10 +75,8 @@ def end_with_peers(grace: float, exit_code: int) -> None:
     _state.grace, _state.exit_code = grace, exit_code
 
 
-def ends_this_process() -> bool:
-    """Whether this is one of our own programs, which may end the process. A user's program must not be
-    ended.
-    """
+def may_end_process() -> bool:
+    """Whether this process may be ended: it runs one of our programs, not a user's."""
     return _state.grace is not None
 
 
@@ -94,7 +92,12 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """Record that a peer is gone and the job cannot continue. Called once, from any thread."""
+    """Record that a peer is gone and the job cannot continue. Called once, from any thread.
+
+    Args:
+        sentence: the message to print if this process is ended.
+        say_goodbye: called just before the process ends, to tell the other processes.
+    """
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))

@@ -18,7 +18,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 LAUNCHER_VARIABLE = "PPFLEETX_LAUNCHER_PID"
-_OF_LAUNCHER = "PADDLE_RANK_IN_NODE"  # only the launcher sets it
+_SET_BY_LAUNCHER = "PADDLE_RANK_IN_NODE"  # only the launcher sets it
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 _LOOK_AT_PARENT_SECONDS = 1.0
 _SAVE_SECONDS = 60.0  # seconds for a rank to finish its step and save
@@ -38,7 +38,7 @@ def end_with_launcher() -> None:
     On SIGTERM a training run stops after its step and saves. Does nothing in a process that no launcher
     started, or when called again.
     """
-    if _OF_LAUNCHER not in os.environ or os.getpid() in _watched:
+    if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
     _watched.add(os.getpid())
     parent = os.getppid()
@@ -118,11 +118,11 @@ def end_descendants(grace: float) -> list[int]:
         The descendants that did not end even then, because the kernel holds them.
     """
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
-        signalled: set[int] = set()
+        signaled: set[int] = set()
         deadline = time.monotonic() + seconds
         while running := descendants():
-            _send(number, [pid for pid in running if pid not in signalled])
-            signalled.update(running)
+            _send(number, [pid for pid in running if pid not in signaled])
+            signaled.update(running)
             if time.monotonic() >= deadline:
                 break
             _reap()

@@ -22,7 +22,7 @@ from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.safetensors_file import read_safetensors, write_sharded
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 from ppfleetx.pipeline import pipeline
 from ppfleetx.trainer import Trainer
 from tests.conversion import hf_dirs

@@ -18,7 +18,7 @@ from ppfleetx.commands.evaluate import Accuracy, Perplexity, result_of, table, w
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.conversion.convert import Conversion, convert
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.commands.eval_program import CLOZE, HF, MODELS, last_words, score, sliding
 from tests.conversion import hf_dirs
 from tests.e2e.program import plan_overrides

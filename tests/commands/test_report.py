@@ -11,8 +11,8 @@ import pytest
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.record import run_record
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.config.yaml_dump import run_record
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.checkpoint.checkpoints import save
 from tests.helpers.texts import CORPUS, small_tokenizer
 

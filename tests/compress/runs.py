@@ -13,7 +13,7 @@ from ppfleetx.checkpoint.documents import documents_in, documents_of
 from ppfleetx.checkpoint.tensors import load_model, model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel

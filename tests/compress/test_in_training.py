@@ -33,7 +33,7 @@ def test_shares_follow_the_cube_between_its_two_steps():
     ("more", "words"),
     [
         (["Model.lora.rank=4"], "below adapters are not trained"),
-        (["Compress.Quantization.enable=True"], "prune or quantise, one at a time"),
+        (["Compress.Quantization.enable=True"], "prune or quantize, one at a time"),
         (["Compress.Prune.ratio=1"], "leaves nothing"),
         (["Compress.Prune.frequency=10"], "goes with end_step"),
         (["Compress.Prune.ratio=0.001"], "removes none of 4 key/value heads and 256 feed-forward units"),

@@ -75,7 +75,11 @@ def test_a_missing_tokenizer_is_said_by_the_report_and_refused_by_the_run():
             "Data.Eval.dataset.name .* the same task everywhere",
         ),
         (GLUE, ["Data.Train.dataset.split=dev_matched"], "SST2 wants one of train, dev, test"),
-        (GLUE, ["Model.module=GPTModule"], "is learnt by Model.module = GPTFinetuneModule, not by GPTModule"),
+        (
+            GLUE,
+            ["Model.module=GPTModule"],
+            "is learned by Model.module = GPTFinetuneModule",
+        ),
         (GLUE, ["Engine.eval_freq=0"], "the best is found by evaluating"),
         (GLUE, ["Data.Train.dataset.eod_mask_loss=True"], "SST2 has no such option; only GPTDataset has"),
         (GLUE, ["Data.Train.dataset.prompt_field=q"], "SST2 has no such option; PromptResponseDataset has"),

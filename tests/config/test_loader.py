@@ -9,9 +9,9 @@ import yaml
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import field_types, section_in
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.record import dump_config, run_record
 from ppfleetx.config.sections.optimizer import LRConfig
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
+from ppfleetx.config.yaml_dump import dump_config, run_record
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 

@@ -71,11 +71,6 @@ def test_finetuning_and_evaluation_do_not_write_where_pretraining_does():
     assert not pretraining & set(places)
 
 
-def test_6_7b_has_its_size():
-    """FleetX's single-card file of that name had hidden size 1024."""
-    assert parameter_count(load_config(GPT / "pretrain_gpt_6.7B_sharding16.yaml").Model) == 6_654_402_560
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -94,14 +89,6 @@ def test_other_345m_files(name):
     if name.endswith("dp8"):
         assert load_config(GPT / f"{name}.yaml", world_size=8).plan.dp == 8
         assert load_config(GPT / f"{name}.yaml", world_size=1).plan.dp == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "override"), [("1.3B_dp8", "1024"), ("6.7B_sharding16", "2048"), ("175B_mp8_pp16", "6144")]
-)
-def test_hidden_size_may_be_halved_for_smaller_cards(name, override):
-    cfg = load_config(GPT / f"pretrain_gpt_{name}.yaml", [f"Model.hidden_size={override}"])
-    assert cfg.Model.ffn_size == 4 * int(override)
 
 
 def test_check_report_of_175b():

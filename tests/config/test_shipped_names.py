@@ -9,8 +9,8 @@ import pytest
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.record import dump_config
 from ppfleetx.config.shipped import CONFIGS, find_config, purpose, shipped_configs
+from ppfleetx.config.yaml_dump import dump_config
 
 SHIPPED = "gpt/pretrain_gpt_345M_single_card"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.record import dump_config
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.config.without_effect import SWITCHED_OFF, SwitchedOff, without_effect
+from ppfleetx.config.yaml_dump import dump_config
 
 GPT = CONFIGS / "nlp/gpt"
 FP16, BF16 = (f"Engine.mix_precision={{enable: True, dtype: {kind}}}" for kind in ("float16", "bfloat16"))

@@ -12,12 +12,12 @@ from ppfleetx.data.blended import (
     blend_sizes,
     blending_indices,
     exhaustive_indices,
-    normalise,
+    normalize,
     weighted_order,
 )
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, SampleOptions
 from ppfleetx.data.index_map import plan_epochs
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 
 
 def test_sizes_with_surplus() -> None:
@@ -72,7 +72,7 @@ def test_the_orders_are_megatrons(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(GOLDENS[kind]) > 20
     for golden in GOLDENS[kind]:
         if kind == "weighted":
-            found = blending_indices(normalise(golden["weights"]), golden["size"])
+            found = blending_indices(normalize(golden["weights"]), golden["size"])
         else:
             found = exhaustive_indices(golden["sizes"])
             counts = np.bincount(found[0], minlength=len(golden["sizes"]))
@@ -88,7 +88,7 @@ def test_a_part_of_an_exhaustive_blend_is_its_beginning() -> None:
     for size in (0, 1, 12, 100, 192, 193):
         part = exhaustive_indices(sizes, size)
         assert all(np.array_equal(p, w[:size]) for p, w in zip(part, whole, strict=True))
-        by_weight = blending_indices(normalise(sizes), size)[0]
+        by_weight = blending_indices(normalize(sizes), size)[0]
         if (np.bincount(by_weight, minlength=4) <= sizes).all():
             assert np.array_equal(part[0], by_weight)
 
@@ -113,7 +113,7 @@ def test_every_blend_has_enough_samples(monkeypatch: pytest.MonkeyPatch) -> None
     draw = np.random.default_rng(1)
     refused_by_megatron = 0
     for length, tokens, weights, num_samples in [*SHORT, *(random_blend(draw) for _ in range(200))]:
-        shares = normalise(weights)
+        shares = normalize(weights)
         total, sizes = blend_sizes(shares, num_samples)
         counts = np.bincount(blending_indices(shares, total)[0], minlength=len(sizes)).tolist()
         for num_tokens, size, count in zip(tokens, sizes, counts, strict=True):

@@ -13,7 +13,7 @@ import yaml
 
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 from ppfleetx.data.prepare.stdlib_corpus import stdlib_files, write_stdlib_corpus
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers import programs

@@ -8,7 +8,7 @@ import pytest
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.corpus_formats import FleetXDataset, convert, find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 
 IDS = np.arange(10, dtype=np.uint16)
 LENS = np.array([3, 0, 2, 5], np.int32)

@@ -7,7 +7,7 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, SampleOptions, make_sample
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 
 E = 9
 WINDOW = np.array([7, 8, E, 5, 6, E, 3, 4])  # the inputs are all but the last

@@ -9,7 +9,7 @@ import pytest
 from ppfleetx.data import gpt_dataset
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.index_map import load_or_build
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 
 ARRAYS = {"a": np.arange(1000), "b": np.arange(6, dtype=np.int32).reshape(3, 2)}
 

@@ -5,10 +5,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from ppfleetx.config.errors import DataError
-from ppfleetx.data.gpt_dataset import parse_split, split_ranges
+from ppfleetx.data.gpt_dataset import split_ranges
 from ppfleetx.data.index_map import IndexMaps, build_index_maps, maps_bytes, order_fingerprint, plan_epochs
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 
 # md5[:12] of the bytes of document, sample and shuffle index, from Megatron-LM d98e8a64 on the toy corpus:
 # (seed, sequence length, split, samples, mode), (tokens per epoch, epochs, samples in them), three hashes.
@@ -139,9 +138,3 @@ def test_offsets_far_into_the_stream_stay_exact() -> None:
 )
 def test_split_ranges(split, ranges) -> None:
     assert split_ranges(137, split) == ranges
-
-
-@pytest.mark.parametrize("split", ["1,1,1,1", "0,0,0", "", "-1,2", "1.2.3", [1, -1], [float("nan"), 1]])
-def test_splits_that_make_no_sense(split) -> None:
-    with pytest.raises(DataError, match="split"):
-        parse_split(split)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, optimal_dtype
+from ppfleetx.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, optimal_dtype
 from ppfleetx.data.prepare.token_files import merge
 
 # Made with Megatron-LM d98e8a64, IndexedDatasetBuilder, from the documents of `toy_documents`.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, ExportManifest, describe_files
 from tests.deploy.exports import GPT2_STYLE, write_run

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.e2e.conftest import ROOT, environment, losses
 from tests.e2e.test_mindformers import same_weights
 from tests.helpers.ranks import free_port

@@ -5,7 +5,7 @@ import paddle
 import pytest
 
 from ppfleetx.distributed import transfer
-from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.resilience.heartbeat import PROGRESS
 
 BATCH = {
     "tokens": np.arange(6).reshape(2, 3),

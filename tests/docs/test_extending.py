@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.docs.blocks import Block, blocks, commands, to_run
 from tests.e2e import program
 from tests.helpers import programs

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.doctor.check import Row, Target
 
 NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"

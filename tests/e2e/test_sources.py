@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.e2e.conftest import NANO, Tool, losses, records
 from tests.helpers.ranks import Pools
 

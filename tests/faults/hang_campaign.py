@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.resilience.explain import explain
+from ppfleetx.resilience.hang_diagnosis import explain
 from ppfleetx.resilience.hang_report import latest, read_reports
 from tests.faults.harness import Job
 from tests.multinode.nodes import Node, two_nodes

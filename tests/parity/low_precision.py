@@ -90,9 +90,9 @@ def start(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[
     from paddle.base import core
 
     from ppfleetx.planner.cards import load_card
+    from ppfleetx.planner.communication import Cluster
     from ppfleetx.planner.job import job_of
     from ppfleetx.planner.memory import stage_memory
-    from ppfleetx.planner.network import Cluster
     from tests.helpers.low_precision import emulated
 
     options = {f"{OPTIONS}.enable": True, f"{OPTIONS}.dtype": "bfloat16", f"{OPTIONS}.level": "O2", **extra}

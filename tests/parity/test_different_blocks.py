@@ -55,7 +55,7 @@ def test_the_planner_sees_which_blocks_a_stage_has() -> None:
     from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
     from ppfleetx.models.gpt.spec import gpt_spec, parameter_count
     from ppfleetx.planner.cards import load_card
-    from ppfleetx.planner.network import Cluster
+    from ppfleetx.planner.communication import Cluster
     from ppfleetx.planner.parameters import held_parameters
     from ppfleetx.planner.prediction import Prediction
     from tests.planner.test_parts import small_job

@@ -8,9 +8,9 @@ from typing import Any
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import any_card, load_card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import stage_memory
-from ppfleetx.planner.network import Cluster
 from tests.helpers.ranks import Pools
 from tests.planner import measured
 from tests.planner.plans import overrides, world_size

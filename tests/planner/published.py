@@ -13,9 +13,9 @@ from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.cards import GIB, load_card
+from ppfleetx.planner.communication import Cluster, rival_groups
 from ppfleetx.planner.job import Job, Precision
 from ppfleetx.planner.memory import stage_memory
-from ppfleetx.planner.network import Cluster, rival_groups
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.step_time import StepTime, step_time
 

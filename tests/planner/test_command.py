@@ -13,11 +13,11 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import load_card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import job_of
-from ppfleetx.planner.long_run import failures
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import plan_text, read_unresolved
+from ppfleetx.planner.plan_to_config import plan_text, read_unresolved
 from ppfleetx.planner.prediction import Prediction, run_length, run_prediction
+from ppfleetx.planner.run_cost import failures
 from ppfleetx.planner.search import search
 from ppfleetx.planner.step_time import step_time
 

@@ -7,8 +7,8 @@ import pytest
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.cards import load_card
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, Overlap, Precision, job_of
-from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.step_time import (
     PassSeconds,

@@ -14,15 +14,15 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner import shipped_cards
 from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
-from ppfleetx.planner.memory import stage_memory
-from ppfleetx.planner.network import (
+from ppfleetx.planner.communication import (
     Cluster,
     all_reduce_seconds,
     all_to_all_seconds,
     expert_all_to_all_seconds,
     group_of,
 )
+from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
+from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search

@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.plan import AXES
 from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.utilization import step_flops, tflops_per_device
 from tests.planner.accuracy import PAGE, published_rows

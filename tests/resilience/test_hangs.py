@@ -14,10 +14,10 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
-from ppfleetx.resilience.activity import READING, Progress
-from ppfleetx.resilience.explain import explain, explain_alone
 from ppfleetx.resilience.flight_recorder import CallRecord
+from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
+from ppfleetx.resilience.heartbeat import READING, Progress
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.resilience.watchdog import Limits, Watchdog
 
@@ -326,7 +326,7 @@ def test_each_micro_batch_is_progress(monkeypatch):
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.parallelize import parallelize
-    from ppfleetx.resilience.activity import PROGRESS
+    from ppfleetx.resilience.heartbeat import PROGRESS
 
     given = ["Global.local_batch_size=3", "Global.micro_batch_size=1", "Data.Train.dataset.input_dir=x"]
     cfg = load_config("debug/gpt_nano", given, world_size=1)

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from ppfleetx.utils.log import configure_logging
-from ppfleetx.utils.progress import ProgressBar, track
+from ppfleetx.utils.progress_bar import ProgressBar, track
 
 
 @contextlib.contextmanager

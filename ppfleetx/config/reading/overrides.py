@@ -90,7 +90,6 @@ def _path_of(key: str, place: str) -> tuple[str, ...]:
 
 
 def _refuse_contradictions(read: Sequence[_Read]) -> None:
-    """Raise ConfigError if a later override contradicts an earlier one."""
     latest: dict[tuple[str, ...], _Read] = {}
     below: dict[tuple[str, ...], list[_Read]] = {}
     for one in read:

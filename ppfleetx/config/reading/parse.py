@@ -81,7 +81,7 @@ def shown_path(path: Path) -> str:
     return text if text.isprintable() and len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}"
 
 
-_PLAIN = "plain"  # the tag of an unquoted scalar without a tag of its own
+_PLAIN = "plain"  # the tag of an unquoted scalar without an explicit tag
 _TAG = "tag:yaml.org,2002:"
 _TEXT_TAG = f"{_TAG}str"
 _TAGS = {_PLAIN, _TEXT_TAG, *(f"{_TAG}{kind}" for kind in ("int", "float", "bool", "null", "seq", "map"))}
@@ -154,7 +154,6 @@ class _Loader(yaml.SafeLoader):
     """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """The tag of a node without an explicit one."""
         is_plain = kind is yaml.ScalarNode and implicit[0]
         return _PLAIN if is_plain else super().resolve(kind, value, implicit)
 

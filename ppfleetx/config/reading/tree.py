@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.formatting import counted
 
 _INT = re.compile(r"[-+]?\d+(_\d+)*", re.ASCII)
 _FLOAT = re.compile(

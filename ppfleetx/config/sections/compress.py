@@ -1,4 +1,4 @@
-"""Section ``Compress``: quantisation-aware training and pruning."""
+"""Section ``Compress``: quantization-aware training and pruning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ppfleetx.config.sections.lora import BLOCK_LINEARS, unmatched
 GROUP_MULTIPLE = 8
 """The number of input features that kernels read together."""
 QUANTIZER = "quant"
-"""The name of the quantiser's sub-layer in a linear; part of the canonical names of its parameters."""
+"""The name of the quantizer's sub-layer in a linear; part of the canonical names of its parameters."""
 LINEAR_KINDS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
 _FREQUENCY = 100  # steps from one removal to the next
 _CONVOLUTIONS = ("Conv2D", "Conv2DTranspose")  # FleetX's files name them
@@ -40,19 +40,19 @@ _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
 def is_of_quantizer(name: str) -> bool:
-    """Whether the parameter of this canonical name stores how a linear is quantised."""
+    """Whether the parameter of this canonical name stores how a linear is quantized."""
     return f".{QUANTIZER}." in name
 
 
 class QuantizationConfig(Section):
-    """Quantisation-aware training of the linears of the blocks. They compute with weights and inputs that are
+    """Quantization-aware training of the linears of the blocks. They compute with weights and inputs that are
     rounded to a grid of `2^bits - 1` numbers; gradients pass as if nothing were rounded.
 
-    Embeddings, norms, biases and the head are not quantised.
+    Embeddings, norms, biases and the head are not quantized.
     """
 
     enable: Bool = False
-    """Train with simulated quantisation."""
+    """Train with simulated quantization."""
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "abs_max"
     """One scale for each weight matrix (abs_max), or one for each output channel (channel_wise_abs_max)."""
     activation_quantize_type: Literal["moving_average_abs_max", "abs_max"] = "moving_average_abs_max"
@@ -62,7 +62,7 @@ class QuantizationConfig(Section):
     moving_rate: Fraction = 0.9
     """The share of the moving average that each step keeps."""
     weight_preprocess_type: Literal["PACT"] | None = None
-    """Clip weights at a learned bound before quantising. The bound is a learned share of the scale, which
+    """Clip weights at a learned bound before quantizing. The bound is a learned share of the scale, which
     starts at 1; null: do not clip."""
     activation_preprocess_type: Literal["PACT"] | None = None
     """Clip activations in the same way; null: do not clip."""
@@ -71,19 +71,19 @@ class QuantizationConfig(Section):
     activation_bits: Int = 8
     """Bits of activations."""
     quantizable_layer_type: tuple[Text, ...] = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
-    """Kinds of layers to quantise, whatever the plan. Linear: all linears; ColumnParallelLinear: linears
+    """Kinds of layers to quantize, whatever the plan. Linear: all linears; ColumnParallelLinear: linears
     whose outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`); RowParallelLinear: linears whose
     inputs it divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be listed, but a GPT has none."""
     skip_tensor_map: dict[str, tuple[Literal["linear1", "linear2"], ...]] = Field(default_factory=dict)
-    """Linears that are not quantised: `block_3: [linear2]` is the second linear of layer 3's MLP."""
+    """Linears that are not quantized: `block_3: [linear2]` is the second linear of layer 3's MLP."""
     skip_layers: tuple[Text, ...] = ()
-    """Patterns (`*`, `?`, `[...]`) for the canonical names of linears that are not quantised, e.g.
+    """Patterns (`*`, `?`, `[...]`) for the canonical names of linears that are not quantized, e.g.
     `decoder.layers.0.*` or `*.mlp.fc2`. Each must match at least one linear of the blocks."""
     freeze_embedding: Bool = False
     """Do not train the embeddings."""
 
     def quantizes(self, name: str, kind: str) -> bool:
-        """Whether the linear of this canonical name is quantised; ``kind`` is one of :data:`LINEAR_KINDS`."""
+        """Whether the linear of this canonical name is quantized; ``kind`` is one of :data:`LINEAR_KINDS`."""
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
         if name.endswith("attention.kv_up"):  # in decoding, queries are multiplied by it instead of its input
@@ -99,8 +99,8 @@ class QuantizationConfig(Section):
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
     def unknown_layers(self, num_layers: int, names: Sequence[str]) -> Iterator[RuleError]:
-        """Layers to skip that the model does not have, and patterns that match none of the linears'
-        ``names``."""
+        """Yield an error for each layer to skip that the model does not have, and for each pattern that
+        matches none of the linears' ``names``."""
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
                 yield RuleError(
@@ -123,7 +123,7 @@ class QuantizationConfig(Section):
                 near = get_close_matches(kind, LINEAR_KINDS, n=1, cutoff=0.0)[0]
                 yield RuleError(
                     ("quantizable_layer_type",),
-                    f"there is no layer type {kind!r} to quantise; did you mean {near}? There are "
+                    f"there is no layer type {kind!r} to quantize; did you mean {near}? There are "
                     f"{', '.join(LINEAR_KINDS)}",
                 )
         if self.enable and not set(self.quantizable_layer_type) & set(LINEAR_KINDS):
@@ -148,7 +148,7 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; do
+    """How the weights of a quantized checkpoint are stored. `ppfleetx quantize` writes this section; do
     not write it by hand.
 
     Linears of the blocks have `bits` bits; the word embedding and the head have 8 bits. Without `asymmetric`,
@@ -160,12 +160,12 @@ class WeightsConfig(Section):
     """Number of input features that share a scale; null: all."""
     activation_bits: Literal[8] | None = None
     """8: round the inputs of the blocks' linears to 8 bits, too; null: do not. With groups, each group of an
-    input has a scale of its own, and the head's input is rounded as well."""
+    input has a separate scale, and the head's input is rounded as well."""
     asymmetric: Bool = False
     """Weights are `scale * q + offset`, with 16-bit scales and offsets of each group, in the word embedding
     and the head as well; False: `scale * q`, with 32-bit scales."""
     skip: tuple[Text, ...] = ()
-    """Patterns (`*`, `?`, `[...]`) for the names of layers that are not quantised, e.g. `head` or
+    """Patterns (`*`, `?`, `[...]`) for the names of layers that are not quantized, e.g. `head` or
     `*.mlp.fc2`."""
 
     def form_of(self, name: str) -> Form | None:
@@ -264,12 +264,12 @@ class DistillConfig(Section):
 
 
 class CompressConfig(Section):
-    """Quantisation, pruning and distillation, for smaller models."""
+    """Quantization, pruning and distillation, for smaller models."""
 
     Quantization: QuantizationConfig | None = None
-    """Quantisation-aware training; null: none."""
+    """Quantization-aware training; null: none."""
     Weights: WeightsConfig | None = None
-    """How the weights of a quantised checkpoint are stored; null: they are not quantised."""
+    """How the weights of a quantized checkpoint are stored; null: they are not quantized."""
     Prune: PruneConfig | None = None
     """Pruning during training; null: none."""
     Distill: DistillConfig | None = None
@@ -277,7 +277,7 @@ class CompressConfig(Section):
 
     @property
     def quantization(self) -> QuantizationConfig | None:
-        """The settings of quantisation in training; None if it is off."""
+        """The settings of quantization in training; None if it is off."""
         return self.Quantization if self.Quantization is not None and self.Quantization.enable else None
 
     @property
@@ -287,10 +287,10 @@ class CompressConfig(Section):
 
     def violations(self) -> Iterator[RuleError]:
         if self.quantization is not None and self.pruning is not None:
-            yield RuleError(("Prune.enable", "Quantization.enable"), "prune or quantise, one at a time")
+            yield RuleError(("Prune.enable", "Quantization.enable"), "prune or quantize, one at a time")
         if self.quantization is not None and self.Weights is not None:
             yield RuleError(
                 ("Quantization.enable", "Weights"),
-                "weights that are stored quantised are not trained; train from the checkpoint they were made "
+                "weights that are stored quantized are not trained; train from the checkpoint they were made "
                 "of",
             )

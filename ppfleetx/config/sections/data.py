@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
@@ -23,6 +22,7 @@ from ppfleetx.config.fields import (
     Size,
     Text,
 )
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS, unknown_options
 from ppfleetx.config.registry import Registered
 
@@ -49,6 +49,11 @@ _SET_NAME = re.compile(r"[\w-][\w.-]*")
 _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
 
 
+def split_shares(split: str | Sequence[float]) -> tuple[float, ...]:
+    """The shares of a corpus's ``split`` as numbers, from ``"949,50,1"`` or ``[949, 50, 1]``."""
+    return tuple(map(float, re.split(r"[,/\s]+", split.strip()) if isinstance(split, str) else split))
+
+
 class DatasetConfig(Section):
     """The source of samples, and how they are cut."""
 
@@ -63,7 +68,7 @@ class DatasetConfig(Section):
     """A corpus prefix, a directory of corpora, or a list of these. For other datasets: the directory of the
     files `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`, `.json`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
-    """Share of each entry of `input_dir` in the blend, normalised; null: in proportion to its tokens."""
+    """Share of each entry of `input_dir` in the blend, normalized; null: in proportion to its tokens."""
     blend: Literal["shares", "exhaustive"] = "shares"
     """How several corpora are mixed. shares: by `weights`; a corpus is repeated as often as its share
     requires. exhaustive: every sample of every corpus once, evenly spread, as Megatron-LM does without
@@ -115,7 +120,7 @@ class DatasetConfig(Section):
                 yield RuleError((key, "name"), f"{self.name} has no such option; PromptResponseDataset has")
         yield from unknown_options(self.name, self.options, DATASETS.traits(self.name).options)
         if self.is_texts:
-            yield from self._violations_of_texts()
+            yield from self._text_violations()
         elif self.is_corpus and not self._has_shares:
             rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
             yield RuleError(("split",), rule)
@@ -138,7 +143,7 @@ class DatasetConfig(Section):
     def _is_set(self, key: str) -> bool:
         return getattr(self, key) != type(self).model_fields[key].default
 
-    def _violations_of_texts(self) -> Iterator[RuleError]:
+    def _text_violations(self) -> Iterator[RuleError]:
         for key in _CORPUS_KEYS:
             if self._is_set(key):
                 yield RuleError((key, "name"), f"{self.name} has no such option; only GPTDataset has")
@@ -151,11 +156,9 @@ class DatasetConfig(Section):
 
     @property
     def _has_shares(self) -> bool:
-        shares = self.split
-        if isinstance(shares, str):
-            if not _SHARES.fullmatch(shares):
-                return False
-            shares = tuple(float(share) for share in re.split(r"[,/\s]+", shares.strip()))
+        if isinstance(self.split, str) and not _SHARES.fullmatch(self.split):
+            return False
+        shares = split_shares(self.split)
         return 1 <= len(shares) <= 3 and 0 < sum(shares) < math.inf
 
 

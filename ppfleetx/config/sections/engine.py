@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
@@ -24,6 +23,7 @@ from ppfleetx.config.fields import (
     Seed,
     Text,
 )
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.registries import CALLBACKS, LOGGERS, unknown_options
 from ppfleetx.config.registry import Registered
 
@@ -198,36 +198,35 @@ class SpikeConfig(Section):
     more than this many times."""
 
 
-class CallbackConfig(Section):
-    """One callback."""
+class _NamedPart(Section):
+    """A registered part and its options. In YAML, the name alone stands for a part without options."""
 
     SAYS: ClassVar[str] = "a name, or a mapping with name and options"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class CallbackConfig(_NamedPart):
+    """One callback."""
 
     name: Annotated[str, Registered(CALLBACKS)]
     """A name that ships or that a plugin has registered."""
+
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Arguments of the callback."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
-
-class LoggerConfig(Section):
+class LoggerConfig(_NamedPart):
     """One destination for the numbers of a run."""
-
-    SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 
     name: Annotated[str, Registered(LOGGERS)]
     """A name that ships or that a plugin has registered."""
+
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Arguments of the writer (docs/logging.md)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     def violations(self) -> Iterator[RuleError]:
         takes = LOGGERS.traits(self.name).options
@@ -308,7 +307,7 @@ class ProfilerSummaryConfig(Section):
     op: Bool = True
     """Time by operator."""
     device: Bool = False
-    """Device utilisation."""
+    """Device utilization."""
     dist: Bool = False
     """Communication and its overlap."""
     mem: Bool = False

@@ -199,7 +199,7 @@ class GenerationConfig(TokenOptions):
         if self.prompt is not None and self.prompt_file is not None:
             yield RuleError(("prompt_file", "prompt"), "give the prompts themselves or a file, not both")
         if self.stop == "" or (isinstance(self.stop, tuple) and "" in self.stop):
-            yield RuleError(("stop",), "an empty text stands before everything; leave it out")
+            yield RuleError(("stop",), "every text begins with the empty text; leave it out")
         results, strategy = self.num_return_sequences, self.decode_strategy
         conflicts = {
             "decode_strategy": strategy != "greedy_search",

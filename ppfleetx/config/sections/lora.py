@@ -15,7 +15,7 @@ BLOCK_LINEARS = (
     *("attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up"),
     *("mlp.experts.fc1", "mlp.experts.fc2", "mlp.shared.fc1", "mlp.shared.fc2"),
 )
-"""The linears that blocks can have, for adapters and quantisation, as canonical names without
+"""The linears that blocks can have, for adapters and quantization, as canonical names without
 ``decoder.layers.{i}.``."""
 
 
@@ -43,7 +43,6 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """The factor of the adapters' output."""
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
@@ -51,8 +50,8 @@ class LoraConfig(Section):
         return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
     def unmatched_targets(self, names: Sequence[str]) -> Iterator[RuleError]:
-        """The patterns that match none of the linears' ``names``, as errors of this section's parent. Of the
-        default patterns, only one has to match."""
+        """Yield an error, relative to section ``Model``, for each pattern that matches none of the linears'
+        ``names``. The default patterns are not checked."""
         if self.targets != LoraConfig.model_fields["targets"].default:
             yield from unmatched("lora.targets", self.targets, names)
 
@@ -62,7 +61,7 @@ class LoraConfig(Section):
 
 
 def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[RuleError]:
-    """The ``patterns`` in ``key`` that match none of the ``names`` of linears."""
+    """Yield an error of ``key`` for each pattern that matches none of the linears' ``names``."""
     for pattern in patterns:
         if not any(map(_any_of((pattern,)).match, names)):
             ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)

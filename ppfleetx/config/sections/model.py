@@ -125,7 +125,7 @@ class ModelConfig(Section):
     position_offset: CountInt = 0
     """Learned positions: the table's row for the first token. The table has this many more rows (OPT)."""
     embedding_norm: Bool = False
-    """Normalise the word embeddings (BLOOM)."""
+    """Normalize the word embeddings (BLOOM)."""
     embedding_multiplier: PositiveFloat = 1.0
     """Factor of the word embeddings, e.g. `sqrt(hidden_size)` for Gemma."""
     residual_multiplier: PositiveFloat = 1.0
@@ -150,7 +150,7 @@ class ModelConfig(Section):
     """Share of each head with rotary positions: its first `int(rotary_percent * head_dim)` features, an even
     number."""
     rotary_interleaved: Bool = False
-    """Rotary positions rotate pairs of neighbouring features (0 and 1, 2 and 3, ...), as in DeepSeek and
+    """Rotary positions rotate pairs of neighboring features (0 and 1, 2 and 3, ...), as in DeepSeek and
     GPT-J; false: feature `i` of the first half of a head is paired with feature `i` of the second half."""
     rope_scaling: RopeScalingConfig | None = None
     """Stretch the rotary frequencies to longer sequences; null: do not."""
@@ -172,9 +172,9 @@ class ModelConfig(Section):
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
     qk_layernorm: Literal["all_heads", "each_head"] | Bool = False
-    """Normalise the query and the key of each head before rotary positions, with one gain for all heads;
+    """Normalize the query and the key of each head before rotary positions, with one gain for all heads;
     `each_head` (Command-R+, StableLM 2): the same with a separate gain for each head and no bias; `all_heads`
-    (OLMo 2): normalise the queries of all heads as one vector with a gain for each element, and the keys
+    (OLMo 2): normalize the queries of all heads as one vector with a gain for each element, and the keys
     likewise, which needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
     """Make keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null: ordinary
@@ -187,7 +187,7 @@ class ModelConfig(Section):
     sandwich_norm: Bool = False
     """A further norm after attention and after the MLP, before the residual addition."""
     pre_norm: Bool = True
-    """Normalise the inputs of attention and the MLP; false (OLMo 2): only their outputs, which needs
+    """Normalize the inputs of attention and the MLP; false (OLMo 2): only their outputs, which needs
     `sandwich_norm`."""
     attn_post_norm_scale: NonNegativeFloat = 1.0
     """Initial gain of the norm after attention (with `sandwich_norm`)."""
@@ -281,13 +281,11 @@ class ModelConfig(Section):
 
     @property
     def embedding_dropout(self) -> float:
-        """Dropout after the embedding."""
         given = self.embedding_dropout_prob
         return self.hidden_dropout_prob if given is None else given
 
     @property
     def kv_heads(self) -> int:
-        """The number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
@@ -326,22 +324,18 @@ class ModelConfig(Section):
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether the query/key/value projection has a bias."""
         return self.add_bias_linear if self.add_qkv_bias is None else self.add_qkv_bias
 
     @property
     def has_out_proj_bias(self) -> bool:
-        """Whether the attention output projection has a bias."""
         return self.add_bias_linear if self.add_out_proj_bias is None else self.add_out_proj_bias
 
     @property
     def has_mlp_bias(self) -> bool:
-        """Whether the MLP linears have biases."""
         return self.add_bias_linear if self.add_mlp_bias is None else self.add_mlp_bias
 
     @property
     def has_head_bias(self) -> bool:
-        """Whether the output head has a bias."""
         return bool(self.add_head_bias)
 
     def block_linears(self) -> list[str]:
@@ -369,7 +363,6 @@ class ModelConfig(Section):
 
     @property
     def logits_factor(self) -> float:
-        """The factor of the logits."""
         return self.logits_multiplier / self.width_multiplier
 
     @property
@@ -417,13 +410,13 @@ class ModelConfig(Section):
         return frozenset(chosen) - frozenset(self.no_recompute_layers or ())
 
     def violations(self) -> Iterator[RuleError]:
-        yield from self._of_sizes()
+        yield from self._size_violations()
         if self.latent_attention is not None:
-            yield from self._of_latent_attention()
-        yield from self._of_variants()
+            yield from self._latent_attention_violations()
+        yield from self._variant_violations()
         if self.rope_scaling is not None and self.rope_scaling.type == "longrope":
-            yield from self._of_longrope(self.rope_scaling)
-        yield from self._of_widths()
+            yield from self._longrope_violations(self.rope_scaling)
+        yield from self._width_violations()
         if self.tie_word_embeddings and self.add_head_bias:
             yield RuleError(
                 ("add_head_bias", "tie_word_embeddings"), "a head tied to the word embedding has no bias"
@@ -433,7 +426,7 @@ class ModelConfig(Section):
                 ("attention_kernel", "use_flash_attn"),
                 "the reference kernel and use_flash_attn contradict each other; drop one of them",
             )
-        yield from self._of_layer_lists()
+        yield from self._layer_list_violations()
         if self.moe is not None and not self.moe.mixture_layers(self.num_layers):
             listed = self.moe.layers is not None
             keys = ("moe.layers",) if listed else ("moe.first_dense_layers", "num_layers")
@@ -441,7 +434,7 @@ class ModelConfig(Section):
         if self.lora is not None:
             yield from self.lora.unmatched_targets(self.block_linears())
 
-    def _of_sizes(self) -> Iterator[RuleError]:
+    def _size_violations(self) -> Iterator[RuleError]:
         heads, groups = self.num_attention_heads, self.kv_heads
         is_ordinary = self.latent_attention is None
         if is_ordinary and self.head_dim is None and self.hidden_size % heads:
@@ -472,7 +465,7 @@ class ModelConfig(Section):
                 f"the swiglu width of hidden size {self.hidden_size} would be 0; give Model.ffn_hidden_size",
             )
 
-    def _of_latent_attention(self) -> Iterator[RuleError]:
+    def _latent_attention_violations(self) -> Iterator[RuleError]:
         if self.mup_base_width is not None:
             yield RuleError(
                 ("mup_base_width", "latent_attention"),
@@ -499,8 +492,7 @@ class ModelConfig(Section):
                     "belongs to ordinary heads; latent attention has its own sizes and norms. Leave it out",
                 )
 
-    def _of_variants(self) -> Iterator[RuleError]:
-        """Keys that need another key."""
+    def _variant_violations(self) -> Iterator[RuleError]:
         rotates, has_table = self.positions.rotates, self.positions.has_table
         is_rope = self.position_embedding_type == "rope"
         for key, wants, is_there in (
@@ -541,10 +533,9 @@ class ModelConfig(Section):
         return self.attention_window if chosen is None or layer in chosen else None
 
     def rotates_in(self, layer: int) -> bool:
-        """Whether a layer has rotary positions."""
         return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
-    def _of_longrope(self, scaling: RopeScalingConfig) -> Iterator[RuleError]:
+    def _longrope_violations(self, scaling: RopeScalingConfig) -> Iterator[RuleError]:
         for key in ("short_factor", "long_factor"):
             found, pairs = len(getattr(scaling, key)), self.rotary_size // 2
             if found != pairs:
@@ -558,7 +549,7 @@ class ModelConfig(Section):
                 "with longrope all layers rotate by the same angles",
             )
 
-    def _of_widths(self) -> Iterator[RuleError]:
+    def _width_violations(self) -> Iterator[RuleError]:
         projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
         inner = self.ffn_size * (2 if self.is_gated else 1)
         for keys, what, width in (
@@ -569,7 +560,7 @@ class ModelConfig(Section):
             if width > MAX_SIZE:
                 yield RuleError(keys, f"the {what} would be {width} wide; Paddle counts up to {MAX_SIZE}")
 
-    def _of_layer_lists(self) -> Iterator[RuleError]:
+    def _layer_list_violations(self) -> Iterator[RuleError]:
         lists = {key: getattr(self, key) for key in _LAYER_LISTS}
         for key, layers in {**lists, "moe.layers": self.moe and self.moe.layers}.items():
             if outside := [layer for layer in layers or () if layer >= self.num_layers]:

@@ -57,8 +57,8 @@ class LRConfig(Section):
 
     @property
     def num_warmup_steps(self) -> float:
-        """The warm-up in optimizer steps, which may be fractional; a `warmup_rate` needs `decay_steps`, which
-        loading fills in. Raises RuleError for ``warmup_rate`` without ``decay_steps``."""
+        """The length of the warm-up in optimizer steps, which may be fractional. Raises RuleError for a
+        ``warmup_rate`` without ``decay_steps``."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         if not self.warmup_rate:
@@ -129,12 +129,12 @@ Coefficients = Literal["simple", "quintic", "polar_express", "aol"]
 
 
 class MuonConfig(Section):
-    """Muon, for `Optimizer.name: Muon`: m = momentum m + (1 - momentum) g, orthogonalised."""
+    """Muon, for `Optimizer.name: Muon`: m = momentum m + (1 - momentum) g, orthogonalized."""
 
     momentum: Fraction = 0.95
     """Decay of the momentum."""
     nesterov: Bool = True
-    """Orthogonalise (1 - momentum) g + momentum m; False: m."""
+    """Orthogonalize (1 - momentum) g + momentum m; False: m."""
     scale: MuonScale = "match_rms_adamw"
     """Factor of the update of a matrix [out, in]. `match_rms_adamw`: 0.2 sqrt(max(out, in)), so that learning
     rates for AdamW can be kept; `original`: sqrt(max(1, out / in)); `spectral`: sqrt(max(out, in));

@@ -49,7 +49,6 @@ class RunConfig(Section):
 
     @property
     def plan(self) -> ParallelPlan:
-        """The parallel degrees of the run."""
         return plan_of(self)
 
     @property
@@ -80,7 +79,7 @@ class RunConfig(Section):
         return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), self)
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """The error that the value of ``key`` breaks ``rule``, with the place where it was written."""
+        """Make the error for a value of ``key`` that breaks ``rule``, with the place where it was written."""
         return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
     def changed(self, section: str, **values: Any) -> RunConfig:

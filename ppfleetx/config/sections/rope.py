@@ -48,7 +48,7 @@ class RopeScalingConfig(Section):
     type: Literal["linear", "yarn", "llama3", "longrope"]
     """`linear` divides all frequencies by `factor` (position interpolation, Chen et al., 2023); `llama3`
     divides only the low ones (Llama 3.1); `yarn` does so too, and scales the attention scores (Peng et al.,
-    2023); `longrope` divides each by a number of its own, and has other numbers for long sequences (Ding et
+    2023); `longrope` divides each by a different number, and by other numbers in long sequences (Ding et
     al., 2024)."""
     factor: FloatFromOne
     """Factor by which sequences become longer; low frequencies are divided by it. In longrope, only the

@@ -12,8 +12,8 @@ from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
 from ppfleetx.checkpoint.lazy import KeptTensor, LazyTensor, derive
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys, without_paddle

@@ -19,7 +19,7 @@ from ppfleetx.conversion.safetensors_file import (
     safetensors_format,
 )
 from ppfleetx.conversion.torch_file import read_torch_file
-from ppfleetx.utils.foreign_files import read_json
+from ppfleetx.utils.untrusted_files import read_json
 
 CONFIG, PADDLE_CONFIG, GENERATION_CONFIG = "config.json", "model_config.json", "generation_config.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -23,10 +23,10 @@ from ppfleetx.checkpoint.housekeeping import (
 )
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
 from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, DataError
-from ppfleetx.config.record import run_record
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.yaml_dump import run_record
 from ppfleetx.core.engine.progress import TrainingLength
 from ppfleetx.core.engine.restore import Start
 from ppfleetx.core.engine.run_directory import (

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ppfleetx.config.counts import bytes_text
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError
+from ppfleetx.config.formatting import bytes_text
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.distributed.context import ParallelContext
@@ -15,8 +15,8 @@ from ppfleetx.distributed.device import kind_of
 from ppfleetx.planner.alternatives import memory_savings
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.prediction import run_prediction
-from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.resilience.hang_report import raised_at
+from ppfleetx.resilience.heartbeat import PROGRESS
 
 _OF_PADDLE = (
     "ResourceExhaustedError",

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.callbacks.device_usage import device_name
@@ -26,9 +26,9 @@ from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.step import NonFiniteError, StepRunner
 from ppfleetx.planner.utilization import Utilization, run_utilization
-from ppfleetx.resilience.activity import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
 from ppfleetx.resilience.flight_recorder import RECORD
-from ppfleetx.resilience.spikes import Spike, SpikeGuard
+from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
+from ppfleetx.resilience.loss_spikes import Spike, SpikeGuard
 from ppfleetx.resilience.stop_request import StopRequest
 from ppfleetx.utils.log import get_logger
 
@@ -336,7 +336,7 @@ class Engine:
                 self._saved_step = self.state.step
                 self._guard.load_state(self.state.spikes)
         spike = spike.answered(self.state.step if moved is not None else None, (begin, end))
-        gives_up = self._guard.gives_up_at(spike)
+        gives_up = self._guard.stop_reason(spike)
         if gives_up:
             spike = replace(spike, action="stop")
         self._notify("on_spike", spike)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.record import flat_values
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.yaml_dump import flat_values
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import (
     batch_digest,

@@ -16,7 +16,7 @@ from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.hang_report import Identity
 from ppfleetx.resilience.report_dir import HANG_DIRS
 from ppfleetx.utils.cli import EXIT_HUNG
-from ppfleetx.utils.peers import ended_peer_in, ends_this_process
+from ppfleetx.utils.peers import ended_peer_in, may_end_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 """Directories of reports. Evaluation and generation have their own, because they may run during training."""
@@ -24,14 +24,14 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
     """Start the watchdog before Paddle is imported, in our own programs, which stop it after training."""
-    if ends_this_process():
+    if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 
 
 def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
     """Exchange process ids with the other ranks, so that each can ask the kernel about the others."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
-        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.Peers.own()))))
+        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> 
     except Exception as error:
         watch = watchdog.current()
         if watch is not None:
-            watch.report_failure(error, lost=ended_peer_in(error) is not None, at_end=ends_this_process())
+            watch.report_failure(error, lost=ended_peer_in(error) is not None, at_end=may_end_process())
         raise
     finally:
         watchdog.finish()
@@ -59,7 +59,7 @@ def _begin(cfg: RunConfig, rank: int, device: str, directory: str) -> None:
     limits = watchdog.Limits(
         timeout=engine.hang_timeout,
         start_timeout=engine.hang_start_timeout,
-        ends=engine.on_hang == "stop" and ends_this_process(),
+        ends=engine.on_hang == "stop" and may_end_process(),
         counts_work=device == "cpu",
     )
     who = Identity(rank, cfg.plan.world_size)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.record import flat_values
+from ppfleetx.config.yaml_dump import flat_values
 from ppfleetx.core.loggers.base import LogStart, LogWriter
 from ppfleetx.utils.log import get_logger
 

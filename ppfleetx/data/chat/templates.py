@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
 from ppfleetx.data.chat.sandbox import AskedToStopError, CompiledTemplate, Span, TemplateLimitError
 from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
-from ppfleetx.utils.foreign_files import read_bounded
+from ppfleetx.utils.untrusted_files import read_bounded
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
@@ -32,7 +32,6 @@ Message = Mapping[str, Any]
 """``role``, ``content`` (a text, or None) and any other keys that a template reads."""
 DEFAULT = "default"
 CHAT_DATASET, TEMPLATE_OPTION = "ChatDataset", "chat_template"
-MAX_TEMPLATE = 1 << 18
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
@@ -58,9 +57,15 @@ class ChatError(UserError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template that writes a conversation as the model expects it. ``special_tokens`` have the names that
-    it may use (``bos_token``, ``eos_token``, ...); ``place`` is its origin, for messages; ``stops`` are texts
-    that end an answer, in addition to the end tokens. The plain template is used if the model has none."""
+    """A template that writes a conversation as the model expects it.
+
+    Attributes:
+        source: the Jinja source.
+        special_tokens: texts of tokens by the names that templates use: ``bos_token``, ``eos_token``, ...
+        place: the template's origin, for messages.
+        stops: texts that end an answer, in addition to the end tokens.
+        is_plain: whether this is the template for models without one.
+    """
 
     source: str
     special_tokens: Mapping[str, str]
@@ -79,10 +84,6 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> CompiledTemplate:
-        if len(self.source) > MAX_TEMPLATE:
-            raise DataError(
-                f"{self.place}: has {len(self.source):,} characters; the most is {MAX_TEMPLATE:,}"
-            )
         try:
             return CompiledTemplate(self.source)
         except (TemplateError, TemplateLimitError) as error:

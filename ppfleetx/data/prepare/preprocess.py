@@ -23,14 +23,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype, refuse_to_replace
-from ppfleetx.data.prepare.corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
+from ppfleetx.config.formatting import counted
+from ppfleetx.data.indexed_dataset import (
+    IndexedDatasetWriter,
+    bin_path,
+    idx_path,
+    optimal_dtype,
+    refuse_to_replace,
+)
+from ppfleetx.data.prepare.text_corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
 from ppfleetx.data.text_files import MAX_LINE_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.processes import process_exists
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress_bar import ProgressBar
 
 _PLACES_KEPT = 5  # of each kind of problem; all are counted
 _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
@@ -38,10 +44,15 @@ _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 @dataclass
 class ChunkResult:
-    """The tokens of a chunk as bytes, which are cheap to send between processes: for each key, the tokens of
-    all documents in the dtype of the output, and the number of each, int32. ``num_seen`` counts lines,
-    paragraphs or files; ``skipped`` and ``places`` each kind of problem, and the positions (from 0) of its
-    first occurrences."""
+    """The tokens of a chunk, as bytes, which are cheap to send between processes.
+
+    Attributes:
+        tokens: for each key, the tokens of all documents in the dtype of the output.
+        lengths: for each key, the number of tokens of each document, int32.
+        num_seen: the number of lines, paragraphs or files.
+        skipped: the number of skipped documents, by kind of problem.
+        places: the positions (from 0) of the first of them, by kind of problem.
+    """
 
     tokens: dict[str, bytes] = field(default_factory=dict)
     lengths: dict[str, bytes] = field(default_factory=dict)
@@ -267,8 +278,15 @@ def _work(item: Any) -> Any:
 
 @dataclass
 class Report:
-    """The outcome of a run: documents (of each key), tokens with end-of-document tokens, UTF-8 bytes of the
-    texts, the documents left out, wall-clock and processor time, and the prefixes of the pairs written."""
+    """The outcome of a run.
+
+    Attributes:
+        num_documents: documents of each key.
+        num_tokens: tokens of all keys, including end-of-document tokens.
+        num_text_bytes: the length of the texts in UTF-8.
+        seconds, cpu_seconds: wall-clock time, and CPU time of all processes.
+        outputs: the prefixes of the pairs of files.
+    """
 
     num_documents: int = 0
     num_tokens: int = 0

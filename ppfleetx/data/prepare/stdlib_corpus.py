@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
-from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.untrusted_files import os_errors
 
 # Tests are half of the library, and mostly tables of numbers and strings. The other folders are not part of
 # it.

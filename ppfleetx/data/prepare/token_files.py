@@ -1,4 +1,4 @@
-"""Merge tokenised corpora into one, or summarise them."""
+"""Merge tokenized corpora into one, or summarize them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
 from ppfleetx.data.corpus_formats import open_tokens
-from ppfleetx.data.indexed import (
+from ppfleetx.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
     TokenStore,
     bin_path,
     refuse_to_replace,
 )
-from ppfleetx.utils.foreign_files import opened
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress_bar import ProgressBar
+from ppfleetx.utils.untrusted_files import opened
 
 
 def merge(

@@ -17,22 +17,21 @@ from typing import TextIO
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDatasetWriter, optimal_dtype, refuse_to_replace
+from ppfleetx.config.formatting import counted
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, optimal_dtype, refuse_to_replace
 from ppfleetx.data.tasks.evaluation import detokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 _ENDINGS = ("tokens", "raw")
-_MAX_BYTES = 1 << 32
-"""The size of the largest file. WikiText-103 has half a gigabyte."""
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The result of converting one file. ``windows`` counts those of ``length + 1`` tokens. Neighbours share
-    one token; a remainder at the end belongs to the next pass."""
+    """The result of converting one file. ``windows`` is the number of samples of ``length + 1`` tokens in it,
+    of which neighbors share one token.
+    """
 
     split: str
     prefix: str
@@ -115,9 +114,6 @@ def _find(source: Path) -> dict[str, str]:
 def _names_in_zip(source: Path) -> list[str]:
     try:
         with zipfile.ZipFile(source) as archive:
-            large = [one.filename for one in archive.infolist() if one.file_size > _MAX_BYTES]
-            if large:
-                raise DataError(f"{source}: {large[0]} is larger than any WikiText")
             return archive.namelist()
     except FileNotFoundError:
         raise DataError(f"{source}: there is no such zip or folder") from None

@@ -93,9 +93,8 @@ _KEY = "Offline_Eval.eval_path"
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens. The last ``num_scored`` of them are predicted from the tokens before them.
-
-    Of ``ids [n + 1]``, the model reads the first n; the labels are the last n.
+    """Consecutive tokens ``ids``, int64 [n + 1]: the model reads the first n, and the labels are the last n,
+    of which the last ``num_scored`` count.
     """
 
     ids: np.ndarray
@@ -139,8 +138,9 @@ class SlidingWindows:
 
 
 class LastWords:
-    """Texts whose end is predicted from the text before it, longest first to save padding. ``order`` has the
-    original index of each."""
+    """Texts whose last word is predicted, longest first to save padding. ``order`` has the original index of
+    each.
+    """
 
     def __init__(self, windows: Sequence[Window]) -> None:
         self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, shown
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.text_files import read_lines
-from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.untrusted_files import os_errors
 
 _ENTAILMENT = ("entailment", "not_entailment")
 _BINARY = ("0", "1")
@@ -26,11 +26,15 @@ _BINARY = ("0", "1")
 class GlueTask:
     """One task and the layout of its files. Fields are separated by tabs; quotes have no special meaning.
 
-    ``title`` is GLUE's own name, used for the submission file; ``texts`` and ``label`` are header names;
-    ``labels`` the possible labels in the order of the classes, empty for a number from 0 to 5; ``headerless``
-    the columns of files without a header. The official train and dev files of some tasks have rows with a
-    wrong number of fields, which are left out (``has_bad_rows``). ``original`` names, for each part, the file
-    of the dataset that GLUE took the task from; it is read if there is no ``{part}.tsv``.
+    Attributes:
+        title: GLUE's name of the task, used for the submission file.
+        texts, label: the headers of their columns.
+        labels: the possible labels in the order of the classes; empty if the label is a number from 0 to 5.
+        headerless: the columns, if the files have no header.
+        has_bad_rows: whether the official train and dev files have rows with a wrong number of fields, which
+            are skipped.
+        original: for each part, the file of the dataset that GLUE took the task from; read if there is no
+            ``{part}.tsv``.
     """
 
     name: str
@@ -102,8 +106,13 @@ _HIGHEST_SCORE = 5.0
 
 @dataclass(frozen=True)
 class GlueExamples:
-    """The file's path and hash, the one or two texts of each example, and its class number (or score);
-    ``labels`` is None if they were not read."""
+    """The examples of one file.
+
+    Attributes:
+        texts: the one or two texts of each example.
+        labels: the class number (or score) of each example; None if they were not read.
+        digest: a hash of the file.
+    """
 
     path: Path
     texts: list[tuple[str, ...]]

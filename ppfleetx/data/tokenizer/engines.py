@@ -2,7 +2,7 @@
 ``tokenizers``.
 
 tiktoken is faster, but it joins *bytes* by one rank per token, while GPT-2's merges join *pairs of tokens*.
-With merges, neighbours x and y are joined only if the pair (x, y) is listed; tiktoken joins them whenever the
+With merges, neighbors x and y are joined only if the pair (x, y) is listed; tiktoken joins them whenever the
 bytes of x + y are a token. Both agree if each token's own bytes, encoded alone with the merges, result in
 that one token. Proof: suppose tiktoken joins x and y to T although (x, y) is not listed. No merge has crossed
 the ends of x + y so far, so the bytes of T alone go through the same steps and also reach (x, y), where the
@@ -90,7 +90,7 @@ def _is_crossed(
 
 
 def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
-    """Encode ``text`` as one piece: repeatedly join the leftmost neighbours with the lowest rank."""
+    """Encode ``text`` as one piece: repeatedly join the leftmost neighbors with the lowest rank."""
     parts = [text[i : i + 1] for i in range(len(text))]
     never = len(rank) + max(rank.values(), default=0) + 1
     while len(parts) > 1:
@@ -354,7 +354,7 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
     """The tokens that no merge makes, so that ``ignore_merges`` produces them only for a whole piece of text.
 
-    tiktoken does the same, but it would also join two neighbours into such a token.
+    tiktoken does the same, but it would also join two neighbors into such a token.
     """
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

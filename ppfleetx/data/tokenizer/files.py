@@ -13,7 +13,7 @@ from typing import Any
 
 from ppfleetx.config.errors import DataError, MissingDataError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
+from ppfleetx.utils.untrusted_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
@@ -60,9 +60,13 @@ def token_to_bytes(token: str) -> bytes | None:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer: the dictionary a ``tokenizer.json`` holds, whether it was read from such a
-    file or made from ``vocab.json`` and ``merges.txt``, and the texts of the `SIDE_FILES` in its directory by
-    name."""
+    """The files of a tokenizer.
+
+    Attributes:
+        definition: the content of ``tokenizer.json``.
+        has_definition: whether it was read from such a file, not made from ``vocab.json`` and ``merges.txt``.
+        side_texts: the texts of the `SIDE_FILES` in its directory, by name.
+    """
 
     definition: dict[str, Any]
     has_definition: bool = True

@@ -23,7 +23,7 @@ from ppfleetx.data.tokenizer.files import (
     SPECIAL_TOKENS,
     TokenizerFiles,
 )
-from ppfleetx.utils.foreign_files import parse_json
+from ppfleetx.utils.untrusted_files import parse_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -170,8 +170,13 @@ def _token(content: str, *, special: bool) -> Token:
 
 @dataclass(frozen=True)
 class TransformersTokenizer:
-    """A tokenizer as ``AutoTokenizer`` loads it: the dictionary of a ``tokenizer.json``, the texts of BOS and
-    EOS (None if no file names them), the ids put before and after a text, and the texts of all named tokens.
+    """A tokenizer as ``AutoTokenizer`` loads it.
+
+    Attributes:
+        definition: the content of ``tokenizer.json``.
+        bos_token, eos_token: the texts of BOS and EOS; None if no file names them.
+        before, after: the ids that are put before and after a text.
+        named: the texts of all named tokens.
     """
 
     definition: dict[str, Any]

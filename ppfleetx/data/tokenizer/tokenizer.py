@@ -258,7 +258,7 @@ class Tokenizer:
     # ---- text to ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode ``text`` without recognising special tokens. Raises DataError for a lone surrogate, which
+        """Encode ``text`` without recognizing special tokens. Raises DataError for a lone surrogate, which
         UTF-8 cannot encode; so do the other methods."""
         return self.encode_to_numpy(text).tolist()
 
@@ -369,7 +369,7 @@ def train_tokenizer(
     tokenizer.
 
     Ids are laid out as in GPT-2: the bytes, the merges in the order learned, then the special tokens, of
-    which the first one ends documents. There are fewer than ``vocab_size`` if no remaining pair of neighbours
+    which the first one ends documents. There are fewer than ``vocab_size`` if no remaining pair of neighbors
     occurs ``min_frequency`` times. Raises DataError if the vocabulary is too small, or there is no text.
     """
     from tokenizers import Tokenizer as Library

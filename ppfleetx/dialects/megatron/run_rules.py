@@ -7,7 +7,7 @@ import os
 
 from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.dialects.user_values import Given
-from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
+from ppfleetx.utils.devices import CPU, GPU, NPU, device_for_recipe, expected_device
 
 _TYPES = {
     "float32": None,
@@ -130,7 +130,7 @@ def device(run: Translation) -> None:
         kind = NPU
     else:
         return
-    chosen, why = of_recipe(kind) if kind == NPU else (kind, "")
+    chosen, why = device_for_recipe(kind) if kind == NPU else (kind, "")
     run.put("Global.device", chosen, target, backend, why=why)
 
 

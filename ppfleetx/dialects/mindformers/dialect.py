@@ -14,7 +14,7 @@ from ppfleetx.dialects.mindformers.arguments import FLAGS, RUN_MODES, read_comma
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Translation, translate
 from ppfleetx.dialects.user_values import given_in, without_launcher
-from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
+from ppfleetx.utils.devices import CPU, GPU, NPU, device_for_recipe, expected_device
 
 _DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
 _TYPES = ("float32", "float16", "bfloat16")
@@ -36,7 +36,7 @@ def run_mode(run: Translation) -> str:
 def device(run: Translation) -> None:
     """Translate ``Global.device``, and 16-bit computation if the device supports it."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
-    chosen, why = of_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
+    chosen, why = device_for_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
     on_cpu = chosen == CPU or (chosen == "auto" and expected_device("auto") == CPU)
     _memory_limit(run, has_limit=not on_cpu and chosen != NPU)

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainSerializer, ValidationError
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UNSET, ConfigError
 from ppfleetx.config.fields import MAX_RANKS
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.reading.parse import read_text
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.utils.devices import expected_device

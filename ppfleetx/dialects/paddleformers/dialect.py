@@ -21,7 +21,7 @@ from ppfleetx.dialects.user_values import (
     without_launcher,
     world_of,
 )
-from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
+from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, device_for_recipe, expected_device
 
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
 _DATA = ("data_parallel_size", "data_parallel_degree")
@@ -152,7 +152,9 @@ def batches(run: Translation) -> None:
 def precision(run: Translation) -> None:
     """Translate the device and the type of computation."""
     written = run.choice("device", (GPU, NPU, XPU, CPU), GPU)
-    chosen, instead = of_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
+    chosen, instead = (
+        device_for_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
+    )
     if run.flag("no_cuda", False):
         chosen = "cpu"
     run.put("Global.device", chosen, "device", "no_cuda", why=instead)

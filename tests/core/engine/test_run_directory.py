@@ -13,8 +13,8 @@ from ppfleetx.checkpoint.housekeeping import delete_checkpoint
 from ppfleetx.checkpoint.ownership import RunRecord, read_run, run_of, write_run
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.yaml_dump import run_record
 from ppfleetx.core.engine import claim_output_dir as claiming
 from ppfleetx.core.engine.claim_output_dir import claim
 from ppfleetx.core.engine.restore import Start, find_start

@@ -17,10 +17,10 @@ import pytest
 import zstandard
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.prepare import corpus
-from ppfleetx.data.prepare.corpus import find_sources
+from ppfleetx.data.indexed_dataset import IndexedDataset
+from ppfleetx.data.prepare import text_corpus as corpus
 from ppfleetx.data.prepare.preprocess import map_in_order, preprocess
+from ppfleetx.data.prepare.text_corpus import find_sources
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.leftovers import children, leftovers
 from tests.helpers.texts import random_text, small_tokenizer

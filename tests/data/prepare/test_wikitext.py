@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.indexed_dataset import IndexedDataset
 from ppfleetx.data.prepare.wikitext import passages, prepare_wikitext
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 

@@ -12,7 +12,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, render_with_answers
 from ppfleetx.data.gpt_dataset import PADDING
-from ppfleetx.data.tasks.records import ChatDataset
+from ppfleetx.data.tasks.finetuning import ChatDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.goldens.chat_styles import QWEN, REWRITING, STYLES, write_style
 

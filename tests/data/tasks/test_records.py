@@ -10,8 +10,8 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
+from ppfleetx.data.tasks.finetuning import GlueDataset, PromptResponseDataset
 from ppfleetx.data.tasks.glue import TASKS
-from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.texts import small_tokenizer
 

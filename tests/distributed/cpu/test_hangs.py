@@ -16,10 +16,10 @@ import pytest
 
 from ppfleetx.distributed import together
 from ppfleetx.resilience import watchdog
-from ppfleetx.resilience.activity import PROGRESS
-from ppfleetx.resilience.explain import explain
 from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.resilience.hang_diagnosis import explain
 from ppfleetx.resilience.hang_report import Identity, read_reports
+from ppfleetx.resilience.heartbeat import PROGRESS
 from tests.distributed.cpu.cases import start
 
 CASES = "tests.distributed.cpu.test_hangs:"
@@ -94,7 +94,7 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
     tempfile.tempdir, watchdog._RAM = str(local), local
     limits = watchdog.Limits(timeout=patience, start_timeout=patience)
     watchdog.begin(Identity(rank, 2), limits, Path(directory), end=lambda: os._exit(EXIT))
-    own = [watchdog.Peers.own()]
+    own = [watchdog.own_process()]
     others: list = []
     dist.all_gather_object(others, own)
     watchdog.remember_peers({number: one[0] for number, one in enumerate(others)})

@@ -12,7 +12,7 @@ from ppfleetx.distributed.context import ParallelContext
 
 if TYPE_CHECKING:  # `--check` reads this file, and should not wait for the imports of a run
     from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
-from ppfleetx.resilience.spikes import Spike
+from ppfleetx.resilience.loss_spikes import Spike
 from ppfleetx.resilience.stragglers import Stragglers
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress_bar import ProgressBar
 
 
 class Periodic(Callback):

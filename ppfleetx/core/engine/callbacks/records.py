@@ -22,7 +22,7 @@ from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
 from ppfleetx.core.engine.run_directory import METRICS_FILE
 from ppfleetx.core.loggers.base import LogStart, LogWriter
 from ppfleetx.core.loggers.files import VisualDL, visual_dl_is_installed
-from ppfleetx.resilience.spikes import Spike
+from ppfleetx.resilience.loss_spikes import Spike
 from ppfleetx.resilience.stragglers import Stragglers
 from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError, shown
+from ppfleetx.config.formatting import counted
 from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
 from ppfleetx.data.text_files import load_object, read_records, refuse_surrogates, text_of
-from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.untrusted_files import os_errors
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
@@ -224,9 +224,9 @@ def longest_first(sizes: Sequence[int], room: int) -> list[int]:
 
 
 class PromptResponseDataset(RecordDataset):
-    """Prompts with responses, for causal language modelling with the loss on only the response.
+    """Prompts with responses, for causal language modeling with the loss on only the response.
 
-    A sample is ``prompt response <|endoftext|>``. Prompt and response are tokenised separately, with nothing
+    A sample is ``prompt response <|endoftext|>``. Prompt and response are tokenized separately, with nothing
     between them; special tokens in them become their ids. The tokenizer's own prefix (BOS, or nothing) comes
     before the prompt. The loss counts where a token of the response or the end-of-document token is
     predicted. A sample that is too long first loses the beginning of its prompt, but not BOS, until one token
@@ -257,12 +257,12 @@ class PromptResponseDataset(RecordDataset):
 
     def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         given = self.tokenizer.encode_prompt(prompt, add_special_tokens=False)
-        learnt = [*self.tokenizer.encode_continuation(response), self.tokenizer.eod_id]
-        learnt = learnt[: self.max_seq_len]
-        room = self.max_seq_len + 1 - len(learnt)
+        learned = [*self.tokenizer.encode_continuation(response), self.tokenizer.eod_id]
+        learned = learned[: self.max_seq_len]
+        room = self.max_seq_len + 1 - len(learned)
         prefix = self.tokenizer.prefix_ids[:room]
         first = max(0, len(given) - (room - len(prefix)))
-        return [*prefix, *given[first:]] or [self.tokenizer.eod_id], learnt
+        return [*prefix, *given[first:]] or [self.tokenizer.eod_id], learned
 
 
 def record_file(cfg: DatasetConfig) -> Path:
@@ -294,12 +294,12 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
 
 
 class ChatDataset(RecordDataset):
-    """Conversations, for causal language modelling with the loss on the assistant's turns.
+    """Conversations, for causal language modeling with the loss on the assistant's turns.
 
-    A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides about BOS
-    and about the end of a turn. A conversation that is too long loses its oldest turns, but not the system
-    message. If one question with its answer is still too long, its end is cut off. Raises DataError if the
-    file is missing, or a record is not a conversation with an answer. The message names file and line;
+    A record of the file has one of the forms of `ppfleetx.data.tasks.finetuning`. The template decides about
+    BOS and about the end of a turn. A conversation that is too long loses its oldest turns, but not the
+    system message. If one question with its answer is still too long, its end is cut off. Raises DataError if
+    the file is missing, or a record is not a conversation with an answer. The message names file and line;
     ConfigError if there is no such template.
     """
 
@@ -310,7 +310,7 @@ class ChatDataset(RecordDataset):
         self._lines, digest = _read(path)
         more = [self.template.source, dict(self.template.special_tokens)]
         super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
-        self._has_told = False
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -326,31 +326,31 @@ class ChatDataset(RecordDataset):
         place = f"{self.path}:{number}"
         record = read_conversation(line, place)
         try:
-            ids, learnt = self._fitting(record[MESSAGES], record.get("tools"), place)
+            ids, learned = self._fitting(record[MESSAGES], record.get("tools"), place)
         except UserError as error:
             raise DataError(f"{place}: {error}") from error
         mask = np.zeros(self.max_seq_len, np.float32)
         if index != PADDING:
-            mask[: len(ids) - 1] = learnt[1:]
+            mask[: len(ids) - 1] = learned[1:]
         return self.causal_sample(ids, mask, index)
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
         kept = messages
         while True:
             text, spans = render_with_answers(self.template, kept, tools=tools)
-            ids, learnt = self.tokenizer.encode_marked(text, spans)
+            ids, learned = self.tokenizer.encode_marked(text, spans)
             shorter = _without_oldest(kept)
             if len(ids) <= self.max_seq_len + 1 or shorter is None:
                 break
             kept = shorter
         if len(kept) < len(messages) or len(ids) > self.max_seq_len + 1:
             self._warn_cut(place, len(messages) - len(kept), len(ids))
-        return ids[: self.max_seq_len + 1], learnt[: self.max_seq_len + 1]
+        return ids[: self.max_seq_len + 1], learned[: self.max_seq_len + 1]
 
     def _warn_cut(self, place: str, left_out: int, length: int) -> None:
-        if self._has_told:
+        if self._has_warned:
             return
-        self._has_told = True
+        self._has_warned = True
         what = f"{counted(left_out, 'message')} at the beginning" if left_out else "its end"
         if length > self.max_seq_len + 1:
             what = f"{what}, and its end" if left_out else what

@@ -11,13 +11,13 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
-from ppfleetx.planner.plan_option import plan_text
+from ppfleetx.planner.plan_to_config import plan_text
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
-from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.untrusted_files import os_errors
 
 _FORWARD, _BACKWARD, _AGAIN, _IDLE = "#4477aa", "#228833", "#ccbb44", "#dddddd"
 _WEIGHTS = "#aa3377"
@@ -32,7 +32,7 @@ _PALETTE = (
     "#882255",
     "#44aa99",
     "#999933",
-)  # Paul Tol's, safe for colour-blind readers
+)  # Paul Tol's, safe for color-blind readers
 _MOST_SHOWN = 24  # micro batches of a timeline
 
 
@@ -107,9 +107,9 @@ def _backward_of(spans: tuple[Span, ...]) -> list[float]:
     return max(stages.values(), key=sum)
 
 
-def _bars(axes: Any, stage: int, spans: list[Span], colour: str) -> None:
+def _bars(axes: Any, stage: int, spans: list[Span], color: str) -> None:
     bars = [(span.start, span.end - span.start) for span in spans]
-    axes.broken_barh(bars, (stage - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=0.4)
+    axes.broken_barh(bars, (stage - 0.42, 0.84), facecolors=color, edgecolors="white", linewidth=0.4)
 
 
 def _legend(axes: Any, again: float, *, divided: bool) -> None:
@@ -120,17 +120,17 @@ def _legend(axes: Any, again: float, *, divided: bool) -> None:
         kinds.insert(2, ("gradients of weights", _WEIGHTS))
     if again > 0.005:
         kinds.insert(2, ("recomputed", _AGAIN))
-    patches = [Patch(color=colour, label=name) for name, colour in kinds]
+    patches = [Patch(color=color, label=name) for name, color in kinds]
     axes.figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
 
 
 def _draw_memory(axes: Any, prediction: Prediction) -> None:
     stages = range(len(prediction.memory))
     bottom = [0.0] * len(stages)
-    for part, colour in zip(CARD_PARTS, _PALETTE, strict=True):
+    for part, color in zip(CARD_PARTS, _PALETTE, strict=True):
         heights = [getattr(memory, part) / GIB for memory in prediction.memory]
         if max(heights) > 0.005:
-            axes.bar(stages, heights, bottom=bottom, color=colour, label=part, width=0.8)
+            axes.bar(stages, heights, bottom=bottom, color=color, label=part, width=0.8)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     room, card = prediction.cluster.card.memory_gib, prediction.cluster.card.name
     axes.axhline(room, color="black", linestyle="--", linewidth=1)

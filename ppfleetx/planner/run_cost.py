@@ -10,8 +10,8 @@ from typing import Any
 from ppfleetx.config.batch import Ramp
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job
-from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import HOUR, Prediction, run_length
 from ppfleetx.planner.step_time import step_time
 
@@ -80,7 +80,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions about the whole run on the command line; None means not asked."""
+    """The command-line options about the whole run; None means that the option was not given."""
 
     price: float | None
     node_mtbf_hours: float | None

@@ -21,8 +21,12 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """Functions that return the offset after the first or last delimiter in some bytes (0 if there is none),
-    and the number of bytes of a delimiter that may lie in the previous block."""
+    """How to find the ends of documents in a block of bytes.
+
+    Attributes:
+        first, last: functions that return the offset after the first or last delimiter; 0 if there is none.
+        overlap: the number of bytes of a delimiter that may be at the end of the previous block.
+    """
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]
@@ -107,8 +111,9 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the corpus. Of its ``kind``, one document is a json line, a line, the text between blank
-    lines, or the whole file."""
+    """One file of the corpus. ``kind`` says what a document is: a json line, a line, a paragraph between
+    blank lines, or the whole file.
+    """
 
     path: Path
     kind: Kind
@@ -117,9 +122,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of the corpus that one worker handles: ``data`` of whole documents of one file, or several
-    whole files to read (``data`` None). Of other kinds than "file", None stands for a document that is too
-    long. ``num_disk_bytes`` is its size on disk, compressed if the files are, for the progress bar."""
+    """A piece of the corpus that one worker handles.
+
+    Attributes:
+        data: whole documents of one file. None with the kind "file": the worker reads ``paths``. None with
+            other kinds: the piece is one document that is too long.
+        num_disk_bytes: the size on disk (compressed, if the files are), for the progress bar.
+    """
 
     kind: Kind
     paths: tuple[Path, ...]
@@ -188,7 +197,7 @@ def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BY
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:
-        # A compressed file may hold far more than its size suggests, so it is a chunk of its own.
+        # A compressed file may hold far more than its size suggests, so it is a separate chunk.
         fits = _size(group) + source.num_bytes <= chunk_bytes and not is_packed(source.path)
         if group and (source.kind != "file" or not fits):
             yield _file_chunk(group, max_document_bytes)

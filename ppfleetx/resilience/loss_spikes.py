@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.engine import SpikeConfig
 
 _MAD_TO_DEVIATION = 1.4826
@@ -27,7 +26,7 @@ Repeat = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Spike:
-    """One spike, and the reaction to it.
+    """A step whose loss or gradient norm jumped, and the reaction to it.
 
     Attributes:
         step: the optimizer step. It was taken only if ``action`` is ``repeated``.
@@ -152,7 +151,7 @@ class SpikeGuard:
         """Whether more than ``Engine.spike.max_in_a_row`` steps in a row were spikes."""
         return self._in_a_row > self._options.max_in_a_row
 
-    def gives_up_at(self, spike: Spike) -> str:
+    def stop_reason(self, spike: Spike) -> str:
         """Why the run must end after a spike; empty if it can continue."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
@@ -167,15 +166,9 @@ class SpikeGuard:
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state`. An empty state starts afresh.
-
-        Raises:
-            CheckpointError: the state is damaged.
-        """
+        """Restore the result of :meth:`state`. An empty state starts afresh."""
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
-        if not (_are_numbers(losses) and _are_numbers(norms) and type(in_a_row) is int):
-            raise CheckpointError(f"the window of Engine.spike in the checkpoint is damaged: {shown(state)}")
         self._losses = deque(losses, maxlen=self._options.window)
         self._norms = deque(norms, maxlen=self._options.window)
         self._in_a_row = in_a_row
@@ -219,7 +212,3 @@ def _is_same(one: float, other: float) -> bool:
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.isfinite(one) == math.isfinite(other)
     return abs(one - other) <= _SAME * max(abs(one), abs(other))
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) in (int, float) for value in values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ppfleetx.config.counts import ranks_text
+from ppfleetx.config.formatting import ranks_text
 from ppfleetx.resilience.hang_report import CallNote, Report
 
 _EQUAL_SHAPES = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"}
@@ -275,7 +275,7 @@ def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Ma
     hosts = sorted({reports[rank].host for rank in involved if rank in reports})
     between = f" between {' and '.join(hosts)}" if len(hosts) > 1 else ""
     return (
-        f"{_waiting(answered, waits)}, and all that take part have called it: the messages do not get "
+        f"{_waiting(answered, waits)}, and all participants have called it: the messages do not get "
         f"through; the network{between} is down, or one of its ends drops packets"
     )
 

@@ -1,4 +1,5 @@
-"""``--plan dp=4,mp=8,...``: read it, apply it to a configuration, and write the result."""
+"""Parse a plan (``dp=4,mp=8,...``, as given to ``--plan``), apply it to a configuration, and write the
+result."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import CONFIG_KEYS, DEGREE_WORDS, PLAN_WORDS, ParallelPlan
-from ppfleetx.config.record import dump_config
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig, plan_of
+from ppfleetx.config.yaml_dump import dump_config
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.job import Job
 from ppfleetx.utils.files import atomic_write, refuse_as_new_file

@@ -28,7 +28,7 @@ class Cluster:
         card: the cards in the nodes.
         per_node: cards of a node.
         network: bytes/s that a node sends over all its interfaces; 0: the value in the card's description.
-        axes: the order in which ranks are numbered, the axis of nearest neighbours last: Fleet's order or,
+        axes: the order in which ranks are numbered, the axis of nearest neighbors last: Fleet's order or,
             for the published runs of another program, that program's.
     """
 
@@ -75,7 +75,7 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The layout of the groups of ``axis``, whose neighbouring ranks lie ``stride`` apart."""
+    """The layout of the groups of ``axis``, whose neighboring ranks lie ``stride`` apart."""
     if axis in ("ep", "emp", "edp"):
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -85,9 +85,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The layout of a group of expert parallelism. The ranks of a stage are in order; the ranks of one
-    data-parallel replica are neighbours.
-    """
+    """Like :func:`group_of`, for the axes of experts, which divide the ranks of a pipeline stage in order."""
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
@@ -99,9 +97,8 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """The number of tensor-parallel groups of a node that use its network at different times: groups of
-    several replicas whose pipelines leave the node. It is 1 if there is at most one such group, or if all
-    groups of the node run in step.
+    """The number of tensor-parallel groups of a node that use its network at different times, because they
+    belong to different replicas and their pipelines leave the node; 1 if all groups run in step.
     """
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)

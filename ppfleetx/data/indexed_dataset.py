@@ -1,4 +1,4 @@
-"""Tokenised corpora on disk: Megatron's ``.bin`` / ``.idx`` pair, read through mmap and written as a stream.
+"""Tokenized corpora on disk: Megatron's ``.bin`` / ``.idx`` pair, read through mmap and written as a stream.
 
 ``PREFIX.bin`` holds the token ids of all sequences, one after another, and nothing else. ``PREFIX.idx`` is,
 little-endian throughout (N sequences, D = documents + 1)::
@@ -36,7 +36,7 @@ import numpy as np
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums_path
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import file_status, opened, os_errors
+from ppfleetx.utils.untrusted_files import file_status, opened, os_errors
 
 _CHUNK = 1 << 22  # index entries handled at a time, so that no second copy of the index is needed
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
@@ -102,9 +102,9 @@ class TokenStore:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few
-        blocks, which differ for fixed-length chunks under two tokenizers. A single changed token elsewhere
-        goes unnoticed. The path does not count, so a corpus can be moved."""
+        """A hash of lengths, boundaries, size and a few blocks of tokens, which identifies a corpus without
+        reading all of it. A changed token outside these blocks goes unnoticed. The path does not count, so a
+        corpus can be moved."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
         for values in (self.sizes, self.document_indices):
@@ -249,7 +249,7 @@ class IndexedDatasetWriter:
     """Writes a ``.bin`` / ``.idx`` pair as a stream; nothing appears under the final names before `finalize`.
 
     It also writes the checksums of both files (`ppfleetx.data.checksums`). The index is held in memory as
-    flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalises on
+    flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalizes on
     success, and removes the temporary file if the block raises. Raises DataError if the dtype cannot be
     stored, or a file cannot be written.
     """
@@ -284,9 +284,16 @@ class IndexedDatasetWriter:
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents with any number of sequences each: the tokens of all sequences one after
-        another, their lengths, and for each document the number of sequences up to its end. Raises ValueError
-        if these do not add up, or a length is negative."""
+        """Append many documents with any number of sequences each.
+
+        Args:
+            flat_tokens: the tokens of all sequences, one after another.
+            lengths: the number of tokens of each sequence.
+            boundaries: for each document, the number of sequences up to its end.
+
+        Raises:
+            ValueError: these do not add up, or a length is negative.
+        """
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64)
