@@ -23,9 +23,7 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
-    """Watch this process from before Paddle is imported. This is only for our own programs, which end the
-    watch after training.
-    """
+    """Start the watchdog before Paddle is imported, in our own programs, which stop it after training."""
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 
