@@ -11,7 +11,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.config.errors import shown
-from ppfleetx.dialects.keys import Key, KeyTable, Kind
+from ppfleetx.dialects.key_tables import Key, KeyTable, Kind
 from ppfleetx.dialects.registry import dialects
 from ppfleetx.utils.cli import run_tool
 from tools.site.pages import filled_page, write_files

@@ -50,7 +50,6 @@ def config_source(config: Configuration) -> ConfigSource:
 
 
 def _tree(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Build nested sections; dotted keys are split."""
     tree: dict[str, Any] = {}
     for key, value in _leaves(config, ""):
         *sections, name = key.split(".")

@@ -29,11 +29,7 @@ _TENSORS = (None, "np", "pd", "ms")
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of the network under MindFormers' names.
-
-    Attributes:
-        seq_length: number of the model's positions.
-    """
+    """Sizes of the network under MindFormers' names. ``seq_length`` is the number of positions."""
 
     seq_length: int
     vocab_size: int
@@ -43,11 +39,7 @@ class GPT2Config:
 
 
 class GPT2LMHeadModel:
-    """A language model that returns logits or, in training mode, its loss.
-
-    Args:
-        model: a model from :func:`ppfleetx.load`.
-    """
+    """A model from :func:`ppfleetx.load` that, when called, returns logits or, in training mode, its loss."""
 
     def __init__(self, model: GPT) -> None:
         self.model = model
@@ -64,7 +56,7 @@ class GPT2LMHeadModel:
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
         """Load the model in a directory in our own, Hugging Face's or FleetX's format. Raises UserError if
-        there is no model. Nothing is downloaded, and no weight is ever initialised at random."""
+        there is no model. Nothing is downloaded, and no weight is ever initialized at random."""
         return cls(GPT.from_pretrained(directory))
 
     def set_train(self, mode: bool = True) -> Self:
@@ -118,11 +110,7 @@ def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
 
 
 class GPT2Tokenizer:
-    """A tokenizer with MindFormers' methods.
-
-    Args:
-        tokenizer: our own tokenizer.
-    """
+    """A :class:`~ppfleetx.data.tokenizer.tokenizer.Tokenizer` with MindFormers' methods."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -139,7 +139,7 @@ class GPT:
 
         Raises:
             UserError: there is no such directory, it does not hold an intact model, or the model cannot run
-                here. No weight is ever initialised at random.
+                here. No weight is ever initialized at random.
         """
         from ppfleetx.commands.resolve_model import resolve_model
 

@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class GenerationModule:
-    """A network whose weights are set later.
-
-    Attributes:
-        cfg: the configuration.
-        model: the Paddle layer; its ``set_state_dict`` accepts FleetX's names and our own.
-    """
+    """A network whose weights are set later, by ``model.set_state_dict``, under FleetX's names or our own."""
 
     def __init__(self, cfg: RunConfig, network: StagedModel) -> None:
         self.cfg, self.model = cfg, network
@@ -61,19 +56,8 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Set all parameters from ``weights``.
-
-        Args:
-            weights: arrays or tensors under FleetX's names or our own.
-            use_structured_name: as in Paddle's method; must be True.
-
-        Returns:
-            Two empty lists. Paddle's method returns missing and unexpected names; here both are errors.
-
-        Raises:
-            CheckpointError: a parameter is missing, unknown or of another shape.
-            ConfigError: ``use_structured_name`` is False.
-        """
+        """Set all parameters. Returns two empty lists, where Paddle's method returns missing and unexpected
+        names. Raises CheckpointError if a parameter is missing, unknown or of another shape."""
         if not use_structured_name:
             raise ConfigError(
                 "weights go by the names of their layers here", key="use_structured_name", value=False

@@ -1,6 +1,4 @@
-"""MindFormers' task ``text_generation``: its ``pipeline`` and ``Trainer``, implemented with our own
-classes.
-"""
+"""``pipeline`` and ``Trainer`` with MindFormers' interface, for its task ``text_generation``."""
 
 from __future__ import annotations
 
@@ -35,12 +33,7 @@ _MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
 
 
 class TextGenerationPipeline:
-    """Continues texts; create it with :func:`pipeline`.
-
-    Args:
-        model: the model.
-        options: default options.
-    """
+    """Continues texts; create it with :func:`pipeline`. ``options`` are defaults for each call."""
 
     def __init__(self, model: GPT, options: dict[str, Any]) -> None:
         self.model, self._defaults = model, options
@@ -285,9 +278,6 @@ class Trainer:
         return pipeline(TASK, model, self._tokenizer)(input_data, **options)
 
     def _native(self, overrides: list[Override], *, starts: bool = True) -> NativeTrainer:
-        """Make our own trainer. With ``starts``, it starts by default from the weights in the model's
-        directory.
-        """
         config: Configuration = str(self._place)
         tokenizer = self._tokenizer
         if Path(self._place).exists():

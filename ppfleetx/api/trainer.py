@@ -196,8 +196,6 @@ class Trainer:
 
 
 class _History(Callback):
-    """Appends the records of all steps and evaluations to a list."""
-
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self._records = records
 
@@ -213,7 +211,6 @@ class _History(Callback):
 
 
 def _is_whole(plan: ParallelPlan) -> bool:
-    """Whether each process holds the whole model."""
     return plan.mp == plan.pp == plan.sep == 1 and not (plan.sharding > 1 and plan.sharding_stage == 3)
 
 
@@ -228,7 +225,6 @@ def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
 
 
 def _data_settings(raw: RunConfig, train_data: Any, eval_data: Any, home: Path) -> list[Setting]:
-    """The settings that make the run read the given data."""
     if train_data is None and eval_data is None:
         return []
     tokenizer = load_tokenizer(raw)

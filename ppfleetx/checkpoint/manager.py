@@ -25,7 +25,7 @@ from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import RankIndex, commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import beat_seconds, gather_numbers
+from ppfleetx.distributed.coordination import beat_seconds, gather_numbers
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.utils.log import get_logger
 

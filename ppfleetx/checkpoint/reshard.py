@@ -150,7 +150,7 @@ def cut_dim(name: str) -> int | None:
 def _cut_dims() -> dict[str, int]:
     sizes = {"vocab_size": 2, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
     model = ModelConfig(**sizes, tie_word_embeddings=False, add_head_bias=True)
-    placements = {name: spec.lies("mp") for name, spec in parameter_specs(model).items()}
+    placements = {name: spec.placement("mp") for name, spec in parameter_specs(model).items()}
     return {_LAYER_NUMBER.sub(".", name): p.dim for name, p in placements.items() if isinstance(p, Shard)}
 
 

@@ -16,8 +16,8 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.plan import AXES
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.random import stream_tracker
-from ppfleetx.distributed.together import gather
 from ppfleetx.utils.log import get_logger
 
 # Words of the Mersenne twisters' states: NumPy's of 32 bits, Paddle's of 64 bits and its position.

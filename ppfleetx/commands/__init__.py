@@ -1,7 +1,7 @@
-"""The commands. They also load FleetX checkpoints, and say how to convert checkpoints of other toolkits.
+"""The commands of ppfleetx. Importing this package registers the reader of FleetX checkpoints.
 
-Every function here raises a UserError for a mistake of the user (`config/errors.py`); docstrings name errors
-only where more is to be said.
+All functions raise a UserError (`config/errors.py`) for a mistake of the user; docstrings name errors only if
+there is more to say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Converters(ForeignFormats):
-    """The converters. They are imported only if a directory is not a checkpoint in our format."""
+    """Other toolkits' formats. Their modules are imported only for a directory that is not in our format."""
 
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described

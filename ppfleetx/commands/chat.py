@@ -42,14 +42,8 @@ as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."
 
 @dataclass
 class Conversation:
-    """A conversation: its turns, and the settings for the next answer.
-
-    Attributes:
-        generator: continues the rendered conversation.
-        template: renders it.
-        options: the options for continuing text; ``max_dec_len`` limits the tokens of an answer.
-        seed: the seed of the first answer. Each further answer adds 1.
-    """
+    """A conversation: its turns, and the settings for the next answer. ``options.max_dec_len`` limits the
+    tokens of an answer; ``seed`` is for the next answer, and each answer adds 1."""
 
     generator: TextGenerator
     template: ChatTemplate
@@ -63,13 +57,9 @@ class Conversation:
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message and its answer to the conversation.
-
-        KeyboardInterrupt stops an answer; the text generated so far stays.
-
-        Raises:
-            ChatError: the template refuses the message, or it is too long. The message is not added.
-        """
+        """Add a message and its answer to the conversation. KeyboardInterrupt stops an answer; the text
+        generated so far stays. Raises ChatError, and adds nothing, if the template refuses the message or it
+        is too long."""
         before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
         try:
@@ -123,17 +113,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Facts about an answer that are shown after it.
+    """Facts about an answer that are shown after it."""
 
-    Attributes:
-        left_out: number of messages that the model no longer sees.
-        was_stopped: whether Ctrl-C stopped the answer.
-        is_cut: whether the answer reached the length limit.
-    """
-
-    left_out: int
-    was_stopped: bool
-    is_cut: bool
+    left_out: int  # messages that the model no longer sees
+    was_stopped: bool  # by Ctrl-C
+    is_cut: bool  # at the length limit
 
 
 def _stops(options: GenerationConfig) -> Sequence[str]:
@@ -162,7 +146,6 @@ def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section to use for answers."""
     check_options(cfg)
     section = cfg.Generation
     if section.num_return_sequences != 1 or section.decode_strategy == "beam_search":

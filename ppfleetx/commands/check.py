@@ -25,7 +25,7 @@ from ppfleetx.models.gpt.spec import (
     parameter_specs,
     trained_count,
 )
-from ppfleetx.optims.groups import group_rows
+from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
 from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, not_supported_reasons
@@ -53,12 +53,7 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
     """Return the lines of the report on ``cfg``: plan, parameters, batches, FLOPs, precision, recompute,
-    memory and schedules.
-
-    Args:
-        cfg: the configuration.
-        device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
-    """
+    memory and schedules. ``device`` None means ``Global.device``, or a GPU if that is ``auto``."""
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
         from ppfleetx.core.engine.callbacks.build import check_callbacks  # seldom needed

@@ -69,7 +69,7 @@ class ShrinkingOptions(RewritingOptions):
 
 @contextmanager
 def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
-    """The configuration for one process, the checkpoint's directory, and the tokenizer if there is one."""
+    """Yield the configuration for one process, the checkpoint's directory, and the tokenizer, if any."""
     from ppfleetx.checkpoint.weights_only import load_tokenizer
     from ppfleetx.commands.resolve_model import as_replicas, resolve_model
     from ppfleetx.config.loader import load_config
@@ -85,11 +85,11 @@ def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tok
 
 
 def refuse_unfit(cfg: RunConfig, place: str) -> None:
-    """Raise CheckpointError if the model is quantised or has adapters."""
+    """Raise CheckpointError if the model is quantized or has adapters."""
     if cfg.Compress.Weights is not None:
         raise CheckpointError(
-            f"{place} is quantised (Compress.Weights in its configuration), and rounding twice loses more "
-            "than once: take the checkpoint it was made from, and quantise the result"
+            f"{place} is quantized (Compress.Weights in its configuration), and rounding twice loses more "
+            "than once: take the checkpoint it was made from, and quantize the result"
         )
     if cfg.Model.lora is not None:
         raise CheckpointError(
@@ -151,7 +151,7 @@ examples:
     )
     activations: Literal["int8"] | None = option(
         "8 bits for activations, too: faster. With groups (--group, or --to int4) each group of a token's "
-        "features has a scale; without, a token has one: for a model that was trained with quantisation"
+        "features has a scale; without, a token has one: for a model that was trained with quantization"
     )
     skip: tuple[str, ...] = repeated(
         "leave layers as they are, by canonical name: head, embedding.*, '*.mlp.fc2'; may be repeated",

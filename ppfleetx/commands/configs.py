@@ -102,7 +102,6 @@ def bash_script() -> str:
 
 
 def _words(verb: str) -> list[str]:
-    """The options of a verb, and the choices for its positional arguments."""
     words: list[str] = []
     for action in VERBS[verb].command().parser()._actions:
         words += action.option_strings or [str(choice) for choice in action.choices or ()]

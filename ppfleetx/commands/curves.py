@@ -47,7 +47,6 @@ def train_records(path: Path) -> list[Record]:
 
 
 def _record(line: str) -> Record | None:
-    """Parse one line as a record; None if it is not a record."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,21 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.commands.launching import SCRIPT, LaunchOptions
-from ppfleetx.commands.options import OptionalConfigOptions, option, switch
+from ppfleetx.commands.options import OptionalConfigOptions, option, refuse_not_positive, switch
 
 if TYPE_CHECKING:
     from ppfleetx.doctor.check import Row, Target
-
-
-def _seconds(text: str) -> float:
-    """Parse an option's value in seconds, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, not {text!r}")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +39,6 @@ examples:
     timeout: float = option(
         "how long machines and processes wait for each other, and for their communication (120)",
         default=120.0,
-        type=_seconds,
         metavar="SECONDS",
     )
 
@@ -62,10 +48,11 @@ examples:
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Check the nodes, start the ranks as separate processes, and print their findings."""
         self.refuse_unusable()
+        refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
 
         try:
-            from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, command_of, job_rows
+            from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, job_rows
             from ppfleetx.utils.processes import end_child_with_parent
         except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
             return _show([broken_row(error)], 1, as_object=self.json)
@@ -74,13 +61,14 @@ examples:
             end_child_with_parent()
             return super().launch(verb, arguments)
         logs = None if self.log_dir is None else Path(self.log_dir)
-        command = command_of(SCRIPT, arguments)
+        command = [sys.executable, str(SCRIPT), "doctor", *arguments]
         place = self.nproc, self.nnodes, self.master
         rows, size = job_rows(command, *place, seconds=self.timeout, logs_there=logs)
         return _show(rows, size, as_object=self.json)
 
     def run(self) -> int:
         """Run the checks in this process, alone or as a rank of a job, and return the exit code."""
+        refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
 
         try:
@@ -125,7 +113,7 @@ def _target(options: Doctor) -> Target:
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.distributed.together import local_rank
+    from ppfleetx.distributed.coordination import local_rank
     from ppfleetx.doctor.check import Target, fail
     from ppfleetx.utils.devices import expected_device
 

@@ -19,7 +19,7 @@ from ppfleetx.config.loader import read_config
 from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
-from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
+from ppfleetx.core.engine.start_watchdog import EVALUATION_DIR, watched
 from ppfleetx.data.tasks.evaluation import (
     LastWords,
     SlidingWindows,
@@ -146,11 +146,6 @@ def check_plan(cfg: RunConfig) -> None:
         )
 
 
-def length_multiple(cfg: RunConfig) -> int:
-    """The number of parts into which the plan of ``cfg`` splits sequences."""
-    return cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
-
-
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
     """The evaluation set of ``cfg``, encoded with the tokenizer of the configuration or the checkpoint."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
@@ -162,39 +157,29 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
-    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``.
-
-    Returns:
-        The result, which is the same on all ranks that know the loss, and the settings of the measurement.
-    """
-    with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
-        return _evaluate(cfg, ctx, windows)
-
-
-def _evaluate(
-    cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
-) -> tuple[Result, dict[str, Any]]:
+    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the result, equal on all
+    ranks that know the loss, and the settings of the measurement."""
     from ppfleetx.commands.training import build_runner, find_weights
 
-    start = find_weights(cfg, ctx)
-    runner = build_runner(cfg, ctx, train=False)
-    start.restore_weights(runner, cfg.Model)
-    PROGRESS.is_under_way = True
-    started = time.perf_counter()
-    total = sum_over_windows(runner, cfg, ctx, windows)
-    result = result_of(cfg, windows, total)
-    if not math.isfinite(total):
-        get_logger().warning(
-            f"the logits of {start.checkpoint.path} are not finite (NaN or infinite), and so is the result"
-        )
-    about = {
-        "checkpoint": str(start.checkpoint.path),
-        "step": start.state.step,
-        "max_seq_len": cfg.Offline_Eval.max_seq_len,
-        **({} if cfg.Offline_Eval.cloze_eval else {"overlapping_eval": cfg.Offline_Eval.overlapping_eval}),
-        "seconds": time.perf_counter() - started,
-    }
-    return result, about
+    with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
+        start = find_weights(cfg, ctx)
+        runner = build_runner(cfg, ctx, train=False)
+        start.restore_weights(runner, cfg.Model)
+        PROGRESS.is_under_way = True
+        started = time.perf_counter()
+        total = sum_over_windows(runner, cfg, ctx, windows)
+        result = result_of(cfg, windows, total)
+        if not math.isfinite(total):
+            get_logger().warning(f"logits of {start.checkpoint.path} are not finite, and so is the result")
+        about: dict[str, Any] = {
+            "checkpoint": str(start.checkpoint.path),
+            "step": start.state.step,
+            "max_seq_len": cfg.Offline_Eval.max_seq_len,
+            "seconds": time.perf_counter() - started,
+        }
+        if not cfg.Offline_Eval.cloze_eval:
+            about["overlapping_eval"] = cfg.Offline_Eval.overlapping_eval
+        return result, about
 
 
 def sum_over_windows(
@@ -202,9 +187,9 @@ def sum_over_windows(
 ) -> float:
     """Sum the counts of ``GPTEvalModule`` over all windows and data-parallel ranks, in float64."""
     section = cfg.Offline_Eval
-    batches = window_batches(
-        windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=length_multiple(cfg)
-    )
+    # Lengths must be a multiple of the number of parts into which the plan splits sequences.
+    parts = cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
+    batches = window_batches(windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=parts)
     num_steps = num_batches(windows, section.batch_size, ctx.data_size)
     total = scored = 0.0
     since = time.perf_counter()

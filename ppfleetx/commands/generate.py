@@ -24,9 +24,9 @@ from ppfleetx.config.reading.overrides import Setting
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_errors
-from ppfleetx.core.engine.watching import GENERATION_DIR, watched
+from ppfleetx.core.engine.start_watchdog import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
-from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.resilience.heartbeat import PROGRESS
 from ppfleetx.utils.files import atomic_write, writing
 from ppfleetx.utils.log import get_logger
@@ -66,31 +66,22 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
     """
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
-        _generate(cfg, ctx, prompts, output)
-
-
-def _generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    generator = load_generator(cfg, ctx)
-    PROGRESS.is_under_way = True
-    if _is_followed(cfg, ctx, prompts):
-        results = [_print_as_it_comes(generator, prompts[0], cfg)]
-    else:
-        results = continue_together(generator, cfg, ctx, prompts)
-        for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
-            print_generations(prompt, generations)
-    write_generations(ctx, output, prompts, results)
+        generator = load_generator(cfg, ctx)
+        PROGRESS.is_under_way = True
+        if _is_followed(cfg, ctx, prompts):
+            results = [_print_as_it_comes(generator, prompts[0], cfg)]
+        else:
+            results = continue_together(generator, cfg, ctx, prompts)
+            for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
+                print_generations(prompt, generations)
+        write_generations(ctx, output, prompts, results)
 
 
 def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
-    """Split the prompts among the data-parallel ranks; every rank gets all results, in order.
-
-    The result for a prompt does not depend on the number of ranks.
-
-    Raises:
-        UserError: on every rank, if any rank raises one.
-    """
+    """Split the prompts among the data-parallel ranks; every rank gets all results, in order, which do not
+    depend on the number of ranks. Raises UserError on every rank, if any rank raises one."""
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Tensor-parallel ranks communicate in here. They have the same prompts and find the same mistakes.
@@ -172,12 +163,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Refuse an output path that cannot be written to, before generating anything.
-
-    Args:
-        path: a new file, an empty file, or a file of earlier results, which are replaced.
-        mark: bytes that occur near the beginning of results.
-    """
+    """Refuse an output path unless it is a new file, an empty one, or a file of earlier results, which
+    contains ``mark`` and will be replaced."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
@@ -203,11 +190,8 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator.
-
-    Args:
-        tokenizer: the checkpoint's tokenizer, if it has been loaded already.
-    """
+    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator. ``tokenizer``
+    is the checkpoint's tokenizer, if it has been loaded already."""
     from ppfleetx.commands.training import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
     from ppfleetx.nn.cpu_ops import ops as cpu_ops
@@ -248,8 +232,8 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer of ``Data.tokenizer``, else the tokenizer stored in or beside the checkpoint.
 
-    The stored tokenizer is also used if the configuration lies beside the checkpoint and its
-    ``Data.tokenizer.dir`` is gone, because both were written together and have been moved since.
+    The stored tokenizer is also used if the configuration is in the checkpoint's directory and its
+    ``Data.tokenizer.dir`` does not exist any more, because the run's directory has been moved.
     """
     from ppfleetx.data.build import load_tokenizer
 
@@ -352,7 +336,6 @@ def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
 
 
 def _is_followed(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]) -> bool:
-    """Whether a single text is shown in a terminal as it grows."""
     return (
         ctx.world_size == 1
         and sys.stdout.isatty()

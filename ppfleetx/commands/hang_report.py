@@ -54,7 +54,6 @@ def _newest(directory: Path) -> dict[int, Report]:
 
 
 def _facts(report: Report) -> dict[str, object]:
-    """The facts of a report, without its calls and stacks, which are in the file."""
     facts = asdict(report)
     for name in ("calls", "stacks", "counts"):
         del facts[name]

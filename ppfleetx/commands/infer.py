@@ -29,7 +29,7 @@ from ppfleetx.deploy.export_dir import (
     check_onednn,
     open_export,
 )
-from ppfleetx.distributed.together import joint_errors
+from ppfleetx.distributed.coordination import joint_errors
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import get_logger
 
@@ -60,12 +60,11 @@ def run(options: Infer) -> None:
     cfg, ctx = start_with(_without_checkpoint(cfg))
     for note in notes:
         get_logger().info(f"NOTE: {note}")
-    _say_what_differs(directory, manifest, cfg)
+    _warn_of_differences(directory, manifest, cfg)
     answer(cfg, ctx, prompts, options.output)
 
 
 def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
-    """Call :func:`open_export`, and add to its errors the place where the export was named."""
     try:
         return open_export(export, verify=False)
     except ConfigError as error:
@@ -73,7 +72,6 @@ def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
 
 
 def _config_of(export: str) -> Sections:
-    """Build a configuration with the network of the export."""
     _, manifest = _open(export, "EXPORT")
     return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
 
@@ -105,12 +103,10 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
     """Remove the files of the model from ``cfg``, because they may not exist where the export is used."""
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
-    engine = cfg.Engine.model_copy(update={"save_load": save_load})
-    return cfg.model_copy(update={"Engine": engine, "Model": cfg.Model.model_copy(update={"lora": None})})
+    return cfg.changed("Engine", save_load=save_load).changed("Model", lora=None)
 
 
-def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:
-    """Warn if the configuration describes a different model from the exported one."""
+def _warn_of_differences(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:
     here = cfg.Model.model_dump(mode="json")
     other = [name for name in _SHAPE_KEYS if manifest.model.get(name, here[name]) != here[name]]
     if other:

@@ -24,13 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """One row of the table: a verb and its class.
-
-    Attributes:
-        name: the verb as typed.
-        place: the module of ``ppfleetx.commands`` and the class in it, e.g. ``train:Train``.
-        help: a one-line description for the list of verbs.
-    """
+    """One row of the table. ``place`` is a module of ``ppfleetx.commands`` and the class in it, e.g.
+    ``train_verbs:Train``; ``help`` describes the verb in the list of verbs."""
 
     name: str
     place: str
@@ -57,7 +52,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
             "train_verbs:Translate",
             "print another toolkit's configuration or command line as ours",
         ),
-        Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
+        Verb("index", "corpus_verbs:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
         Verb("plot", "compare:Plot", "draw the loss curves of a run"),
         Verb("report", "train_verbs:Report", "describe a run on one page: curves, samples, speed, cost"),
@@ -84,12 +79,12 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     "data": (
         Verb("tokenizer", "prepare:TrainTokenizer", "train a tokenizer on text"),
         Verb("prepare", "prepare:Prepare", "encode text to .bin/.idx"),
-        Verb("inspect-data", "corpora:InspectData", "show a corpus, or verify its checksums"),
-        Verb("merge-data", "corpora:MergeData", "write several corpora as one"),
-        Verb("convert-data", "corpora:ConvertData", "write a corpus of FleetX as .bin/.idx"),
+        Verb("inspect-data", "corpus_verbs:InspectData", "show a corpus, or verify its checksums"),
+        Verb("merge-data", "corpus_verbs:MergeData", "write several corpora as one"),
+        Verb("convert-data", "corpus_verbs:ConvertData", "write a corpus of FleetX as .bin/.idx"),
         Verb(
             "stdlib-corpus",
-            "corpora:StdlibCorpus",
+            "corpus_verbs:StdlibCorpus",
             "this Python's own sources as a corpus to try things with",
         ),
     ),

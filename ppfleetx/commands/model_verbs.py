@@ -68,15 +68,10 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[Job]:
-    """Load the configuration of a model's directory, or ``config``. Temporary files are removed at the
-    end.
+    """Yield the configuration of the model in ``checkpoint``, which ``config`` replaces if it is given.
 
-    Args:
-        checkpoint: the model's directory.
-        config: replaces the configuration that the model comes with.
-        overrides: the user's overrides.
-        key: the configuration key that will name the checkpoint.
-        option: the option that names the checkpoint, for messages.
+    Temporary files are removed at the end. ``key`` is the configuration key that will name the checkpoint,
+    ``option`` the option that named it, for messages.
     """
     if checkpoint is None and config is None:
         raise ConfigError(f"give {option}, the directory of a model, or -c FILE")

@@ -136,7 +136,6 @@ def whole_number(text: str) -> int:
 
 
 def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
-    """Make the arguments of ``add_argument`` for a field."""
     flags, required, given = flags_of(one), one.default is MISSING, dict(one.metadata["how"])
     if callable(given["help"]):
         given["help"] = given["help"]()

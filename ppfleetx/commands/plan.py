@@ -72,7 +72,6 @@ def report_of(options: Plan) -> str:
 
 
 def _questions_of(options: Plan) -> Questions:
-    """The questions about the whole run, from the options."""
     ramp = None
     if options.ramp is not None:
         numbers = _numbers(options.ramp, "--ramp")
@@ -93,7 +92,6 @@ def _numbers(text: str, key: str) -> list[int]:
 
 
 def _words(options: Plan) -> str | None:
-    """The plan named by ``--plan`` or ``--explain``."""
     if options.plan is not None and options.explain:
         raise ConfigError(
             "names a plan, and --plan does too; give one", key="--explain", value=options.explain

@@ -125,7 +125,7 @@ class TrainTokenizer(Command):
     vocab_size: int = option("tokens, special ones included", default=MISSING)
     output: Path = option("where the files are written", default=MISSING, metavar="DIR")
     min_frequency: int = option(
-        "how often a pair of neighbours must occur to be merged (default: 2)", default=2, type=whole_number
+        "how often a pair of neighbors must occur to be merged (default: 2)", default=2, type=whole_number
     )
     json_key: str = option("key of the text in json lines (default: text)", default="text")
     suffixes: str = option("in folders, read only files with these endings", default="", metavar=".py,.txt")

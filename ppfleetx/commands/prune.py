@@ -46,14 +46,8 @@ REPORT_FILE = "pruning.json"
 
 @dataclass(frozen=True)
 class _Pruned:
-    """The pruned model.
-
-    Attributes:
-        model: its ``Model`` section.
-        tensors: its parameters by canonical name.
-        layers: for each layer, what the report says of it.
-        sizes: rows of the table: a name, the size before, and the size after.
-    """
+    """The pruned model: its parameters by canonical name, the report's entry for each layer, and rows of the
+    table (name, size before, size after)."""
 
     model: ModelConfig
     tensors: Mapping[str, LazyTensor]

@@ -28,14 +28,14 @@ REPORT_FILE = "quantization.json"
 
 
 def quantize(options: Quantize) -> Path:
-    """Write the quantised checkpoint and the report; return its step directory."""
+    """Write the quantized checkpoint and the report; return its step directory."""
     weights = _weights(options)
     output = Path(options.output)
     options.check()
     with open_model(options) as (cfg, directory, tokenizer):
         refuse_unfit(cfg, options.checkpoint)
         if not cfg.Model.task.continues_text:
-            raise cfg.error("Model.module", "only models that continue text are quantised")
+            raise cfg.error("Model.module", "only models that continue text are quantized")
         cfg, _ = start_with(cfg)
         return _quantize(cfg, directory, options, weights, tokenizer, output)
 

@@ -52,13 +52,8 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's directory that the page uses.
-
-    Attributes:
-        directory: the run's directory.
-        cfg: its configuration, resolved for its number of processes.
-        records: the records of ``metrics.jsonl``.
-    """
+    """The contents of a run's directory that the page uses: its configuration, resolved for its number of
+    processes, and the records of ``metrics.jsonl``."""
 
     directory: Path
     cfg: RunConfig
@@ -91,15 +86,8 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: pictures, a table, preformatted text and a sentence.
-
-    Attributes:
-        title: the title of the section.
-        pictures: SVG files.
-        table: rows of cells; the first row is the header.
-        texts: texts shown in a fixed-width font.
-        note: a sentence below the rest.
-    """
+    """A section of the page: SVG pictures, a table whose first row is the header, texts in a fixed-width
+    font, and a sentence below."""
 
     title: str
     pictures: Sequence[Path] = ()
@@ -171,13 +159,11 @@ def _summary(run: RunFiles, price: float | None) -> Section:
 
 
 def _last_evaluation(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """The last loss of each evaluation set."""
     for name, (_, losses) in series_of(run.of_kind("eval"), "loss").items():
         yield name.replace("eval", "evaluation loss", 1), f"{losses[-1]:.4f}"
 
 
 def _curves(run: RunFiles, output: Path) -> Section:
-    """Draw the curves into ``output`` and return their section."""
     pictures = [output / "loss.svg", output / "training.svg"]
     save_figure(draw_losses(run.records), pictures[0], "--output")
     wanted = {"lr": "learning rate", "grad_norm": "gradient norm", "ips_total": "tokens a second"}
@@ -287,7 +273,6 @@ def _data(run: RunFiles) -> Section:
 
 
 def _checkpoints(directory: Path) -> list[Section]:
-    """The complete checkpoints."""
     rows = []
     for path in complete_checkpoints(directory):
         facts = summary(open_for_inspection(path))
@@ -297,7 +282,6 @@ def _checkpoints(directory: Path) -> list[Section]:
 
 
 def _configuration(cfg: RunConfig) -> Section:
-    """The section with the output of ``ppfleetx check``, which includes the predicted memory."""
     *lines, _ = check_report(cfg).splitlines()  # the last line says that everything is valid
     return Section("Model, plan and predicted memory", texts=["\n".join(lines)])
 
@@ -346,6 +330,5 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
 
 
 def _inline(path: Path) -> str:
-    """The SVG picture without its XML declaration."""
     text = path.read_text(encoding="utf-8")
     return text[text.index("<svg") :]

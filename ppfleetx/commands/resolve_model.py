@@ -6,9 +6,8 @@ download. A FleetX checkpoint is read directly, with the network of the shipped 
 sizes.
 
 All processes of a job on one machine share the temporary directory. The first process fills it, the others
-wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or remove the
-directory, and shared to use it. A process that is killed loses its lock; the next call, of any job, removes
-directories that nobody uses.
+wait, and the last one removes it. Processes hold a file lock: exclusive to fill or remove the directory,
+shared to use it. The kernel releases the lock of a killed process; the next call removes unused directories.
 """
 
 from __future__ import annotations
@@ -257,8 +256,6 @@ def _is_lasting(key: str) -> bool:
 
 
 def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> ModelPlace:
-    """Convert the model once on each machine, for all processes of the job."""
-
     def fill(target: Path) -> None:
         whose = {"hf": "is Hugging Face's", "gguf": "is a GGUF file"}[source]
         _log().info(
@@ -311,7 +308,7 @@ def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
     """Change ``cfg`` to data-parallel processes that each hold the whole model in float32. Also returns notes
     for the user.
 
-    Export, inference, quantising and pruning run like this, whatever the plan was.
+    Export, inference, quantizing and pruning run like this, whatever the plan was.
     """
     notes = []
     plan = cfg.plan
@@ -319,11 +316,10 @@ def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
         notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
     if cfg.Engine.mix_precision.enable:
         notes.append("Engine.mix_precision is disabled: the model computes in float32")
-    distributed = DistributedConfig(dp_degree=processes)
-    model = cfg.Model.model_copy(update={"sequence_parallel": False, "virtual_pp_degree": 1})
+    cfg = cfg.model_copy(update={"Distributed": DistributedConfig(dp_degree=processes)})
+    cfg = cfg.changed("Model", sequence_parallel=False, virtual_pp_degree=1)
     precision = cfg.Engine.mix_precision.model_copy(update={"enable": False})
-    engine = cfg.Engine.model_copy(update={"mix_precision": precision})
-    return cfg.model_copy(update={"Distributed": distributed, "Model": model, "Engine": engine}), notes
+    return cfg.changed("Engine", mix_precision=precision), notes
 
 
 def _log() -> Any:

@@ -149,12 +149,12 @@ class Plan(ConfigOptions):
         "total network of a node in Gbit/s (default: the card's)", metavar="X"
     )
     rank_order: str | None = option(
-        f"how ranks are numbered, nearest neighbours last (default: {','.join(AXES)}, as this engine "
+        f"how ranks are numbered, nearest neighbors last (default: {','.join(AXES)}, as this engine "
         "does; another program's for its published runs)",
         metavar="pp,dp,...",
     )
     batch: int | None = option("sequences per step (default: the YAML's)", type=whole_number)
-    goal: Literal["time", "memory"] = option("what the best plan minimises (default: time)", default="time")
+    goal: Literal["time", "memory"] = option("what the best plan minimizes (default: time)", default="time")
     plan: str | None = option(f"one plan instead of all: {', '.join(PLAN_WORDS)}", metavar="dp=4,mp=8,...")
     explain: str | None = option(
         "explain PLAN, that of --plan, or the best one in full", nargs="?", const="", metavar="PLAN"
@@ -246,7 +246,7 @@ class Translate(Command):
     """Print a configuration or a command line of another toolkit as a configuration of this one.
 
     Each key of the result says in a comment which file, line and key of the other toolkit it came from. The
-    toolkit is recognised by its keys or options. docs/dialects/ has a page for each.
+    toolkit is recognized by its keys or options. docs/dialects/ has a page for each.
     """
 
     examples = """\
@@ -260,7 +260,7 @@ examples:
         "a configuration, further arguments of its program after --; or a whole command line after --",
         default=(),
     )
-    dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
+    dialect: str | None = option("the toolkit, if it is not recognized", metavar="NAME")
     to: str | None = option("write there instead of to standard output", metavar="OUT.yaml")
 
     program = "translate:translate"

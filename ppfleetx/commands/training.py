@@ -18,7 +18,7 @@ from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
 from ppfleetx.core.engine.callbacks.device_usage import offload_notes, rank_table
-from ppfleetx.core.engine.claim import begin
+from ppfleetx.core.engine.claim_output_dir import begin
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
 from ppfleetx.core.engine.progress import TrainingLength
@@ -27,7 +27,7 @@ from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import lock_output_dir, output_dir_of
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
+from ppfleetx.core.engine.start_watchdog import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.module.finetune import predictions_directory, write_predictions
 from ppfleetx.data.build import build_dataloader, load_tokenizer
@@ -36,7 +36,7 @@ from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
+from ppfleetx.distributed.coordination import first_on_each_node, joint_errors, local_rank
 from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.parallelize import parallelize
@@ -50,16 +50,9 @@ if TYPE_CHECKING:
 
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
-    """Train as configured: start or resume, evaluate, save, stop.
-
-    Args:
-        cfg, ctx: the configuration, and this process's place.
-        callbacks: callbacks whose hooks are called after the hooks of ``Engine.callbacks``, on every rank
-            that passes them.
-
-    Returns:
-        The engine, whose runner has the trained model.
-    """
+    """Train as configured: start or resume, evaluate, save, stop. Returns the engine, whose runner has the
+    trained model. Hooks of ``callbacks`` are called after those of ``Engine.callbacks``, on every rank that
+    passes them."""
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
@@ -76,7 +69,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in a locked directory. It is marked as this run's once nothing else can go wrong at the start."""
+    """Train in the output directory, which is locked. The run claims it after all other checks."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -125,7 +118,7 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Roll back: load the run's last checkpoint into the runner; continue after ``consumed_samples``."""
+    """Load the run's last checkpoint into the runner, and return the batches after ``consumed_samples``."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -157,7 +150,6 @@ def _pruning(
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
-    """The names of data sources whose losses are logged separately."""
     if not cfg.Engine.log_source_loss:
         return []
     if not loader.sources:
@@ -166,10 +158,10 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Refuse to train quantised weights without adapters."""
+    """Raise ConfigError for quantized weights without adapters, because they cannot be trained."""
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
-            "describes a quantised checkpoint, whose weights cannot be trained. Train adapters beside them "
+            "describes a quantized checkpoint, whose weights cannot be trained. Train adapters beside them "
             "(-o Model.lora.rank=8); or the checkpoint it was made from, with Compress.Quantization if the "
             "numbers are to get used to few bits",
             key="Compress.Weights",
@@ -186,22 +178,18 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
-        return _evaluate(cfg, ctx)
-
-
-def _evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
-    start = find_weights(cfg, ctx)
-    sets = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
-    runner = build_runner(cfg, ctx, train=False)
-    start.restore_weights(runner, cfg.Model)
-    callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
-    engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_evaluator=evaluator_of(cfg, ctx))
-    engine.state = start.state
-    PROGRESS.is_under_way = True
-    records = engine.evaluate(sets)
-    if cfg.Model.task.classifies and cfg.Data.Test is not None:
-        _predict_test(cfg, ctx, runner)
-    return records
+        start = find_weights(cfg, ctx)
+        sets = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
+        runner = build_runner(cfg, ctx, train=False)
+        start.restore_weights(runner, cfg.Model)
+        callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
+        engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_evaluator=evaluator_of(cfg, ctx))
+        engine.state = start.state
+        PROGRESS.is_under_way = True
+        records = engine.evaluate(sets)
+        if cfg.Model.task.classifies and cfg.Data.Test is not None:
+            _predict_test(cfg, ctx, runner)
+        return records
 
 
 def _without_data(what: str, key: str) -> ConfigError:
@@ -221,7 +209,6 @@ def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = Tru
 
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
-    """Write predictions for ``Data.Test``, which has no labels."""
     evaluator = evaluator_of(cfg, ctx, has_labels=False)()
     for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
         evaluator.add(runner, micro_batches)
@@ -236,7 +223,7 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> N
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     """Find the checkpoint to evaluate, generate with or export: ``ckpt_dir``, which must be set.
 
-    For weights that do not record a run's progress (quantised, pruned, merged), the step is read from the
+    For weights that do not record a run's progress (quantized, pruned, merged), the step is read from the
     name of their directory.
     """
     named_checkpoint(cfg)
@@ -288,9 +275,6 @@ def _eval_sets(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:
 def _data(
     cfg: RunConfig, ctx: ParallelContext, start: Start
 ) -> tuple[Tokenizer | None, DataLoader, EvalSets]:
-    """Build the tokenizer, the training batches from the point where the run continues, and the evaluation
-    data.
-    """
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
     for line in token_id_lines(cfg):
         get_logger().info(line)
@@ -304,6 +288,5 @@ def _data(
 
 
 def _verify(cfg: RunConfig, modes: Sequence[str]) -> None:
-    """Compare the corpora with their checksums, once per node."""
     if local_rank() == 0:
         verify_corpora(cfg, modes)

@@ -11,7 +11,7 @@ from ppfleetx.config.loader import load_tree
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.dialects.registry import dialect_named, dialect_of_arguments, dialect_of_file
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.files import atomic_write, writing
+from ppfleetx.utils.files import atomic_write, refuse_as_new_file, writing
 
 if TYPE_CHECKING:
     from ppfleetx.commands.train_verbs import Translate
@@ -26,20 +26,18 @@ def translate(options: Translate) -> None:
         *words, _, to = words
     result = translation_of(words, options.dialect)
     load_tree(result.tree(), result.warnings)  # only valid results are printed
-    print(result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml()))
-
-
-def _write(path: Path, text: str) -> str:
-    if path.exists():
-        raise ConfigError("is there already; nothing is overwritten", key="--to", value=str(path))
-    with writing("--to", path), atomic_write(path, "w") as file:
-        file.write(text)
-    return f"written: {path}"
+    if to is None:
+        print(result.yaml(), end="")
+        return
+    refuse_as_new_file(Path(to), "--to")
+    with writing("--to", to), atomic_write(to, "w") as file:
+        file.write(result.yaml())
+    print(f"written: {to}")
 
 
 def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
     """Translate a file with further arguments, or a command line. Without ``dialect``, the toolkit is
-    recognised by its keys or options."""
+    recognized by its keys or options."""
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")
     first, *rest = words

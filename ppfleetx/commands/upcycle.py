@@ -86,14 +86,12 @@ def _check_mixture(model: ModelConfig) -> None:
 def upcycled(
     dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float = 0.0
 ) -> dict[str, LazyTensor]:
-    """The parameters of a mixture of experts, in model order, read one at a time.
+    """The parameters of the mixture ``model``, whose experts have the width of the MLP, in model order.
 
     Args:
-        dense: all parameters of the model whose ``moe`` is null, by canonical name.
-        model: the mixture's configuration. Its experts have the width of the MLP.
+        dense: all parameters of the dense model, by canonical name.
         seed: the seed of the routers' initial values and of the noise.
-        noise: the standard deviation of the noise added to each expert's matrices, relative to the standard
-            deviation of the matrix.
+        noise: standard deviation of the noise on each expert's matrices, relative to that of the matrix.
     """
     made = {}
     for name, spec in parameter_specs(model).items():

@@ -18,10 +18,10 @@ import numpy as np
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.translation import Translation, take
+from ppfleetx.dialects.user_values import Given
 
 _SECTION = "Model.moe."
 _READ = (

@@ -1,4 +1,4 @@
-"""The dialects, and how to recognise the dialect of a file or command line."""
+"""The dialects, and how to recognize the dialect of a file or command line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.given import normal_name, refuse_other_models
-from ppfleetx.dialects.keys import KeyTable
+from ppfleetx.dialects.key_tables import KeyTable
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.user_values import normal_name, refuse_other_models
 
 _MODULES: tuple[str, ...] = (
     "mindformers.dialect",
@@ -33,9 +33,9 @@ class Dialect:
         of_file: a function that translates a file, with further arguments of the toolkit's own program.
         of_arguments: a function that translates a command line without the program's name; None if there is
             none.
-        programs: file names of the toolkit's programs, to recognise a command line.
-        keys_of_files: top-level keys of its files, to recognise a file.
-        options: normal names of the options on its command lines, to recognise a command line.
+        programs: file names of the toolkit's programs, to recognize a command line.
+        keys_of_files: top-level keys of its files, to recognize a file.
+        options: normal names of the options on its command lines, to recognize a command line.
     """
 
     name: str

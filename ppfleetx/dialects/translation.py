@@ -1,8 +1,7 @@
-"""A translation: the user's values, the engine that applies a key table and rules to them, and native values
-that know their origins.
+"""Translate another toolkit's values to native values, with a table of keys and with rules.
 
-Every function of the dialects raises a ConfigError for a mistake; it has key, value and place as the user
-wrote them.
+Each native value keeps its origins. All functions of the dialects raise ConfigError, with key, value and
+place as the user wrote them.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import yaml
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.tree import Node, node_of, put
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.given import Given
-from ppfleetx.dialects.keys import Key, KeyTable, Kind, choice, flag, integer, number
+from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, integer, number
+from ppfleetx.dialects.user_values import Given
 
 DEFAULT = "its default"
-"""The reason for a value that the toolkit has where the user gives none."""
+"""The comment on a value that is the toolkit's default."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Translation:
     Attributes:
         dialect: the toolkit's name, as in "MindFormers".
         place: the file or command line that was translated.
-        native: the native values, by dotted native key.
+        native: the values of our configuration, by dotted key.
         fixed: the given keys that have no effect.
         unused: the given keys that have no meaning here.
         notes: deliberate differences between a run here and a run of the toolkit; tools log them.
@@ -192,7 +191,7 @@ class Translation:
         for note in self.notes:
             yield f"# {_one_line(note)}"
         for words, keys in (
-            ("Honoured by what is always so here", [one.key for one in self.fixed]),
+            ("Without effect, because always so here", [one.key for one in self.fixed]),
             ("Without meaning here", [one.key for one in self.unused]),
         ):
             if keys:

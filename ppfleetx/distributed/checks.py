@@ -20,7 +20,7 @@ import numpy as np
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 
 if TYPE_CHECKING:
     from paddle import Tensor, nn

@@ -78,7 +78,6 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
     _packed(copies, start)
 
 
-@paddle.no_grad()
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
     """Run the operation on one bucket at a time.
 
@@ -96,6 +95,7 @@ class Packed:
         start: a function that starts the operation on a flat tensor, in place, and returns the task.
     """
 
+    @paddle.no_grad()
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
         self._tensors = list(tensors)
         flat = _whole(tensors[0]) if len(tensors) == 1 else paddle.concat([t.reshape([-1]) for t in tensors])
@@ -137,12 +137,6 @@ def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
 
 def _whole(tensor: paddle.Tensor) -> paddle.Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-@paddle.no_grad()
-def start_packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> Packed:
-    """Start an operation on tensors of one type, packed into one message; see :class:`Packed`."""
-    return Packed(tensors, start)
 
 
 def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:

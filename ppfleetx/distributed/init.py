@@ -1,4 +1,4 @@
-"""Initialise a process of the job: device, fleet, and :class:`ParallelContext`."""
+"""Initialize a process of the job: device, fleet, and :class:`ParallelContext`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.rules import expert_message_bytes
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.coordination import ranks_per_node
 from ppfleetx.distributed.device import choose_device, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
-from ppfleetx.distributed.together import ranks_per_node
 from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 

@@ -2,7 +2,7 @@
 
 The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage). They do not depend
 on earlier computation, on whether the run was resumed, on how often it was evaluated, or on the pipeline rank
-of the stage. So generators need not be saved, and Paddle 3.3.1 cannot serialise its CPU generator without
+of the stage. So generators need not be saved, and Paddle 3.3.1 cannot serialize its CPU generator without
 pickle.
 
 There are two streams: the *default* stream where tensor-parallel ranks hold the same activations and must

@@ -23,7 +23,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.formatting import ranks_text
-from ppfleetx.distributed.cpu.watch import end_when_silent
+from ppfleetx.distributed.cpu.keepalive import end_when_silent
 from ppfleetx.utils.log import get_logger
 
 Address = tuple[str, int]
@@ -115,9 +115,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Member:
-    """The facts that a process tells about itself: its name in messages, its number in the job (0 for the
-    process that listens; None if members are numbered as they arrive), and the address at which the others
-    can reach it later, if they need to."""
+    """One process of the job.
+
+    Attributes:
+        name: name in messages.
+        number: number in the job, 0 for the listening process; None: numbered on arrival.
+        address: where the other processes can reach it later, if they need to.
+    """
 
     name: str
     number: int | None = None
@@ -126,9 +130,14 @@ class Member:
 
 @dataclass
 class Members:
-    """The facts that every process knows once all have met: its own number, names and addresses by number,
-    256 random bits that prove that a connection belongs to this job, and the open connections. The first
-    process has one to every other; each other process has one to the first."""
+    """All processes of the job, after the rendezvous.
+
+    Attributes:
+        number: number of this process.
+        names, addresses: names and addresses of all processes, by number.
+        token: 256 random bits that prove that a connection belongs to this job.
+        lines: open connections: from the first process to all others, from each other to the first.
+    """
 
     number: int
     names: list[str]
@@ -142,7 +151,7 @@ class Members:
 
 
 class _Wait:
-    """A wait with a time limit. If it takes long, the log says once what this process waits for."""
+    """A time limit. If the wait is long, it logs once what this process waits for."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False

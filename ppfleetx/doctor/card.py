@@ -15,9 +15,7 @@ import paddle.nn.functional as F
 
 from ppfleetx.distributed.device import allow_tf32, capability, count, is_gpu, kind_of, total_memory
 from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped, warn
-from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.fused import TABLE, obstacles
-from ppfleetx.nn.kernels import KernelOptions, reference_attention
 
 _QUERY = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,pstate"
 _QUERY_SECONDS = 20.0
@@ -26,6 +24,9 @@ _BUSY_SHARE = 0.1
 
 def driver(target: Target) -> Iterator[Row]:
     """Report the output of ``nvidia-smi``: driver, cards, memory in use, memory errors."""
+    if not is_gpu(target.device):
+        yield skipped("driver", f"nvidia-smi is for GPUs, and the device is {target.device}")
+        return
     program = shutil.which("nvidia-smi")
     if program is None:
         yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
@@ -93,8 +94,6 @@ Operator = Callable[..., paddle.Tensor]
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest difference from float32 on the CPU, relative to the largest number in the result."""
-HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
-_HALF = ("float16", "bfloat16")
 _FIX = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
 
 
@@ -182,51 +181,3 @@ def _run(operator: Operator, inputs: Inputs, dtype: str, device: str) -> list[np
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-6))
-
-
-# -- attention -------------------------------------------------------------------------------------
-
-
-def flash(target: Target) -> Iterator[Row]:
-    """Compare flash attention with the reference for each head size and type, with and without documents."""
-    for dtype in target.float_types:
-        if dtype not in _HALF or lacks(dtype):
-            continue
-        for packed in (False, True):
-            yield attention_row(dtype, packed=packed)
-
-
-def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_SIZES) -> Row:
-    """Compare all head sizes in one type. With ``packed``, a row holds several documents."""
-    name = f"flash {dtype}{', documents' if packed else ''}"
-    well, wrong, refused = [], [], {}
-    for size in head_sizes:
-        query, key, value, start = _attention_inputs(size, dtype, packed=packed)
-        dropout = paddle.nn.Dropout(0.0)
-        reason = flash_obstacle(query, dropout, packed=packed)
-        if reason:
-            refused.setdefault(reason, []).append(size)
-            continue
-        found = flash_attention(query, key, value, start, dropout)
-        expected = reference_attention(query, key, value, start, dropout, KernelOptions())
-        error = _difference(*(t.astype("float32").numpy() for t in (found, expected)))
-        (well if error <= TOLERANCE[dtype] else wrong).append(
-            f"{size}" if not wrong else f"{size} ({error:.1e})"
-        )
-    parts = [f"heads of {', '.join(well)} as the reference"] if well else []
-    parts += [
-        f"heads of {', '.join(map(str, sizes))} by the reference: {why}" for why, sizes in refused.items()
-    ]
-    if wrong:
-        fix = "set Model.attention_kernel to reference on these cards"
-        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(parts)}", fix)
-    return ok(name, "; ".join(parts))
-
-
-def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:
-    """``query [b, g, r, q, d]``, ``key`` and ``value [b, g, k, d]``, with two query heads per key head."""
-    length = 64
-    query = paddle.to_tensor(_random(2, 2, 2, length, size)).astype(dtype)
-    key, value = (paddle.to_tensor(_random(2, 2, length, size)).astype(dtype) for _ in range(2))
-    start = np.tile(np.where(np.arange(length) < 24, 0, 24).astype(np.int32), (2, 1))
-    return query, key, value, paddle.to_tensor(start) if packed else None

@@ -68,15 +68,6 @@ def memory(target: Target) -> Iterator[Row]:
         yield skipped("memory", f"Paddle does not report how much memory a {target.device} device has")
     else:
         yield memory_row(needed, *there, cpu=not is_card(target.device))
-    host, free = max(stage.host for stage in prediction.memory), available_bytes()
-    if is_card(target.device) and host and free is not None:
-        of_node = host * target.local_size
-        text = f"{of_node / GIB:.1f} GiB of host memory for states and copies while saving, "
-        text += f"{free / GIB:.1f} GiB free"
-        if of_node > free:
-            yield warn("host memory", text, "switch Distributed.sharding.sharding_offload off, or save less")
-        else:
-            yield ok("host memory", text)
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
@@ -86,13 +77,11 @@ def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
     fix = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
-    if cpu:  # only a warning: other programs may free memory before the job starts
-        return warn("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
-    return fail("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
+    # On a CPU only a warning: other programs may free memory before the job starts.
+    return (warn if cpu else fail)("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
 
 
 def _there(target: Target) -> tuple[float, str] | None:
-    """The memory of one device in bytes, and its name; None if unknown."""
     if is_card(target.device):
         return total_memory()
     return (available_bytes() or 0) / target.local_size, "this machine's free memory, shared by its processes"

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.config.formatting import counted
 from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn
 from ppfleetx.utils.installed import not_installed, version_of
@@ -114,16 +113,15 @@ def open_files_row(soft: int, hard: int) -> Row:
 
 def _shared_memory(target: Target) -> Row:
     fix = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm; remove files that are left in it"
-    is_needed = is_card(target.device) and target.local_size > 1
-    if not os.path.isdir(_SHARED_MEMORY):  # noqa: PTH112
-        text = f"there is no {_SHARED_MEMORY}"
-        return (fail if is_needed else warn)("shared memory", text, f"mount -t tmpfs none {_SHARED_MEMORY}")
-    total, _, free = shutil.disk_usage(_SHARED_MEMORY)
+    try:
+        total, _, free = shutil.disk_usage(_SHARED_MEMORY)
+    except FileNotFoundError:
+        total = free = 0
     text = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
-    if is_needed and free < _SHARED_BYTES:
-        text += f", through which the {counted(target.local_size, 'card')} of this machine exchange data"
-        return (fail if free < _LEAST_SHARED_BYTES * target.local_size else warn)("shared memory", text, fix)
-    if free < _LEAST_SHARED_BYTES:
+    cards = target.local_size if is_card(target.device) else 1
+    if cards > 1 and free < _LEAST_SHARED_BYTES * cards:
+        return fail("shared memory", f"{text}, through which {cards} cards exchange data", fix)
+    if free < (_SHARED_BYTES if cards > 1 else _LEAST_SHARED_BYTES):
         return warn("shared memory", text, fix)
     return ok("shared memory", text)
 

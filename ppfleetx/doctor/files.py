@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint, weight_sources
@@ -23,20 +23,19 @@ from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.corpus_checks import token_id_lines
-from ppfleetx.data.gpt_dataset import MODES, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.planner.run_cost import checkpoint_bytes
 from ppfleetx.utils.untrusted_files import opened
 
-_FIX = "mount or copy the files to this machine, or correct the path: it is the same for all machines"
-_DENIED_FIX = "let this user read it: chmod a+r FILE, and a+x on the directories above; or run as its owner"
-_DAMAGED_FIX = "copy it again from where it is whole, or make it again (ppfleetx prepare)"
+_FIX = (
+    "mount or copy intact files to this machine (ppfleetx prepare writes a corpus), let this user read them "
+    "(chmod a+r), or correct the path, which is the same for all machines"
+)
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
 """How many blocks of 1 MiB, spread over a file, are read; smaller files are read completely."""
 _READ_SECONDS = 30.0  # seconds for all corpora of one mode
-_DAMAGE = ("truncated", "damaged", "not as it was written", "input/output")
 _MODES = ("Train", "Eval")
 
 
@@ -49,7 +48,7 @@ def data(target: Target) -> Iterator[Row]:
         try:
             texts = list(_look(cfg, mode, unguarded))
         except (UserError, OSError) as error:
-            yield fail(title, str(error), _fix_for(error))
+            yield fail(title, str(error), _FIX)
             continue
         yield ok(title, "; ".join(texts))
     if unguarded:
@@ -63,13 +62,6 @@ def data(target: Target) -> Iterator[Row]:
         yield skipped("data", "the configuration has neither Data.Train nor Data.Eval")
 
 
-def _fix_for(error: Exception) -> str:
-    text = str(error).lower()
-    if "permission denied" in text:
-        return _DENIED_FIX
-    return _DAMAGED_FIX if any(word in text for word in _DAMAGE) else _FIX
-
-
 def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
     for mode in _MODES:
         for name, one in data_sets(cfg, mode).items():
@@ -81,7 +73,6 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
     corpora = corpora_of(cfg, mode)
-    _has_a_sample(corpora, cfg, mode)
     end = time.monotonic() + _READ_SECONDS
     for corpus in corpora:
         sums = read_checksums(corpus.prefix)
@@ -94,18 +85,6 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
         ends = corpus.flat(0, 1).sum() + corpus.flat(corpus.num_tokens - 1, corpus.num_tokens).sum()
         assert ends >= 0
         yield f"{corpus.prefix}: {corpus.num_tokens:,} tokens in {len(corpus):,} sequences{kept}"
-
-
-def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> None:
-    options = getattr(cfg.Data, mode).dataset
-    ranges = [split_ranges(len(corpus), options.split)[MODES.index(mode)] for corpus in corpora]
-    most = max(int(one.sizes[first:last].sum()) for one, (first, last) in zip(corpora, ranges, strict=True))
-    if most <= options.max_seq_len:
-        raise DataError(
-            f"{corpora[0].prefix}: the {mode} split has {counted(most, 'token', ',')}, and one sample needs "
-            f"{options.max_seq_len + 1:,}. Give {mode} a larger share of `split`, more text, or a shorter "
-            "max_seq_len"
-        )
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:
@@ -148,14 +127,7 @@ def tokenizer(target: Target) -> Iterator[Row]:
         loaded = load_tokenizer(target.cfg)
         lines = token_id_lines(target.cfg)
     except (UserError, OSError) as error:
-        is_denied = _fix_for(error) == _DENIED_FIX
-        yield fail(
-            "tokenizer",
-            str(error),
-            _DENIED_FIX
-            if is_denied
-            else "correct what the message names, or copy it from a machine where it is complete",
-        )
+        yield fail("tokenizer", str(error), "correct what the message names, or copy it from another machine")
         return
     if loaded is None and not lines:
         yield skipped("tokenizer", "the configuration has none (Data.tokenizer)")
@@ -173,7 +145,7 @@ def checkpoints(target: Target) -> Iterator[Row]:
         try:
             yield ok(key, str(resolve_checkpoint(place, verify=False)))
         except (UserError, OSError) as error:
-            yield fail(key, str(error), _fix_for(error))
+            yield fail(key, str(error), _FIX)
 
 
 def fingerprints(target: Target) -> dict[str, str]:

@@ -23,7 +23,7 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.doctor.check import Row, Status, Target, exit_code, fail, in_groups
 from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
-from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
+from ppfleetx.doctor.run import LOCAL_SECONDS
 from ppfleetx.utils.peers import START_VARIABLE
 
 # The launcher reads these as its options, and ranks read their place in the job from them.
@@ -75,10 +75,6 @@ def import_row() -> Row | None:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False, errors="replace"
-        )
-    except OSError as error:
-        return fail(
-            "import paddle", f"{sys.executable} cannot be started: {error.strerror}", "let this user run it"
         )
     except subprocess.TimeoutExpired:
         return fail("import paddle", f"takes longer than {_IMPORT_SECONDS:g} s", "is its disk slow or gone?")
@@ -135,10 +131,8 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
     if nodes < 2:
         return []
     if master is None:
-        given = os.environ.get("PADDLE_NNODES")
-        named = f"PADDLE_NNODES={given}: " if given else ""
-        fix = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if named else "")
-        return [fail("--master", f"{named}several machines, and nothing says where they meet", fix)]
+        found = f"{nodes} machines (--nnodes or PADDLE_NNODES), and nothing says where they meet"
+        return [fail("--master", found, "give --master HOST:PORT, or unset PADDLE_NNODES")]
     return list(examine_nodes(master, nodes, seconds, os.environ))
 
 
@@ -174,7 +168,7 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
     """
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
-        how = f"exit code {number}" if number >= 0 else _signal_words(-number)
+        how = f"exit code {number}" if number >= 0 else f"ended by signal {-number}"
         said = _end_of(logs / f"workerlog.{rank}")
         fix = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
         yield fail(f"rank {rank}", f"it ended before it had reported ({how}) {said}".strip(), fix)
@@ -190,26 +184,18 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
             yield from (row for row in examine(check, Target()) if row.status in (Status.WARN, Status.FAIL))
 
 
-def _signal_words(number: int) -> str:
-    try:
-        return f"ended by signal {number}, {signal.Signals(number).name}"
-    except ValueError:
-        return f"ended by signal {number}"
-
-
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
     """Run the launcher, leave nothing running, and return its exit code.
 
-    Once a rank has reported, the others should end soon; a rank that does not is hanging or stopped. Ranks
-    that did not meet get more time: they run on their own, and the first rank of a machine has more checks to
-    run.
+    Once the machine's first rank, which runs the most checks, has reported, a rank that does not end soon is
+    hanging or stopped. Once only another rank has reported, the first one gets more time.
     """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
     try:
         while (code := process.poll()) is None and (now := time.monotonic()) < deadline:
             if not is_near and (reports := sorted(place.glob(_REPORT))):
-                is_near = reports[0].name == _report_of(0) or _has_met(reports[0])
+                is_near = reports[0].name == _report_of(0)
                 deadline = min(deadline, now + (_END_SECONDS if is_near else _ALONE_SECONDS))
             time.sleep(_LOOK_SECONDS)
         return signal.SIGTERM if code is None else code
@@ -221,11 +207,6 @@ def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: flo
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _has_met(report: Path) -> bool:
-    rows = json.loads(report.read_text("utf-8"))["rows"]
-    return all(row["name"] != ALONE for row in rows)
 
 
 def _text_of(file: Path) -> str:
@@ -249,7 +230,3 @@ def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_ran
     part = Path(directory) / f"{name}.part"
     part.write_text(json.dumps(content), "utf-8")
     part.replace(Path(directory) / name)
-
-
-def command_of(script: Path, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, str(script), "doctor", *arguments]

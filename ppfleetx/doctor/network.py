@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-from ppfleetx.config.formatting import bytes_text
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
-from ppfleetx.doctor.meeting import Answer, Guest, Host, open_meeting
+from ppfleetx.doctor.exchange import Answer, Guest, Host, open_meeting
 from ppfleetx.utils.machine import interface_address, interface_flags
 
 _UP, _LOOPBACK = 0x1, 0x8  # linux/if.h
@@ -53,16 +50,6 @@ def network(target: Target) -> Iterator[Row]:
     found = interfaces()
     yield ok("interfaces", ", ".join(map(str, found)))
     yield from named_rows(target, found)
-
-
-def named_addresses(target: Target) -> dict[str, list[str]]:
-    """For each variable that names interfaces, the addresses of the usable ones."""
-    there = interfaces()
-    return {
-        variable: [one.address for one in choose(value, there) if one.is_up and one.address]
-        for variable, choose in _VARIABLES
-        if (value := target.environ.get(variable, ""))
-    }
 
 
 def named_rows(target: Target, found: Sequence[Interface]) -> Iterator[Row]:
@@ -133,20 +120,14 @@ _VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact
 
 
 _THREADS = 32
-_REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
-_FEW_BYTES, _PACKETS_BYTES = 64, 64 << 10
-_DONE = b"!"  # the answer to bytes that have arrived
+_REACH_SECONDS, _ROUND_SECONDS = 5.0, 60.0
 _OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each other on all ports"
-_FIREWALL_FIX = "a firewall or proxy opens connections and drops the data: let it through"
-_MTU_FIX = (
-    "large packets get lost: give all machines, and the switches between them, one MTU "
-    "(ip link; ip link set dev NAME mtu 1500), and let ICMP through"
-)
 
 
-def reach(address: tuple[str, int], seconds: float) -> str:
+def reach(address: tuple[str, int]) -> str:
+    """Connect to a port. Returns the problem, or an empty string if there is none."""
     try:
-        socket.create_connection(address, seconds).close()
+        socket.create_connection(address, _REACH_SECONDS).close()
     except TimeoutError:
         return "nothing comes back"
     except OSError as error:
@@ -154,75 +135,16 @@ def reach(address: tuple[str, int], seconds: float) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def receiving() -> Iterator[int]:
-    """Context in which a port of this machine receives what :func:`try_link` sends."""
-    with socket.create_server(("", 0), backlog=1024) as listener:
-        threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
-        yield listener.getsockname()[1]
-
-
-def _serve(listener: socket.socket) -> None:
-    with ThreadPoolExecutor(_THREADS) as pool, contextlib.suppress(OSError):  # the listener is closed
-        while True:
-            pool.submit(_take, listener.accept()[0])
-
-
-def _take(connection: socket.socket) -> None:
-    with connection, connection.makefile("rb") as sent, contextlib.suppress(OSError):
-        connection.settimeout(2 * _SEND_SECONDS)
-        for count in (_FEW_BYTES, _PACKETS_BYTES):
-            if len(sent.read(count)) == count:  # with a timeout, recv returns before all bytes are there
-                connection.sendall(_DONE)
-
-
-def try_link(address: tuple[str, int]) -> dict[str, Any]:
-    """Try a link. Returns its ``problem`` and ``fix``, or an empty dictionary if it works."""
-    if problem := reach(address, _REACH_SECONDS):
-        return {"problem": problem, "fix": _OPEN_FIX}
-    done = 0
-    try:
-        with socket.create_connection(address, _REACH_SECONDS) as connection:
-            connection.settimeout(_SEND_SECONDS)
-            for count in (_FEW_BYTES, _PACKETS_BYTES):
-                connection.sendall(bytes(count))
-                if connection.recv(1) != _DONE:
-                    raise ConnectionResetError
-                done = count
-    except OSError:
-        what = "nothing that is sent arrives" if not done else f"{bytes_text(_PACKETS_BYTES)} do not arrive"
-        return {
-            "problem": f"a connection opens, and {what} within {_SEND_SECONDS:g} s",
-            "fix": _MTU_FIX if done else _FIREWALL_FIX,
-        }
-    return {}
-
-
-def examine_links(meeting: Host | Guest, own: str, port: int, environ: Mapping[str, str]) -> Iterator[Row]:
+def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
     """Try the links between all machines. Every member of the meeting must call this."""
-    announced = meeting.exchange([own, port, named_addresses(Target(environ=environ))], _ROUND_SECONDS)
+    announced = meeting.exchange([own, port], _ROUND_SECONDS)
     size = len(announced)
     # Each machine begins with the next machine, so that they do not all try the same one first.
     order = [(meeting.number + step) % size for step in range(1, size)]
-    there = {n: announced[n].value for n in order if not announced[n].problem}
-    addresses = {n: (value[0], value[1]) for n, value in there.items()}
+    addresses = {str(n): tuple(announced[n].value) for n in order if not announced[n].problem}
     with ThreadPoolExecutor(_THREADS) as pool:
-        mine = dict(zip(there, pool.map(try_link, addresses.values()), strict=True))
-        unreached = list(pool.map(lambda one: _unreached_interfaces(*one), there.items()))
-    named = dict(pair for pairs in unreached for pair in pairs)
-    value = {"links": {str(n): link for n, link in mine.items()}, "named": named}
-    yield from link_rows(meeting.names, meeting.exchange(value, 2 * _ROUND_SECONDS))
-
-
-def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[str, str]]:
-    """The interfaces named in another machine's variables that cannot be reached from here."""
-    own, port, named = announced
-    return [
-        (f"{number} {variable}", f"{address}: {problem}")
-        for variable, addresses in named.items()
-        for address in addresses
-        if address != own and (problem := reach((address, port), _REACH_SECONDS))
-    ]
+        links = dict(zip(addresses, pool.map(reach, addresses.values()), strict=True))
+    yield from link_rows(meeting.names, meeting.exchange(links, 2 * _ROUND_SECONDS))
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
@@ -233,18 +155,10 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
             failed = True
             yield fail("links", f"{name} has left: {answer.problem}", "look at that machine")
             continue
-        for number, link in answer.value["links"].items():
-            other = names[int(number)]
-            if "problem" in link:
+        for number, problem in answer.value.items():
+            if problem:
                 failed = True
-                yield fail("links", f"{name} does not reach {other}: {link['problem']}", link["fix"])
-        for key, problem in answer.value["named"].items():
-            number, variable = key.split(" ")
-            yield fail(
-                variable,
-                f"{name} does not reach {names[int(number)]} at the interface that it names: {problem}",
-                f"name an interface of the network in which the machines meet, in {variable} of that machine",
-            )
+                yield fail("links", f"{name} does not reach {names[int(number)]}: {problem}", _OPEN_FIX)
     if not failed:
         yield ok("links", f"each of the {len(names)} machines reaches the others on an arbitrary port")
 
@@ -270,17 +184,14 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     yield problem or ok("own address", f"{own}, announced to the others by the launcher")
     name = f"node {socket.gethostname()} {own}"
     try:
-        with receiving() as own_port:
-            point = address, int(port)
+        with socket.create_server(("", 0), backlog=1024) as listener:  # the kernel accepts connections
+            point, own_port = (address, int(port)), listener.getsockname()[1]
             with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
-                yield from examine_links(meeting, own, own_port, environ)
+                yield from examine_links(meeting, own, own_port)
     except RendezvousError as error:
         yield fail("--master", f"{master}: {error}", error.fix)
         yield from network(Target(world_size=2, environ=environ))
-        for one in interfaces():
-            if one.address and not one.is_up:
-                yield warn("interfaces", f"{one}", f"if it should lead there: ip link set {one.name} up")
 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:

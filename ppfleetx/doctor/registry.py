@@ -14,7 +14,7 @@ from enum import Enum
 from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.distributed.device import count, is_card, is_gpu, kind_of
+from ppfleetx.distributed.device import count, is_card, kind_of
 from ppfleetx.doctor.check import Row, Target, fail, skipped, within
 
 _LEAST_PATIENCE = 30.0  # generous, because machines are busy when jobs start
@@ -25,7 +25,6 @@ class Need(Enum):
     CONFIG = "a configuration"
     PADDLE = "Paddle"
     CARD = "a card"
-    GPU = "a GPU"
 
 
 class Each(Enum):
@@ -54,7 +53,7 @@ class Check:
 
     @property
     def imports_paddle(self) -> bool:
-        return self.need in (Need.PADDLE, Need.CARD, Need.GPU)
+        return self.need in (Need.PADDLE, Need.CARD)
 
     def load(self) -> Callable[[Target], Iterable[Row]]:
         return getattr(importlib.import_module(f"ppfleetx.doctor.{self.module}"), self.function)
@@ -78,10 +77,9 @@ CHECKS: tuple[Check, ...] = (
     Check("network", "network", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
     Check("losses", "steps", "losses", "losses", Need.PADDLE, Each.CARD),
-    Check("card", "card", "driver", "driver", Need.GPU, seconds=30.0),
+    Check("card", "card", "driver", "driver", Need.CARD, seconds=30.0),
     Check("card", "card", "card", "card", Need.CARD, Each.RANK),
     Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
-    Check("card", "card", "flash", "flash attention", Need.CARD, Each.RANK),
 )
 """Every check that a process runs on its own."""
 
@@ -99,14 +97,11 @@ def obstacle(check: Check, target: Target) -> str:
         return (
             "the configuration could not be read" if target.found else "no configuration was given (-c FILE)"
         )
-    if check.need in (Need.PADDLE, Need.CARD, Need.GPU) and find_spec("paddle") is None:
+    if check.imports_paddle and find_spec("paddle") is None:
         return "Paddle is not installed"
-    device = target.device if is_card(target.device) else "the CPU"
     if check.need is Need.CARD and not is_card(target.device):
-        return f"there is no card here: the device is {device}"
-    if check.need is Need.GPU and not is_gpu(target.device):
-        return f"there is no GPU here: the device is {device}"
-    if check.need in (Need.CARD, Need.GPU) and not count(kind_of(target.device)):
+        return "there is no card here: the device is the CPU"
+    if check.need is Need.CARD and not count(kind_of(target.device)):
         return "Paddle sees no card"
     return ""
 

@@ -12,8 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Self
 
@@ -23,18 +21,16 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
-from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
-from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
+from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped
+from ppfleetx.doctor.exchange import Answer, Guest, Host, open_meeting
 from ppfleetx.doctor.files import nearest_directory
-from ppfleetx.doctor.meeting import Answer, Guest, Host, open_meeting
+from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, in_full
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 
 LOCAL_SECONDS = 1200.0
 """Time limit for all checks that a process runs on its own; each check also has its own limit."""
 _CHECK_SECONDS = 360.0  # seconds, longer than any single check may take
-_SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
-ALONE = "meeting"
-"""The name of the row for a rank that did not meet the others."""
+_SHORT_SECONDS = 60.0
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # After a failure under one of these headings the process groups would fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
@@ -57,7 +53,7 @@ def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]],
     try:
         meeting = open_meeting(*place, is_host=is_host, number=target.rank)
     except RendezvousError as error:
-        row = fail(ALONE, f"rank {target.rank}: {error}", error.fix)
+        row = fail("meeting", f"rank {target.rank}: {error}", error.fix)
         return in_groups([*examine_all(target), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
         job = Job(target, meeting)
@@ -142,22 +138,17 @@ class Job:
         """Check for a shared output directory: rank 0 creates a temporary file there, and the others look for
         it.
         """
-        try:
-            directory = output_dir_of(self.target.cfg)
-            place = within(_LOOK_SECONDS, lambda: nearest_directory(directory))
-        except (TimeoutError, OSError):
-            place = directory
+        place = nearest_directory(output_dir_of(self.target.cfg))
         with contextlib.ExitStack() as stack:
             mark = ""
             if self.target.rank == 0:
                 with contextlib.suppress(OSError):  # another check reports it
-                    made = within(
-                        _LOOK_SECONDS, partial(NamedTemporaryFile, dir=place, prefix=".ppfleetx-doctor-")
-                    )
-                    mark = Path(stack.enter_context(made).name).name
+                    made = stack.enter_context(NamedTemporaryFile(dir=place, prefix=".ppfleetx-doctor-"))
+                    mark = os.path.basename(made.name)  # noqa: PTH119
             names = self.meeting.exchange([mark, host_of(self.target)], _SHORT_SECONDS)
             mark = names[0].value[0]
-            seen = self.meeting.exchange(bool(mark) and _is_there(place / mark), _SHORT_SECONDS)
+            is_there = bool(mark) and os.path.exists(place / mark)  # noqa: PTH110 - Path.exists may raise
+            seen = self.meeting.exchange(is_there, _SHORT_SECONDS)
         blind = [rank for rank, answer in enumerate(seen) if not answer.problem and not answer.value]
         hosts = {answer.value[1] for answer in names if not answer.problem}
         if not mark:
@@ -224,19 +215,8 @@ class Job:
             rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", fix))
 
 
-def _is_there(file: Path) -> bool:
-    try:
-        return within(_LOOK_SECONDS, file.exists)
-    except (TimeoutError, OSError):  # another check reports it
-        return False
-
-
 class Guard:
-    """Gives up when one step of a sequence takes too long.
-
-    Attributes:
-        has_given_up: whether ``give_up`` was called.
-    """
+    """Calls ``give_up`` when one step of a sequence takes too long."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False

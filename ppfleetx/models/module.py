@@ -22,13 +22,10 @@ Tensors = dict[str, paddle.Tensor]
 
 
 class BasicModule(ABC):
-    """A task on a model, independent of how it is parallelised.
+    """A task on a model, independent of how it is parallelized.
 
     A pipeline runs the stages itself and calls :meth:`loss` on the last one; a single process calls
     :meth:`forward` and then :meth:`loss`. These methods must not keep state between calls.
-
-    Args:
-        cfg: the run's configuration.
     """
 
     loss_in_pieces = False
@@ -79,21 +76,12 @@ class BasicModule(ABC):
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
-        """Return a new evaluator for one evaluation.
-
-        Args:
-            ctx: this process's place.
-            has_labels: False if the data has no labels, so that only outputs are needed.
-        """
+        """Return a new evaluator for one evaluation. Without ``has_labels``, only outputs are needed."""
         return TokenLoss()
 
 
 class WrappedTask(BasicModule):
-    """A task that delegates to another one everything a subclass does not override.
-
-    Args:
-        task: the task to delegate to.
-    """
+    """A task that delegates to ``task`` everything a subclass does not override."""
 
     def __init__(self, task: BasicModule) -> None:
         super().__init__(task.cfg)

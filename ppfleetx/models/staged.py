@@ -15,7 +15,6 @@ class StagedModel(nn.Layer):
     """A model that runs its stages in sequence.
 
     Args:
-        stages: the model, e.g. from ``gpt_stages``.
         seed: seed of the initial weights; None: none are drawn, because a checkpoint provides them.
         empty: whether to build parameters without memory.
     """

@@ -30,12 +30,8 @@ class KeyValueCache(Protocol):
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append ``key, value [b, g, s, d]`` of the new positions.
-
-        Args:
-            layer_index: number of the layer in the whole model.
-            key, value: keys and values of the new positions.
-            window: how many earlier positions each position may attend to; None: all.
+        """Append ``key, value [b, g, s, d]`` of the new positions. Each position may attend to ``window``
+        earlier ones; None: all.
 
         Returns:
             All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
@@ -51,11 +47,7 @@ class HeadAttention(nn.Layer):
     """Base class of attention layers: the computation from queries, keys and values of the heads on.
 
     Args:
-        factory: makes the projections and says how many heads are held here.
-        spec: sizes.
         layer_index: place of this layer's keys in the cache.
-        rotary: rotary positions, or None.
-        options: options of the kernel.
         recompute_core: recompute scores and weights in the backward pass instead of keeping them.
     """
 
@@ -118,11 +110,8 @@ class Attention(HeadAttention):
     """Causal self-attention on ``[s, b, h]``.
 
     The columns of the fused projection are grouped per key/value head, ``[g][q ... q, k, v][d]``. So a slice
-    of whole groups is a smaller attention of the same kind.
-
-    Args:
-        factory, options: see :class:`HeadAttention`.
-        spec: sizes. Norms of queries and keys, if any, are applied before the rotary positions.
+    of whole groups is a smaller attention of the same kind. Norms of queries and keys, if any, are applied
+    before the rotary positions.
     """
 
     def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
@@ -237,7 +226,6 @@ class Attention(HeadAttention):
     def _parts(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """:meth:`divide` without linear biases."""
         per_group = self.queries_per_group
         # One transpose for all three, so that no part has to be copied again.
         if per_group == 1 and self.rotary is None and not self._norms_inside:

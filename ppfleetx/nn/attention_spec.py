@@ -210,8 +210,6 @@ class CoreSizes:
     Attributes:
         num_heads: query heads of the model.
         query, key, value, context: bytes of each tensor, for all heads on this rank.
-        dropout: share of attention weights dropped.
-        softmax_in_fp32: whether the softmax is in float32 under mixed precision.
         capped: whether scores have a soft limit.
     """
 

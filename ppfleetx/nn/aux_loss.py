@@ -85,13 +85,8 @@ def counted_positions() -> paddle.Tensor | None:
 
 
 class StepScope:
-    """Tracks the step and the micro batch for every layer that runs.
-
-    Args:
-        factory: the factory that made the layers.
-        ctx: this process's place.
-        record: called with the metric of each loss, once, however often its layer runs.
-    """
+    """Tracks the step and the micro batch for every layer that runs. ``record`` is called with the metric of
+    each loss, once, however often its layer runs."""
 
     def __init__(
         self, factory: LayerFactory, ctx: ParallelContext, record: Callable[[str, Sum], None]

@@ -21,7 +21,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from ppfleetx.nn.kernels import softcapped
-from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.matmul import Matmul, in_dtype
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
 """A function of the logits ``[s', b, V]`` of a piece, its labels ``[b, s']`` and its mask ``[b, s']``."""
@@ -199,12 +199,12 @@ class _LossInPieces(PyLayer):
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            scaled = gradient.multiply_(_in(upstream, gradient.dtype))
+            scaled = gradient.multiply_(in_dtype(upstream, gradient.dtype))
             if index == 1 and matmul.adds_to_main_gradient(weight):
                 matmul.add_gradient(weight, scaled)
                 gradients[index] = None
             else:
-                gradients[index] = _in(scaled, ctx.dtypes[index])
+                gradients[index] = in_dtype(scaled, ctx.dtypes[index])
         return tuple(gradients)
 
 
@@ -232,12 +232,8 @@ def _gradients(
 def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
     if gradient is None:
         return total
-    gradient = _in(gradient, paddle.float32)
+    gradient = in_dtype(gradient, paddle.float32)
     return gradient if total is None else total.add_(gradient)
-
-
-def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
 
 
 def _pieces(

@@ -100,7 +100,6 @@ class Operation:
     """One operation of a forward pass, and its costs in both passes.
 
     Attributes:
-        name: name in reports.
         kind: ``matmul`` of weights, ``scores`` (batched product of activations), ``flash``, ``elementwise``.
         part: part of the block that recomputation repeats as a whole; ``core`` is within ``attention``.
         flops: floating-point operations of the forward pass; the backward pass takes twice as many (2.5 times

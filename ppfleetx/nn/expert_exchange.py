@@ -285,7 +285,7 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """All-to-all of equally many ``numbers`` for each member."""
+    """All-to-all of ``numbers``, with equally many for each member."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)

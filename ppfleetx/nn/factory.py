@@ -48,9 +48,9 @@ from ppfleetx.nn.norm import NormOfEachHead, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
+from ppfleetx.nn.spec_transforms import adapter, quantizer, quantizer_numbers
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_scores import token_scores
-from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)
@@ -59,7 +59,7 @@ _KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """Return the matrix ``[in, out]`` of a linear, dequantised if necessary."""
+    """Return the matrix ``[in, out]`` of a linear, dequantized if necessary."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
@@ -318,9 +318,9 @@ class TensorParallelFactory(LocalFactory):
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Make a quantiser. It reduces maxima and the gradients of learned bounds over the ranks that slice
+        """Make a quantizer. It reduces maxima and the gradients of learned bounds over the ranks that slice
         the tensor."""
-        has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
+        has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
         fake = FakeQuantizer(
@@ -341,17 +341,17 @@ class TensorParallelFactory(LocalFactory):
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Make an adapter that is sliced like its linear. With sliced input features, A gives partial sums;
         with sliced output features, B is sliced."""
-        cut = _matrix_of(linear).lies("mp")
+        cut = _matrix_of(linear).placement("mp")
         join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
         return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make a quantised linear. With sliced input features, its products are partial sums; with sliced
+        """Make a quantized linear. With sliced input features, its products are partial sums; with sliced
         output features, the gradient of its input is a partial sum."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
         made = partial(QuantizedLinear, linear, form, declare=self.declare)
-        cut = linear.weight.spec.lies("mp")
+        cut = linear.weight.spec.placement("mp")
         if cut == Shard(0):
             return made(leave=self._sum_parts)
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)

@@ -1,4 +1,4 @@
-"""Fake quantisation: tensors rounded to a grid of integers times a scale, with straight-through gradients.
+"""Fake quantization: tensors rounded to a grid of integers times a scale, with straight-through gradients.
 
 The grid of b bits is symmetric: the integers from -L to L with L = 2^(b-1) - 1, times ``bound / L``. The
 gradient passes as if nothing had been rounded (Bengio et al., 2013), and is 0 for values beyond the bound.
@@ -20,8 +20,8 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.compress import QUANTIZER
 from ppfleetx.nn.packed_weights import InferenceLinear
+from ppfleetx.nn.spec_transforms import quantizer_numbers
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
-from ppfleetx.nn.transforms import quantizer_numbers
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig
@@ -112,7 +112,7 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """Return ``maxima`` unchanged: this rank holds the whole tensor."""
+    """Return ``maxima`` unchanged, for ranks that hold the whole tensor."""
     return maxima
 
 
@@ -259,14 +259,8 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """Add fake quantisation to the linears that ``cfg`` names; return the new ``stages``.
-
-    Args:
-        stages: the model.
-        cfg: the section.
-        factory: made the linears, and knows how they are sliced.
-        follows: whether training moves the scales of inputs.
-    """
+    """Add fake quantization to the linears that ``cfg`` names; return the new ``stages``. With ``follows``,
+    training moves the scales of inputs."""
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
     stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:

@@ -62,10 +62,12 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def limit(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """The limit of flash attention ``version`` that the sizes exceed, in words; None if they fit.
+    """The first limit of flash attention ``version`` that the sizes exceed, as text for a message; None if
+    they fit.
 
-    The library checks the same: version 2 in ``csrc/capi/flash_attn.cu`` of PaddlePaddle/flash-attention,
-    version 3 in Paddle's ``flash_attn_v3_kernel.cu`` and ``nn/functional/flash_attention.py``.
+    The library checks the same limits: version 2 in ``csrc/capi/flash_attn.cu`` of
+    PaddlePaddle/flash-attention, version 3 in Paddle's ``flash_attn_v3_kernel.cu`` and
+    ``nn/functional/flash_attention.py``.
 
     Args:
         capability: compute capability of the card, (major, minor).

@@ -1,4 +1,4 @@
-"""The table of fused operators (one Paddle kernel in place of several), and the choice of operators to use.
+"""The table of fused operators, each one Paddle kernel that replaces several, and the choice among them.
 
 A composite of plain operators, which run everywhere, defines the result of each fused operator. The fused
 operator is used if this build of Paddle, or the device's plugin, has it for the device and element type, and
@@ -10,19 +10,19 @@ Exported programs contain only composites.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import paddle
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.model import FusedName
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
-from ppfleetx.distributed.together import gather
-from ppfleetx.nn.trials_apart import Pairs, difference, tried_apart
+from ppfleetx.nn.trial_process import difference, tried_in_child
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -126,12 +126,7 @@ TABLE: Mapping[FusedName, FusedOperator] = {
 
 
 class FusedOps:
-    """The fused operators in use, with their element types.
-
-    Args:
-        taken: element types of each operator in use, by name.
-        refused: reasons against the other operators, by name.
-    """
+    """The fused operators in use with their element types, and the reasons against the others, by name."""
 
     def __init__(
         self,
@@ -214,12 +209,8 @@ def say(ops: FusedOps) -> None:
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """For each operator and element type, the reason it cannot be used on the current device; None if it
-    can.
-
-    Args:
-        by_itself: whether the user left the choice to us; then a CPU only uses operators that change no bit.
-    """
+    """For each operator and element type, the reason it cannot be used on the current device; None if it can.
+    With ``by_itself``, a CPU only uses operators that change no bit."""
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}
     fit = [(name, dtype) for name, of_types in found.items() for dtype, why in of_types.items() if not why]
@@ -254,16 +245,11 @@ def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | No
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):
-        results = [difference(_function(place), dtype) for place, dtype in trials]
+        results = [difference(load_target(place), dtype) for place, dtype in trials]
     else:
-        results = tried_apart(trials, device, flags_of_run())
+        results = tried_in_child(trials, device, flags_of_run())
     _results.update({(*pair, device): wrong for pair, wrong in zip(new, results, strict=True)})
     return [_results[*pair, device] for pair in pairs]
-
-
-def _function(place: str) -> Callable[[str], Pairs]:
-    module, _, function = place.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def forget_trials() -> None:

@@ -15,7 +15,7 @@ from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.rope import RotaryEmbedding
-from ppfleetx.nn.trials_apart import Pairs
+from ppfleetx.nn.trial_process import Pairs
 
 Function = Callable[..., paddle.Tensor]
 

@@ -47,19 +47,11 @@ def draw(
     offset: Sequence[int] | None = None,
     local_shape: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Draw the initial values of one slice of a parameter.
+    """Draw the initial values, float32, of the slice ``local_shape`` at ``offset`` of a parameter; by default
+    of the whole.
 
-    Args:
-        init: the distribution.
-        seed: the run's seed.
-        name: canonical name; two names give independent values.
-        global_shape: shape of the whole parameter, with one to three dimensions for ``Normal``. With three,
-            each matrix is drawn separately, from the parameter's name and the matrix's number.
-        offset: first global index of the slice in each dimension; the origin when None.
-        local_shape: shape of the slice; the whole when None.
-
-    Returns:
-        float32 array of ``local_shape``.
+    Two names give independent values. For ``Normal``, the parameter has one to three dimensions; with three,
+    each matrix is drawn separately, from the parameter's name and the matrix's number.
     """
     offset = tuple(offset) if offset is not None else (0,) * len(global_shape)
     local_shape = tuple(local_shape) if local_shape is not None else tuple(global_shape)
@@ -69,7 +61,7 @@ def draw(
         matrices = range(offset[0], offset[0] + local_shape[0])
         rest = global_shape[1:], offset[1:], local_shape[1:]
         return np.stack([draw(init, seed, f"{name}.{number}", *rest) for number in matrices])
-    assert len(global_shape) in (1, 2), f"{name}: normal initialisation is of vectors and matrices"
+    assert len(global_shape) in (1, 2), f"{name}: normal initialization is of vectors and matrices"
     rows_cols = (1, *global_shape)[-2:]
     values = _normal_tiles(_key(seed, name), rows_cols, (0, *offset)[-2:], (1, *local_shape)[-2:])
     values *= np.float32(init.std)

@@ -83,8 +83,8 @@ class LatentAttention(HeadAttention):
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
-        # Every rank has this part of all heads' keys, and gets back the sum of its heads' gradients. Turned
-        # in this order of dimensions, the gradient lies in one piece, as collectives need it.
+        # All ranks hold this part of the keys, and sum the gradients of their heads. With this order of
+        # dimensions the gradient is contiguous, as collectives require.
         turning = self.factory.enter_head(turning)
         turned = self.rotary.rotate(turning.unsqueeze([1, 2]), position_ids.transpose([1, 0]))
         turned = turned.squeeze([1, 2]).transpose([1, 0, 2]).unsqueeze(1)
@@ -152,7 +152,7 @@ class LatentAttention(HeadAttention):
 
     def _cut_projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         spec = self.spec
-        # Applied to the unit vectors, the linear gives its matrix, even if quantised or adapted.
+        # Applied to the unit vectors, the linear gives its matrix, even if quantized or adapted.
         unit = paddle.eye(spec.kv_rank, dtype=self.kv_norm.weight.dtype)
         matrix = self.kv_up(unit.unsqueeze(1)).reshape([spec.kv_rank, self.num_heads, -1])
         to_keys, to_values = matrix.split([spec.nope_head_dim, spec.value_head_dim], axis=-1)

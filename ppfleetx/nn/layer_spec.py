@@ -42,7 +42,7 @@ def within(layer: str, specs: Specs) -> Specs:
 def parameters_within(
     layers: Iterable[tuple[str, LayerSpec | None]], *, sequence_parallel: bool = True
 ) -> Specs:
-    """The parameters of the sub-layers of a layer, in their order. None stands for one that it lacks."""
+    """The parameters of the sub-layers of a layer, in order; None marks a sub-layer that does not exist."""
     specs: Specs = {}
     for name, layer in layers:
         if layer is not None:
@@ -172,7 +172,7 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """The steps of normalising the hidden states, or a tensor of ``size`` bytes."""
+        """The steps of normalizing the hidden states, or a tensor of ``size`` bytes."""
         u = work.part_of(self.size) if size is None else size
         if self.head_size is not None:  # gains of the heads, after the norm without a gain; all in float32
             wide = u * 4 / work.activation_bytes

@@ -41,11 +41,7 @@ class Linear(nn.Layer):
 
 class GroupedLinear(nn.Layer):
     """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``.
-
-    Args:
-        weight, bias: shapes on this rank; None: there is no bias.
-        matmul: multiplies by the weight.
-    """
+    ``weight`` and ``bias`` are shapes on this rank; None: there is no bias."""
 
     def __init__(self, weight: Sequence[int], bias: Sequence[int] | None, matmul: Matmul) -> None:
         super().__init__()
@@ -95,14 +91,10 @@ def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
 
 
 class VocabParallelEmbedding(nn.Layer):
-    """A word embedding whose rows are divided over the tensor-parallel ranks.
+    """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums the ranks'
+    results.
 
     Paddle's own layer uses ``c_embedding``, which copies the whole table in each pass on a plugin's device.
-
-    Args:
-        shape: shape of this rank's rows.
-        rank: this rank's number in the tensor-parallel group.
-        join: sums the ranks' results.
     """
 
     def __init__(

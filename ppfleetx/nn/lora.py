@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al., "LoRA", 2021) beside the frozen linears of a model.
+"""Low-rank adapters (Hu et al., "LoRA", 2021) for the frozen linears of a model.
 
 An adapter is a sub-layer ``lora`` of its linear, with parameters ``{linear}.lora.a`` and ``{linear}.lora.b``.
-It does not change the names and values of the linear's own parameters.
+It does not change the names and values of the linear's parameters.
 """
 
 from __future__ import annotations

@@ -60,13 +60,8 @@ def token_loss(
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-    """Cross entropy ``[...]`` of each token. Without gradients it is float64, and NaN if a logit is not
-    finite.
-
-    Args:
-        logits: ``[..., V]`` float32.
-        labels: ``[...]`` int64.
-    """
+    """Cross entropy ``[...]`` of each token, from ``logits [..., V]`` float32 and ``labels [...]`` int64.
+    Without gradients it is float64, and NaN if a logit is not finite."""
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
@@ -89,7 +84,7 @@ def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) 
     nothing = _nothing_if_finite(logits)
     on_cpu = softmax.place.is_cpu_place()
     parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
-    distributed.all_reduce(parts, group=group)  # what is not finite may be another rank's column
+    distributed.all_reduce(parts, group=group)  # another rank's column may not be finite
     exact = parts[0] + parts[1].log() if on_cpu else parts.astype("float64")
     return losses.astype("float64") + exact
 

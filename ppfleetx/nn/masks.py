@@ -23,17 +23,9 @@ def causal_mask(num_queries: int, num_keys: int) -> paddle.Tensor:
 
 
 def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
-    """The mask of allowed pairs, which broadcasts against scores ``[b, n, q, k]``.
-
-    Args:
-        num_queries: query positions of this call.
-        num_keys: key positions, including past ones.
-        document_start: ``[b, q]`` first absolute position each query may attend to (documents packed
-            into one row; left padding of prompts), or None for no such limit.
-
-    Returns:
-        ``[1, 1, q, k]``, or ``[b, 1, q, k]`` with ``document_start``.
-    """
+    """The mask of allowed pairs, ``[1, 1, q, k]``, which broadcasts against scores ``[b, n, q, k]``. With
+    ``document_start [b, q]``, the first absolute position that each query may attend to (documents packed
+    into one row; left padding of prompts), it is ``[b, 1, q, k]``."""
     causal = causal_mask(num_queries, num_keys).unsqueeze([0, 1])
     if document_start is None:
         return causal
@@ -91,8 +83,7 @@ def cached_mask(
     """:func:`attention_mask` for queries that follow cached keys, ``[b, 1, q, k]``.
 
     Args:
-        num_queries: query positions of this call.
-        num_keys: columns of the cache; the columns after the queries' own are empty.
+        num_keys: columns of the cache; the columns after those of the queries are empty.
         visible: ``[b, past + q]`` bool, the columns that a row may attend to, apart from causality.
         window: how many visible columns before its own each query may attend to; None: all.
     """

@@ -286,11 +286,6 @@ class Matmul:
 
     # -- gradients that come later
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of micro batches with deferred weight gradients that are not computed yet."""
-        return len(self._waiting)
-
     def begin(self) -> None:
         """Discard deferred gradients of a step that was interrupted."""
         self._open.clear()
@@ -359,7 +354,7 @@ class _Work:
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
         """The form of the input that the gradient of the weight needs."""
-        return _in(x.detach(), result.dtype)
+        return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
         """The product's gradient in the type for multiplication; and the bias gradient, if it is a
@@ -367,7 +362,7 @@ class _Work:
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        weight = _in(self.weight.detach(), upstream.dtype)
+        weight = in_dtype(self.weight.detach(), upstream.dtype)
         return paddle.matmul(upstream, weight, transpose_y=not self.is_transposed)
 
     def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor | None:
@@ -437,18 +432,18 @@ class _GroupedWork(_Work):
         # Mixed precision depends on lists and levels, so the product of two numbers shows the type.
         dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
         with paddle.amp.auto_cast(enable=False):
-            x, result = _in(x, dtype), paddle.empty([x.shape[0], self.weight.shape[-1]], dtype)
+            x, result = in_dtype(x, dtype), paddle.empty([x.shape[0], self.weight.shape[-1]], dtype)
             for group, begin, end in self._spans():
                 rows = result._slice(begin, end)
-                _multiply(x._slice(begin, end), _in(_of(self.weight, group), dtype), rows)
+                _multiply(x._slice(begin, end), in_dtype(_of(self.weight, group), dtype), rows)
                 if bias is not None:
-                    rows.add_(_in(_of(bias, group), dtype).expand_as(rows))
+                    rows.add_(in_dtype(_of(bias, group), dtype).expand_as(rows))
         return result
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
         result = paddle.empty([upstream.shape[0], self.weight.shape[1]], upstream.dtype)
         for group, begin, end in self._spans():
-            matrix = _in(_of(self.weight, group), upstream.dtype)
+            matrix = in_dtype(_of(self.weight, group), upstream.dtype)
             _multiply(upstream._slice(begin, end), matrix, result._slice(begin, end), transpose_y=True)
         return result
 
@@ -502,7 +497,7 @@ class _WeightGradient:
     def compute(self) -> paddle.Tensor | None:
         """Return the weight's gradient; None if it was added to ``main_grad``."""
         gradient = self.work.of_weight(self.x, self.upstream)
-        return None if gradient is None else _in(gradient, self.work.weight.dtype)
+        return None if gradient is None else in_dtype(gradient, self.work.weight.dtype)
 
 
 class _Matmul(PyLayer):
@@ -553,9 +548,9 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
     gathering = work.exchange.start_whole(x) if work.gathers_again else None
     of_input = finish = None
     if ctx.wants_x:
-        of_input = _in(work.of_input(upstream), ctx.x_dtype)
+        of_input = in_dtype(work.of_input(upstream), ctx.x_dtype)
     if gathering is not None:
-        x = _in(gathering(), upstream.dtype)
+        x = in_dtype(gathering(), upstream.dtype)
     if work.exchange is not None:
         finish = work.exchange.start_sum(of_input)
     of_weight = None
@@ -571,7 +566,7 @@ def _of_bias(
     """Return the bias gradient, or ``known`` if it is given; None if the bias is frozen."""
     if dtype is None or known is not None:
         return None if dtype is None else known
-    return _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
+    return in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):
@@ -621,5 +616,5 @@ class _Copy(PyLayer):
         return upstream.astype(ctx.dtype) if ctx.wanted else None
 
 
-def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
+def in_dtype(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
     return tensor if tensor.dtype == dtype else tensor.astype(dtype)

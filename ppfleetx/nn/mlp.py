@@ -39,7 +39,6 @@ def relu_squared(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def _gate_and_up(x: paddle.Tensor) -> list[paddle.Tensor]:
-    """Gate and up of ``[s, b, 2 * ffn]`` laid out pairwise ``[ffn][gate, up]``, flat."""
     # One transpose separates the pairs: taking every second column is ten times slower on CPU.
     return x.reshape([-1, 2]).transpose([1, 0]).unbind(0)
 

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension."""
+"""Normalization over the last dimension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppfleetx.nn.layers import trains_on_cpu
 
 
 class LayerNorm(nn.Layer):
-    """Layer normalisation (Ba et al., 2016) with gain and bias of shape ``[size]``."""
+    """Layer normalization (Ba et al., 2016) with gain and bias of shape ``[size]``."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class LayerNorm(nn.Layer):
         self.bias = self.create_parameter([size], is_bias=True)
 
     def gain(self) -> paddle.Tensor:
-        """What the normalised input is multiplied by."""
+        """What the normalized input is multiplied by."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Normalise the last dimension, of ``size`` elements."""
+        """Normalize the last dimension, of ``size`` elements."""
         gain = self.gain()
         if trains_on_cpu(x) and x.dtype == paddle.float32 and self.bias is not None:
             return _CpuNorm.apply(x, gain, self.bias, self.epsilon)
@@ -56,7 +56,7 @@ class LayerNorm1P(LayerNorm):
 
 
 class RMSNorm(nn.Layer):
-    """Root-mean-square normalisation (Zhang and Sennrich, 2019) with a gain of shape ``[size]``.
+    """Root-mean-square normalization (Zhang and Sennrich, 2019) with a gain of shape ``[size]``.
 
     The mean square is computed in float32, whatever the input's type.
 
@@ -72,11 +72,11 @@ class RMSNorm(nn.Layer):
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
     def gain(self) -> paddle.Tensor:
-        """What the normalised input is multiplied by."""
+        """What the normalized input is multiplied by."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Normalise the last dimension, of ``size`` elements."""
+        """Normalize the last dimension, of ``size`` elements."""
         gain = self.gain()
         if x.dtype == gain.dtype and self.fused.takes("rms_norm", x):
             return fused_rms_norm(x, gain, self.epsilon)
@@ -111,7 +111,7 @@ class NormOfEachHead(nn.Layer):
 
     Args:
         norm: norm of one head of ``size`` elements, with ``weight`` and no ``bias``. Its weight becomes a
-            constant that leaves the normalised values as they are.
+            constant that leaves the normalized values as they are.
         width: ``heads * size`` of the heads on this rank.
         zero_centered: whether the gain is ``1 + weight``.
     """
@@ -127,7 +127,7 @@ class NormOfEachHead(nn.Layer):
         self.norm = norm
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Normalise ``[..., heads * size]``; the gain is applied in float32."""
+        """Normalize ``[..., heads * size]``; the gain is applied in float32."""
         heads = x.reshape([*[0] * (x.ndim - 1), -1, self.size]).astype(self.norm.weight.dtype)
         normal = self.norm(heads).flatten(-2).astype("float32")
         return (normal * (self.weight.astype("float32") + self.added)).astype(x.dtype)
@@ -163,7 +163,7 @@ def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> p
 class _CpuNorm(PyLayer):
     """LayerNorm and RMSNorm with matrix-vector products in the backward pass, which halve its time on a CPU.
 
-    With x̂ the normalised input, r its inverse deviation and g the gain, the gradients for an upstream
+    With x̂ the normalized input, r its inverse deviation and g the gain, the gradients for an upstream
     dy are dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy; only LayerNorm, which has
     a bias, has the term in brackets.
     """
@@ -173,7 +173,7 @@ class _CpuNorm(PyLayer):
         ctx: Any, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, epsilon: float
     ) -> paddle.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.centred, ctx.epsilon = bias is not None, epsilon
+        ctx.centered, ctx.epsilon = bias is not None, epsilon
         inputs = (x, weight) if bias is None else (x, weight, bias)
         ctx.wanted = [not tensor.stop_gradient for tensor in inputs]
         if bias is not None:
@@ -187,18 +187,18 @@ class _CpuNorm(PyLayer):
         dy = upstream.reshape([-1, size])
         average = paddle.full([size, 1], 1.0 / size)
         rows = x.reshape([-1, size])
-        normal = rows - paddle.matmul(rows, average) if ctx.centred else rows.clone()
+        normal = rows - paddle.matmul(rows, average) if ctx.centered else rows.clone()
         inverse = paddle.rsqrt(paddle.matmul(normal * normal, average) + ctx.epsilon)
         normal.multiply_(inverse)
         dy_normal = dy * normal
         ones = paddle.ones([1, dy.shape[0]])
         gain = (weight / size).unsqueeze(-1)
         dx = dy * weight
-        if ctx.centred:
+        if ctx.centered:
             dx.subtract_(paddle.matmul(dy, gain))
         dx.subtract_(normal.multiply_(paddle.matmul(dy_normal, gain))).multiply_(inverse)
         gradients = [dx.reshape(x.shape), paddle.matmul(ones, dy_normal).reshape([-1])]
-        if ctx.centred:
+        if ctx.centered:
             gradients.append(paddle.matmul(ones, dy).reshape([-1]))
         # Paddle insists on None where a gradient is not wanted (frozen parameters).
         return tuple(g if wanted else None for g, wanted in zip(gradients, ctx.wanted, strict=True))

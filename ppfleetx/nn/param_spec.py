@@ -94,7 +94,7 @@ class ParamSpec:
         """The view of the ranks that the parameter uses."""
         return view_of({*self.value, *self.grad})
 
-    def lies(self, axis: str) -> Placement:
+    def placement(self, axis: str) -> Placement:
         """The placement of the value along ``axis``."""
         return self.value.get(axis, REPLICATE)
 
@@ -115,11 +115,8 @@ def dense(
     """Declare a parameter in the dense view, where all ranks along dp, sharding and sep process different
     tokens.
 
-    Args:
-        shape, init, kind, parts: see :class:`ParamSpec`.
-        mp: placement of the value along mp.
-        partial: whether ranks along mp have the whole parameter but see different positions or heads, so that
-            their gradients must be summed.
+    ``mp`` is the placement of the value along mp. ``partial``: ranks along mp have the whole parameter but
+    see different positions or heads, so that their gradients must be summed.
     """
     grad: dict[str, Placement] = dict.fromkeys(("dp", "sharding", "sep"), PARTIAL)
     if partial:
@@ -129,16 +126,8 @@ def dense(
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One rank's slice of a parameter: :func:`placed` of its :class:`ParamSpec`.
-
-    Attributes:
-        name: canonical name.
-        global_shape: shape of the whole parameter.
-        offset: first global index held here, in each dimension.
-        local_shape: shape held here.
-        init: distribution of the initial values.
-        kind: see :class:`ParamSpec`.
-    """
+    """One rank's slice of a parameter: :func:`placed` of its :class:`ParamSpec`. ``offset`` is the first
+    global index held here, in each dimension."""
 
     name: str
     global_shape: Shape
@@ -156,7 +145,7 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
     """
     at, count, index = mesh.coordinates(rank), [1] * len(spec.shape), [0] * len(spec.shape)
     for axis in spec.view.axes:
-        placement = spec.lies(axis)
+        placement = spec.placement(axis)
         if isinstance(placement, Shard):
             size = mesh.size_of(axis)
             count[placement.dim] *= size
@@ -210,7 +199,7 @@ def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
     """The axis along which gradients must be equal to the last bit, because each rank holds the whole
     parameter."""
     axis = spec.view.tensor
-    return (axis,) if mesh.size_of(axis) > 1 and spec.lies(axis) == REPLICATE else ()
+    return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_miss(spec: ParamSpec) -> bool:
@@ -239,13 +228,13 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
     """
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     summed = [axis for axis in norm_axes(spec.view, mesh) if axis not in without]
-    return owns and first_holder and all(at[a] == 0 for a in summed if spec.lies(a) == REPLICATE)
+    return owns and first_holder and all(at[a] == 0 for a in summed if spec.placement(a) == REPLICATE)
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
     """Whether ``rank`` writes its slice into a checkpoint: the first of the replicas that count it does."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
-    copies = [a for a in spec.view.axes if a not in without and spec.lies(a) == REPLICATE]
+    copies = [a for a in spec.view.axes if a not in without and spec.placement(a) == REPLICATE]
     return owns and first_holder and all(at[axis] == 0 for axis in copies)
 
 

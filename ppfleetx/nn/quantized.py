@@ -32,8 +32,8 @@ from ppfleetx.nn.layers import add_smaller, local_rows
 from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
+from ppfleetx.nn.spec_transforms import codes, num_scales, row_scales, scales
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare
-from ppfleetx.nn.transforms import codes, num_scales, row_scales, scales
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
@@ -50,12 +50,7 @@ def unpack(packed: paddle.Tensor) -> paddle.Tensor:
 
 
 class QuantizedMatrix:
-    """A constant matrix of 8-bit or 4-bit integers and scales.
-
-    Args:
-        weight, scale: the stored tensors, as described for this module.
-        form: bits, groups and rounding of activations.
-    """
+    """A constant matrix of 8-bit or 4-bit integers and scales, stored as described for this module."""
 
     def __init__(self, weight: paddle.Tensor, scale: paddle.Tensor, form: Form) -> None:
         self.weight, self.scale, self.form = weight, scale, form
@@ -77,7 +72,7 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the product is that of integers, times one scale for each row and column."""
+        """Whether integers are multiplied, with one scale per row and one per column of the result."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
@@ -266,15 +261,8 @@ class QuantizedLinear(nn.Layer):
 
 
 class QuantizedGroupedLinear(nn.Layer):
-    """The linears of all experts, each with a :class:`QuantizedMatrix`.
-
-    ``weight`` and ``scale`` are as in :class:`QuantizedLinear`, for all experts.
-
-    Args:
-        linear: the linears to replace.
-        form: form of the matrices.
-        declare: declares a parameter.
-    """
+    """The linears of all experts, each with a :class:`QuantizedMatrix`. ``weight`` and ``scale`` are as in
+    :class:`QuantizedLinear`, for all experts."""
 
     def __init__(self, linear: nn.Layer, form: Form, *, declare: Declare = declare) -> None:
         super().__init__()

@@ -15,12 +15,11 @@ import paddle
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function without keeping activations, and run it again in the backward pass with the same
-    random numbers and context variables.
+    """Run a function without keeping activations, and run it again in the backward pass with the same random
+    numbers and context variables.
 
-    Args:
-        function: any callable that takes ``args`` and is pure except for its parameters and random numbers.
-        *args: tensors or None, positional; at least one tensor has a gradient.
+    The function must be pure except for its parameters and random numbers. ``args`` are tensors or None, and
+    at least one tensor has a gradient.
     """
     from paddle.distributed.fleet.utils import recompute as fleet_recompute
 

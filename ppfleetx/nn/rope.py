@@ -31,7 +31,7 @@ class RotaryEmbedding:
         max_positions: positions the table covers.
         base: the formula's base, 10000 in the paper.
         scaling: how the frequencies are stretched; None: not at all.
-        interleaved: whether pairs are neighbours, rather than one feature of each half.
+        interleaved: whether pairs are neighbors, rather than one feature of each half.
 
     Attributes:
         fused: the fused operators in use.
@@ -103,7 +103,7 @@ class RotaryEmbedding:
                 sin,
                 cos,
                 position_ids.astype("int64"),
-                False,  # halves are paired, not neighbours
+                False,  # halves are paired, not neighbors
                 False,  # batch before positions
                 self.base,
             )[0]

@@ -22,8 +22,8 @@ def inverse_frequencies(
         head_dim: even size of a head.
         base: the formula's base, 10000 in the paper.
         scaling: how the frequencies are stretched; None: not at all.
-        is_long: whether those of a sequence longer than ``original_max_position_embeddings`` are wanted,
-            which longrope has.
+        is_long: for longrope, whether to use the frequencies of sequences longer than
+            ``original_max_position_embeddings``.
     """
     plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:

@@ -30,14 +30,8 @@ class Routing(NamedTuple):
 
 
 def route(logits: paddle.Tensor, top_k: int, cfg: RouterConfig, bias: paddle.Tensor | None = None) -> Routing:
-    """Choose the ``top_k`` experts of each position from its ``logits [s, b, E]``.
-
-    Args:
-        logits: ``[s, b, E]``.
-        top_k: number of experts per position.
-        cfg: the section.
-        bias: ``[E]``, added to the scores only for the choice, not for the weights.
-    """
+    """Choose the ``top_k`` experts of each position from its ``logits [s, b, E]``. ``bias [E]`` is added to
+    the scores for the choice only, not for the weights."""
     if cfg.score == "softmax":
         own = shares = F.softmax(logits)
     else:

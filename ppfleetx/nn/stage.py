@@ -132,10 +132,10 @@ class LayerFactory(Protocol):
         """Make an adapter, sliced like its linear, that maps the linear's input to its output."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantised replacement of a linear, with weights stored in ``form``."""
+        """Make the quantized replacement of a linear, with weights stored in ``form``."""
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantised replacement of a word embedding, with rows stored in 8 bits."""
+        """Make the quantized replacement of a word embedding, with rows stored in 8 bits."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         """Make the declared table; its output is whole."""
@@ -198,14 +198,10 @@ def build_stage(
     """Build one stage: canonical names on its parameters, initial values from (seed, name).
 
     Args:
-        stage: the recipe.
-        seed: seed of the initial weights; None: none are drawn, because a checkpoint provides them.
+        seed: None: no values are drawn, because a checkpoint provides them.
         shared: tied sub-layers built so far in this process, by key. A stage uses the sub-layer with its key
             if there is one, and otherwise adds its own.
         empty: parameters have names, shapes and types, but no memory; nothing is drawn.
-
-    Raises:
-        TypeError: the class does not accept the stage's arguments.
     """
     kwargs = dict(stage.kwargs)
     known = stage.tie is not None and shared is not None and stage.tie.key in shared
@@ -232,7 +228,7 @@ def declare(parameter: paddle.Tensor, spec: ParamSpec, mesh: Mesh = _ALONE, rank
     info = placed(spec, mesh, rank)
     assert tuple(parameter.shape) == info.local_shape, f"{parameter.shape} is made, {info} is declared"
     parameter.spec, parameter.info = spec, info
-    parameter.is_distributed = "mp" not in spec.view.axes or spec.lies("mp") != REPLICATE  # fleet's mark
+    parameter.is_distributed = "mp" not in spec.view.axes or spec.placement("mp") != REPLICATE  # fleet's mark
 
 
 def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:

@@ -11,8 +11,8 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.optims.groups import decays, layer_factor, width_factor
 from ppfleetx.optims.optimizer import NamedParams, Optimizer, UpdatePlace
+from ppfleetx.optims.param_groups import decays, layer_factor, width_factor
 from ppfleetx.optims.rule import Group, OneByOne, Rule, UpdateRule
 from ppfleetx.utils.log import get_logger
 
@@ -29,7 +29,7 @@ def build_optimizer(
 
     Args:
         num_layers: blocks of the whole model, for layer-wise decay.
-        width_multiplier: the model's width over that of its base (``Model.mup_base_width``).
+        width_multiplier: the width divided by that of the base model (``Model.mup_base_width``).
 
     Raises:
         ConfigError: the optimizer is unknown, or differs from its registered kind.
@@ -72,8 +72,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """The parameter groups of the registered optimizer, which is a rule for all parameters or a function
-    that returns groups."""
+    """The parameter groups of the registered optimizer, which is either one rule for all parameters or a
+    function that returns groups."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

@@ -48,8 +48,7 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def expects_gradient(parameter: Tensor) -> bool:
-    """Whether a step computes with the parameter. The answer is the same on all ranks, whatever their
-    data."""
+    """Whether a step computes with the parameter. All ranks agree, whatever their data."""
     return not getattr(parameter, "is_idle", False)
 
 

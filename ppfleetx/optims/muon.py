@@ -1,4 +1,4 @@
-"""Muon updates matrices with their orthogonalised momentum (Jordan et al., 2024), everything else with
+"""Muon updates matrices with their orthogonalized momentum (Jordan et al., 2024), everything else with
 AdamW.
 """
 
@@ -12,7 +12,7 @@ from paddle import Tensor
 from ppfleetx.config.sections.optimizer import Coefficients, MuonScale, OptimizerConfig
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.optims.adamw import AdamW
-from ppfleetx.optims.groups import MUON_RULES
+from ppfleetx.optims.param_groups import MUON_RULES
 from ppfleetx.optims.rule import Group, ParamView, Rule, StateSpec
 
 COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
@@ -45,7 +45,7 @@ COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
 
 
 class Muon(Rule):
-    """p -= lr * (decay * p + scale * O), with O the orthogonalised momentum of each matrix.
+    """p -= lr * (decay * p + scale * O), with O the orthogonalized momentum of each matrix.
 
     A fused weight counts as several matrices: queries, keys and values, or gate and up. Each expert is a
     matrix, too.

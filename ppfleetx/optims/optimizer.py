@@ -61,7 +61,7 @@ class Optimizer:
         named_params: (canonical name, parameter) pairs; frozen ones are left out.
         decays: whether weight decay applies to a parameter, by canonical name.
         weight_decay: the weight decay, until a step sets another.
-        rate_factor: of a parameter's learning rate, by canonical name, beside its group's.
+        rate_factor: factor of a parameter's learning rate, by canonical name, besides that of its group.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ def update_whole(
         group = group_of(axis)
         owners = deal_out({view.name: view.value.size for view in members}, group.nranks)
         for view in members:
-            placement, source = view.spec.lies(axis), group.ranks[owners[view.name]]
+            placement, source = view.spec.placement(axis), group.ranks[owners[view.name]]
             dim = placement.dim if isinstance(placement, Shard) else None
             whole = _gathered(view, dim, group)
             if source == group.ranks[group.rank]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import paddle
 from paddle import Tensor, _C_ops
 
-from ppfleetx.optims.groups import takes_all
+from ppfleetx.optims.param_groups import takes_all
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.optimizer import OptimizerConfig

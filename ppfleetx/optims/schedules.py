@@ -237,5 +237,5 @@ def wsd(n: int, schedule: Schedule) -> float:
 
 
 def _done(n: int, schedule: Schedule) -> float:
-    """The finished share of the way from W to D."""
+    """The share of the way from W to D that is behind step ``n``."""
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)

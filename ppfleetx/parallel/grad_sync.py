@@ -26,7 +26,7 @@ from paddle import distributed
 from ppfleetx.config.mesh import DENSE, EXPERTS
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.param_spec import (
     Axes,
@@ -41,7 +41,7 @@ from ppfleetx.nn.param_spec import (
     writes,
 )
 from ppfleetx.optims.gradients import complete_gradient, expects_gradient, scale_to_norm, squared_norm
-from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
+from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.param_broadcast import NewValues
@@ -57,13 +57,12 @@ class GradientSync:
         ctx: with the groups that the whole model needs.
         tied_group: the group of pipeline ranks with copies of the tied parameters, if this rank is one of
             them.
-        has_experts: whether the model has parameters in the experts' view, on any rank.
+        has_experts: whether any rank has parameters in the experts' view.
         sharding: gives each parameter an owner, the only rank that needs its gradient. None: every rank needs
             every gradient.
         values: with sharding, sends updated values from their owners.
         bucket_bytes: the approximate size of the sums that are sent during the backward pass; None sends all
             sums at its end.
-        ops: fused operators that measure and clip gradients.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ from ppfleetx.nn.matmul import Matmul, column_exchange
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage, first_value
 from ppfleetx.optims.build import build_optimizer
-from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.optimizer import Optimizer, UpdatePlace, copy_to_host
+from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.step import LocalRunner, StepOptions, StepRunner
@@ -97,7 +97,7 @@ def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: Parall
     """Paddle's pipeline for the model, with the schedule of the plan."""
     from paddle.distributed import fleet
 
-    from ppfleetx.parallel.message_order import interleave_two_stages, take_turns
+    from ppfleetx.parallel.pipeline_messages import interleave_two_stages, take_turns
     from ppfleetx.parallel.pipeline_schedules import AsyncPipeline, ListedPipeline
 
     if not groups_messages(ctx.device):
@@ -112,7 +112,7 @@ def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: Parall
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
-    """The task's stages, with small weights or fake quantisation. With adapters, the base's scales are
+    """The task's stages, with small weights or fake quantization. With adapters, the base's scales are
     frozen too."""
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
@@ -212,7 +212,7 @@ def give_values(
     *,
     masters_on_host: bool = False,
 ) -> dict[str, paddle.Tensor]:
-    """Allocate each empty parameter this rank holds, and fill it with its initial value in its own type.
+    """Allocate each empty parameter this rank holds, and fill it with its initial value.
 
     A model for a run is built empty: its parameters have names, shapes and types, but no memory. So every
     parameter's owner is known before the first value exists, and no rank ever holds more than the values it

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 from paddle import distributed
 
-from ppfleetx.distributed.collectives import Packed, broadcast_packed, start_packed
+from ppfleetx.distributed.collectives import Packed, broadcast_packed
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
@@ -70,7 +70,7 @@ class NewValues:
         for members in self._small:
             for dtype in dict.fromkeys(p.dtype for p in members):
                 same = [p for p in members if p.dtype == dtype]
-                self._packed.append(start_packed(same, self._start(same[0])))
+                self._packed.append(Packed(same, self._start(same[0])))
         for parameter in self._large:
             self._tasks[id(parameter)] = self._start(parameter)(parameter.detach())
 

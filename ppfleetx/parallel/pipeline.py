@@ -151,7 +151,7 @@ class PipelineRunner(StepRunner):
         """Set up the number of micro batches, their shapes and the mode, each of which may differ from the
         last call.
 
-        Neighbours tell each other the shapes of their messages only in the first pass of each kind. Every
+        Neighbors tell each other the shapes of their messages only in the first pass of each kind. Every
         rank of a pipeline reads the same batch, so all ranks know its kind.
         """
         self._pipeline.accumulate_steps = len(micro_batches)

@@ -30,7 +30,7 @@ from ppfleetx.nn.matmul import Matmul
 
 @dataclass
 class Receive:
-    """A receive in progress from a neighbour."""
+    """A receive in progress from a neighbor."""
 
     tensors: Any
     tasks: list[Any]
@@ -111,7 +111,7 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Keep what the backward pass needs of an output. A value that another rank holds is dropped."""
+        """Keep input and output for the backward pass. The value of an output that was sent is dropped."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))
@@ -130,7 +130,6 @@ class ListedPipeline(PipelineParallel):
         return gradient
 
     def _fetch_input(self) -> Receive | None:
-        """Start to receive the input of a forward pass, which the first stage already has."""
         if self._is_first:
             return None
         self._p2p_helper._recv_meta()
@@ -154,7 +153,6 @@ class ListedPipeline(PipelineParallel):
             self._send("tensor_send_prev", gradient)
 
     def _send(self, direction: str, tensors: Any) -> None:
-        """Start a send, after the previous one in the same direction has completed."""
         self._complete(direction)
         # Send copies: the model's tensors are emptied while the message is still in transit.
         tensors = tuple(tensor.detach() for tensor in tensors)
@@ -180,9 +178,9 @@ class AsyncPipeline(ListedPipeline):
     """A 1F1B pipeline that overlaps its messages with computation.
 
     The next pass does not wait for a send, and a receive starts one pass before its message is needed.
-    Between two neighbours, messages keep the order of Paddle's 1F1B: forward passes until the pipeline is
+    Between two neighbors, messages keep the order of Paddle's 1F1B: forward passes until the pipeline is
     full, then a gradient for each input. So the n-th send of a pair meets the n-th receive, as NCCL and the
-    CPU groups require. At most one message is in transit to each neighbour. This schedule holds one more
+    CPU groups require. At most one message is in transit to each neighbor. This schedule holds one more
     activation than 1F1B.
     """
 

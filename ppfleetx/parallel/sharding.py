@@ -26,7 +26,7 @@ from ppfleetx.optims.gradients import (
     expects_gradient,
     take_gradient,
 )
-from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, SendOrder, cut
+from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, SendOrder, cut
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
@@ -249,8 +249,8 @@ class Sharding:
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
         """Whether a gradient of an earlier micro batch is still being reduced. If so, it must be added
         first, because sums are added in the order of the passes."""
-        travelling = {id(p) for _, others, _ in self._under_way for p in others}
-        return any(id(p) in travelling for p in parameters)
+        traveling = {id(p) for _, others, _ in self._under_way for p in others}
+        return any(id(p) in traveling for p in parameters)
 
     def _complete(self) -> None:
         """Wait for the oldest reduction; the owner adds it to its sum."""

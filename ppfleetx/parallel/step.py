@@ -16,8 +16,8 @@ from paddle import distributed
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import DATA_AXES, ParallelContext
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.random import DropoutStreams
-from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
@@ -92,10 +92,8 @@ class StepRunner(ABC):
     clipping, update. The engine calls it under every plan.
 
     Args:
-        model: this rank's part of the model.
         stages: (index in the model, layer) of each stage on this rank.
-        optimizer: the optimizer; None for a runner that only evaluates.
-        module: the task.
+        optimizer: None for a runner that only evaluates.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;

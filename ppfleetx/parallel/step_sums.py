@@ -9,7 +9,7 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.transfer import read, upload
 from ppfleetx.models.evaluator import Metric
 from ppfleetx.nn.fake_quant import quantizers_of
@@ -92,7 +92,7 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
 
 
 class ActivationScales:
-    """Input scales of fake-quantised linears, updated once a step from the global batch."""
+    """Input scales of fake-quantized linears, updated once a step from the global batch."""
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)

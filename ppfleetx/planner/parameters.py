@@ -163,7 +163,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
             continue
         part = name.split(".", 3)[2] if name.startswith(_LAYER) else name.partition(".")[0]
         of_experts = spec.view == EXPERTS
-        whole = not of_experts and spec.lies("mp") == REPLICATE
+        whole = not of_experts and spec.placement("mp") == REPLICATE
         cut = [degrees[axis] for axis, placement in spec.value.items() if isinstance(placement, Shard)]
         size = math.prod(spec.shape) // math.prod(cut)
         stored = size * _BYTES[spec.dtype] if spec.dtype else 0

@@ -3,7 +3,7 @@
 As in the engine, computation waits for tensor-parallel sums where they occur. It also waits for pipeline
 messages, unless ``overlap_p2p_comm`` lets them travel while the stages compute. Sums of gradients and
 transfers of parameter values under sharding count only for the time that the passes do not hide
-(``parallel/overlap.py``, ``param_broadcast.py``, ``zero3.py``). For published runs the passes hide nothing.
+(``parallel/grad_buckets.py``, ``param_broadcast.py``, ``zero3.py``). For published runs, they hide nothing.
 The prediction assumes that communication and computation do not slow each other down, which has not been
 measured.
 """

@@ -10,7 +10,7 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
-    from ppfleetx.commands.dialects.mindformers import run
+    from ppfleetx.commands.mindformers_programs import run
 
     run(sys.argv[1:])
 

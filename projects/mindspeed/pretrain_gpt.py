@@ -11,7 +11,7 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
-    from ppfleetx.commands.dialects.mindspeed import run
+    from ppfleetx.commands.mindspeed_programs import run
 
     run(sys.argv[1:], _HERE.with_name("pretrain_gpt_38BV3.yaml"))
 

@@ -323,14 +323,6 @@ def test_what_processes_that_were_killed_have_left_is_removed_by_the_next(
     assert not left_in(tmp_path)
 
 
-def test_nothing_that_was_made_stays(place: Path) -> None:
-    with ExitStack() as stack:
-        found = resolve_model(place / "hf", stack)
-        assert found.checkpoint.is_dir() and found.config is not None
-        made = found.checkpoint.parent
-    assert not made.exists()
-
-
 def test_what_was_made_for_a_trainer_goes_with_it(place: Path) -> None:
     """Also in a process that never says when it has done with it."""
     trainer = Trainer(task="text_generation", model=str(place / "hf"))

@@ -10,9 +10,9 @@ import yaml
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.reading.parse import parse_yaml
-from ppfleetx.dialects.given import given_arguments, given_in, normal_name
-from ppfleetx.dialects.keys import KeyTable, tables_of
+from ppfleetx.dialects.key_tables import KeyTable, tables_of
 from ppfleetx.dialects.translation import Translation, translate
+from ppfleetx.dialects.user_values import given_arguments, given_in, normal_name
 from tools.gen_dialect_docs import key_table
 
 TABLE = KeyTable(
@@ -78,7 +78,7 @@ def test_a_whole_file_becomes_a_configuration_that_knows_their_lines(tmp_path: P
     (tmp_path / "ours.yaml").write_text(result.yaml())
     assert load_config(tmp_path / "ours.yaml") == cfg
     assert "hidden_size: 64  # theirs.yaml:3, model.width" in result.yaml()
-    assert "# Honoured by what is always so here: run.graph, run.any" in result.yaml()
+    assert "# Without effect, because always so here: run.graph, run.any" in result.yaml()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_tree
-from ppfleetx.dialects.keys import Kind
+from ppfleetx.dialects.key_tables import Kind
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, of_arguments, of_file
 
 BASE = (

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppfleetx.commands.dialects import megatron
+from ppfleetx.commands import megatron_programs as megatron
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.core.engine.callbacks.log_lines import MegatronLog, MindSpeedLog

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands import mindspeed_programs as mindspeed
 from ppfleetx.commands.check import check_report
-from ppfleetx.commands.dialects import mindspeed
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.megatron.dialect import of_arguments

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppfleetx.commands.dialects.megatron import run_paddleformers
+from ppfleetx.commands.megatron_programs import run_paddleformers
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.dialects.keys import Kind
+from ppfleetx.dialects.key_tables import Kind
 from ppfleetx.dialects.paddleformers.dialect import TABLE, of_arguments, of_file
 
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "paddleformers"

@@ -1,4 +1,4 @@
-"""Run in the ranks for test_together.py and test_checks.py."""
+"""Run in the ranks for test_coordination.py and test_checks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.distributed import checks, together
+from ppfleetx.distributed import checks, coordination
 
 
 def context(**degrees: Any):
@@ -25,7 +25,7 @@ def context(**degrees: Any):
 
 
 def told(act) -> str:
-    """The user's error that ``act`` raises, or "nothing"."""
+    """The UserError that ``act`` raises, or "nothing"."""
     try:
         act()
     except UserError as error:
@@ -36,14 +36,14 @@ def told(act) -> str:
 def gathered() -> list:
     ctx = context(dp=2)
     value = {"rank": ctx.rank, "text": "é" * (1 + 100 * ctx.rank)}
-    return [together.gather(ctx, value), together.gather_numbers(ctx, [ctx.rank, 2**40]).tolist()]
+    return [coordination.gather(ctx, value), coordination.gather_numbers(ctx, [ctx.rank, 2**40]).tolist()]
 
 
 def mistake(failing: list[int], name_ranks: bool) -> str:
     ctx = context(dp=3)
 
     def act() -> None:
-        with together.joint_errors(ctx, name_ranks=name_ranks):
+        with coordination.joint_errors(ctx, name_ranks=name_ranks):
             if ctx.rank in failing:
                 raise DataError("no such corpus")
 
@@ -51,7 +51,7 @@ def mistake(failing: list[int], name_ranks: bool) -> str:
 
 
 def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:
-    """Rank 0 is the first of its node and slow; the others must find the file that it writes."""
+    """Rank 0 is the first of its node and slow; the others must find its file."""
     ctx = context(dp=3)
     os.environ["PADDLE_LOCAL_RANK"] = str(ctx.rank)
     cache = Path(directory) / "cache"
@@ -66,7 +66,7 @@ def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:
         return cache.read_text()
 
     result = []
-    message = told(lambda: result.append(together.first_on_each_node(ctx, make)))
+    message = told(lambda: result.append(coordination.first_on_each_node(ctx, make)))
     return [message, result]
 
 
@@ -77,7 +77,7 @@ def configurations(differ: bool) -> str:
 
 
 def copies(degrees: dict[str, int], spoilt_rank: int | None, offset_by_rank: bool) -> str:
-    """Every rank holds "weight": the same slice of the tensor, or a slice of its own."""
+    """Check a weight that has either the same slice on all ranks, or a different slice on each."""
     import paddle
 
     ctx = context(**degrees)
@@ -95,12 +95,12 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
     batch = [{"sample_ids": ids, "tokens": np.tile(ids[:, None], (1, 8))}]
     if kind == "samples":
         return told(lambda: checks.check_samples(ctx, ids))
-    digests = together.gather_numbers(ctx, [checks.batch_digest(batch)])[:, 0].tolist()
+    digests = coordination.gather_numbers(ctx, [checks.batch_digest(batch)])[:, 0].tolist()
     return told(lambda: checks.check_batches(ctx, digests, distinct=True))
 
 
 def saved_in_the_background(directory: str, seconds: float) -> list:
-    """The last rank takes this long to write; what each rank learns when the save ends."""
+    """The last rank takes this long to write. Return the messages of the ranks when the save ends."""
     from ppfleetx.checkpoint import storage
     from ppfleetx.checkpoint.manager import BackgroundManager
     from tests.checkpoint.checkpoints import slices

@@ -1,4 +1,4 @@
-"""Each runtime check finds what must be equal, or different, between ranks."""
+"""Runtime checks find data and weights that must be equal, or different, between ranks."""
 
 import pytest
 
@@ -22,7 +22,8 @@ def test_configurations(pools):
 
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"sharding": 2}, {"mp": 2}, {"pp": 2}, {"sep": 2}], ids=str)
 def test_copies_of_a_weight(pools, degrees):
-    """Replicas, weights held whole along mp, and tied copies on two stages: one bit is one too many."""
+    """One different bit is found in replicas, in weights that mp ranks hold in full, and in tied copies on
+    two stages."""
     case = {"degrees": degrees, "offset_by_rank": False}
     assert the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=None, **case)) == "nothing"
     message = the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=1, **case))

@@ -1,4 +1,4 @@
-"""The module that knows device types. Cards that this machine lacks are faked at the Paddle API."""
+"""The module that knows kinds of devices. Missing cards are simulated at the Paddle API."""
 
 import numpy as np
 import paddle
@@ -26,7 +26,7 @@ class Generator:
 
 
 class Card:
-    """This process's device, as far as Paddle says."""
+    """Simulate a card as the device of this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, place_class: str) -> None:
         place_of_kind = type(place_class, (Place,), {})

@@ -1,4 +1,4 @@
-"""What a process asks of Paddle before the first operation: flags, and TF32."""
+"""Settings of a process before its first operation: Paddle flags and TF32."""
 
 import logging
 from dataclasses import replace
@@ -34,7 +34,7 @@ def test_a_flag_paddle_does_not_take_is_named(flag: str, rule: str) -> None:
 
 @pytest.fixture(autouse=True)
 def switches(monkeypatch):
-    """Paddle's switches, which builds for the CPU have too, are put back."""
+    """Restore Paddle's switches, which CPU builds have too."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     before = core.get_cublas_switch(), core.get_cudnn_switch()
     yield lambda: (core.get_cublas_switch(), core.get_cudnn_switch())

@@ -26,7 +26,7 @@ def tensors(monkeypatch):
 
 @pytest.mark.parametrize("strides", [False, True])
 def test_one_bucket_is_held_at_a_time(monkeypatch, strides):
-    """Counted by Paddle: beside the tensors, the operations need the memory of one bucket."""
+    """By Paddle's statistics, the operations need extra memory for one bucket only."""
     monkeypatch.setattr(collectives, "BUCKET_BYTES", 1 << 20)
     before = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": strides})
@@ -43,7 +43,7 @@ def test_one_bucket_is_held_at_a_time(monkeypatch, strides):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_copies_are_made_the_first_members(monkeypatch, tensors, rank):
-    """The first member's count as they are, the others' as zero, unless they are not finite."""
+    """Copies of other members count as zero, unless they are not finite."""
     monkeypatch.setattr(collectives.distributed, "all_reduce", lambda flat, **_: Task())
     tensors[2][5] = float("nan")
     tensors[-1][0] = float("inf")
@@ -57,7 +57,7 @@ def test_copies_are_made_the_first_members(monkeypatch, tensors, rank):
 
 
 def test_tensors_move_together_and_stay_there():
-    """What happens to the flat tensor happens to them; a strided one has no strides any more."""
+    """A change of the flat tensor changes the tensors; a strided tensor becomes contiguous."""
     whole = paddle.arange(12, dtype="float32").reshape([3, 4])
     tensors = [paddle.ones([5, 7]), paddle.transpose(whole, [1, 0]), paddle.full([3], 2.0)]
     assert not tensors[1].is_contiguous()
@@ -75,7 +75,7 @@ def test_tensors_move_together_and_stay_there():
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_gradient_with_strides_is_sent_whole(alone):
-    """That of a weight which a layer uses transposed; NCCL refuses it as it is."""
+    """The gradient of a transposed weight has strides, which NCCL refuses."""
     weights = [paddle.create_parameter([4, 6], "float32") for _ in range(1 if alone else 2)]
     paddle.add_n([(weight.t() * paddle.arange(4, dtype="float32")).sum() for weight in weights]).backward()
     assert not weights[0].grad.is_contiguous()

@@ -1,4 +1,4 @@
-"""Processes meet, or report within a known time why not: real ports, one thread per process."""
+"""Processes meet, or report in time why not. Real ports, one thread per process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def point() -> tuple[str, int]:
 
 
 class Meeting:
-    """Members that come to one place, each in a thread."""
+    """Members that meet at one address, each in a thread."""
 
     def __init__(self, point: tuple[str, int], seconds: float = 1.5) -> None:
         self.point, self.seconds = point, seconds
@@ -47,7 +47,7 @@ class Meeting:
         self._threads[-1].start()
 
     def end(self, within: float = 10.0) -> dict[object, str]:
-        """The errors, all within so many seconds."""
+        """Wait up to so many seconds; return the errors."""
         deadline = time.monotonic() + within
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -60,7 +60,7 @@ class Meeting:
 
 
 def listens(point: tuple[str, int]) -> None:
-    """Wait until somebody does."""
+    """Wait until the port is open."""
     deadline = time.monotonic() + 5.0
     with socket.socket() as probe:
         while probe.connect_ex(point) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Arrays on their way to a device: one copy for all, and what comes out of it is what went in."""
+"""Copies to a device: one copy for all arrays of a batch, with unchanged contents."""
 
 import numpy as np
 import paddle
@@ -19,7 +19,7 @@ BATCH = {
 
 @pytest.fixture
 def queued(monkeypatch):
-    """Arrays that are queued, on what pretends to be a GPU."""
+    """The arrays queued for a simulated GPU."""
     arrays = []
 
     def queue(array):
@@ -33,7 +33,7 @@ def queued(monkeypatch):
 
 @pytest.mark.parametrize("views", [True, False])
 def test_a_batch_is_one_copy(queued, views):
-    """Without views of memory there is one copy an array, and nobody waits for those either."""
+    """If Paddle has no views, there is one copy per array, also without waiting."""
     before = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": views})
     try:
@@ -47,7 +47,7 @@ def test_a_batch_is_one_copy(queued, views):
 
 
 def test_pinned_memory_stays_until_its_copy_is_done(monkeypatch):
-    """Paddle would give it to the next array, which the host writes while the first is still to be read."""
+    """Otherwise Paddle would reuse it for the next array before the first was copied."""
     events = []
 
     class Event:
@@ -73,7 +73,7 @@ def test_pinned_memory_stays_until_its_copy_is_done(monkeypatch):
 
 
 class Late:
-    """An event of a card that comes to it when it has been asked a few times."""
+    """An event that the card reaches after a few queries."""
 
     def __init__(self):
         self.asked = 0
@@ -84,7 +84,7 @@ class Late:
 
 
 def test_a_card_that_comes_from_micro_batch_to_micro_batch_goes_on(monkeypatch):
-    """The host has queued all of them, and waits for the sum; the watch sees this process in its step."""
+    """The host has queued all micro batches and waits for the sum; the watchdog must see progress."""
     monkeypatch.setattr(paddle, "get_device", lambda: "npu:0")
     monkeypatch.setattr(transfer, "recorded_event", Late)
     monkeypatch.setattr(transfer, "_begun", transfer.deque())

@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import paddle
-import pytest
 from paddle.base import core
 
 from ppfleetx.config.loader import load_config
@@ -43,13 +42,6 @@ def test_small_runs_agree_and_a_wrong_operator_is_named():
     assert row.status is Status.FAIL and "exp by 1.0e-03" in row.found
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_attention_says_why_flash_does_not_run(packed):
-    row = card.attention_row("float16", packed=packed, head_sizes=(64, 128))
-    assert row.status is Status.OK
-    assert row.found == "heads of 64, 128 by the reference: it needs a GPU, the device is cpu"
-
-
 def test_a_card_that_may_use_tf32_is_compared_without():
     """TF32 is off by 3e-4 in a product of 32 numbers: three times what is allowed."""
     switch = core.get_cublas_switch()
@@ -73,11 +65,9 @@ def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(card, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
     monkeypatch.setattr(card, "TABLE", {})
-    monkeypatch.setattr(card, "attention_row", lambda dtype, packed: tried.append(dtype) or ok("x", "y"))
     target = Target(device="gpu")
     list(card.small_operators(target))
-    list(card.flash(target))
-    assert tried == ["float32", "float16", "float16", "float16"]
+    assert tried == ["float32", "float16"]
     monkeypatch.setattr(steps, "train", lambda *_: [1.0])
     monkeypatch.setattr(steps, "losses_row", lambda name, *_: ok(name, "as they should be"))
     rows = by_name(steps.losses(target))

@@ -1,25 +1,22 @@
-"""Links between machines, with real sockets: nothing arrives, or only little."""
+"""Links between machines, addresses and interfaces, with real sockets."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ppfleetx.doctor import network
 from ppfleetx.doctor.check import Status, Target
-from ppfleetx.doctor.meeting import Answer
+from ppfleetx.doctor.exchange import Answer
 from ppfleetx.doctor.network import (
     Interface,
     interfaces,
     link_rows,
     named_rows,
-    receiving,
-    try_link,
+    reach,
 )
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import free_port
@@ -27,59 +24,13 @@ from tests.helpers.ranks import free_port
 NAMES = ["node a", "node b"]
 
 
-@contextlib.contextmanager
-def between(port: int, carry: Callable[[bytes], bytes]) -> Iterator[int]:
-    """A port whose connections are carried on to ``port``, as far as ``carry`` lets their bytes pass."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def pump(source: socket.socket, target: socket.socket, through: Callable[[bytes], bytes]) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(through(data))
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                here, _ = listener.accept()
-                there = socket.create_connection(("127.0.0.1", port))
-                for ends in ((here, there, carry), (there, here, bytes)):
-                    threading.Thread(target=pump, args=ends, daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.close()
-
-
-def test_a_link_that_works_has_no_problem():
-    with receiving() as port:
-        assert try_link(("127.0.0.1", port)) == {}
-    assert try_link(("127.0.0.1", free_port()))["problem"] == "Connection refused"
-
-
-@pytest.mark.parametrize(
-    ("most", "words", "fix"),
-    [
-        (0, "nothing that is sent arrives", "firewall"),
-        (200, "64.0 KiB do not arrive", "mtu"),
-    ],
-)
-def test_a_link_that_opens_and_carries_nothing_or_little_is_reported(monkeypatch, most, words, fix):
-    left = most
-
-    def carry(data: bytes) -> bytes:
-        nonlocal left
-        through, left = data[:left], max(0, left - len(data))
-        return through
-
-    monkeypatch.setattr(network, "_SEND_SECONDS", 1.5)
-    with receiving() as port, between(port, carry) as entry:
-        found = try_link(("127.0.0.1", entry))
-    assert words in found["problem"] and fix in found["fix"].lower()
-    rows = list(link_rows(NAMES, [Answer({"links": {"1": found}, "named": {}}), Answer(problem="it ended")]))
+def test_links_that_work_and_links_that_do_not():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert reach(listener.getsockname()) == ""
+    assert reach(("127.0.0.1", free_port())) == "Connection refused"
+    rows = list(link_rows(NAMES, [Answer({"1": "Connection refused"}), Answer(problem="it ended")]))
     assert [row.status for row in rows] == [Status.FAIL] * 2
-    assert rows[0].found.startswith("node a does not reach node b: a connection opens, and ")
+    assert "node a does not reach node b: Connection refused" in rows[0].found
     assert rows[1].found == "node b has left: it ended"
 
 

@@ -36,9 +36,9 @@ def planted(monkeypatch, function, **options) -> Check:
 
 def test_every_check_of_the_table_is_there_and_skips_with_a_reason():
     for check in CHECKS:
-        if check.need in (Need.CARD, Need.GPU):
+        if check.need is Need.CARD:
             (row,) = examine(check, Target(device="cpu"))
-            assert row.status is Status.SKIPPED and check.need.name in row.found.upper()
+            assert row.status is Status.SKIPPED and "no card" in row.found
         else:
             assert callable(check.load())
 

@@ -17,8 +17,8 @@ from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok
 from ppfleetx.doctor.environment import open_files_row
+from ppfleetx.doctor.exchange import open_meeting
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
-from ppfleetx.doctor.meeting import open_meeting
 from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.run import examine_job
 from tests.doctor.conftest import by_name
@@ -198,15 +198,3 @@ def test_open_files(soft, hard, status, fix):
     row = open_files_row(soft, hard)
     assert row.status is status and fix in row.fix
     assert bool(row.fix) == (status is not Status.OK)
-
-
-def test_limits_of_a_real_process_are_found():
-    text = (
-        "import json; from ppfleetx.doctor.check import Target; "
-        "from ppfleetx.doctor.environment import limits; "
-        "print(json.dumps({row.name: row.status for row in limits(Target())}))"
-    )
-    command = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-c", text]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    found = json.loads(done.stdout)
-    assert found["open files"] == "fail" and "shared memory" in found

@@ -1,7 +1,7 @@
-"""Nine ways in which a job hangs: each must end in time, with one correct sentence.
+"""Nine ways in which a job hangs. Each must end in time with one correct sentence.
 
-``make hangs`` runs the training program in ranks that communicate on the CPU, lets one of them stop, sleep,
-differ or die, and reads what the job says and its exit code. The lost link needs root, for two network
+``make hangs`` runs the training program in ranks that communicate on the CPU, makes one of them stop, sleep,
+deviate or die, and checks the output and the exit code of the job. The lost link needs root, for two network
 namespaces.
 """
 
@@ -161,7 +161,7 @@ class Hang:
         return Found(seconds, codes, fitting[0] if fitting else "", reported, complaints)
 
     def _report(self, complaints: list[str]) -> str:
-        """What ``ppfleetx hang-report`` reads from the directory."""
+        """The sentence of ``ppfleetx hang-report``."""
         if self.case.reported is None:
             return ""
         reports = latest(read_reports(self.directory / "run" / "hang"))

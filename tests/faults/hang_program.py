@@ -1,7 +1,7 @@
-"""tools/train.py in ranks of which one comes to a halt at a chosen moment, in a chosen way.
+"""tools/train.py, in which one rank halts at a chosen moment in a chosen way.
 
 Environment: ``HANG_CASE``: one of :data:`FAULTS`, or a moment of :func:`amid`; ``HANG_RANK``: the rank that
-it befalls; ``HANG_DIR``: where that rank leaves ``reached`` (with its process id) when it comes to it.
+halts; ``HANG_DIR``: where that rank writes ``reached``, with its process id, at the moment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def reached() -> None:
 
 
 def for_ever() -> None:
-    """Wait without end."""
     threading.Event().wait()
 
 
@@ -70,8 +69,6 @@ def shapes() -> None:
 
 
 def skipped() -> None:
-    """A collective is left out."""
-
     def act(engine: Engine) -> None:
         group = distributed.new_group(list(range(distributed.get_world_size())))
         if not is_chosen():
@@ -81,7 +78,7 @@ def skipped() -> None:
 
 
 def order() -> None:
-    """Two groups, in another order on one rank."""
+    """One rank uses two groups in another order."""
 
     def act(engine: Engine) -> None:
         ranks = list(range(distributed.get_world_size()))
@@ -107,7 +104,6 @@ def data() -> None:
 
 
 def disk() -> None:
-    """Writing to the disk blocks."""
     sync = os.fsync
 
     def dead(descriptor: Any) -> None:
@@ -120,7 +116,7 @@ def disk() -> None:
 
 
 def importing() -> None:
-    """An import that waits for a lock that another thread holds."""
+    """An import waits for a lock that another thread holds."""
 
     def act(engine: Engine) -> None:
         directory = Path(os.environ["HANG_DIR"])
@@ -146,7 +142,6 @@ def link() -> None:
 
 
 def kill() -> None:
-    """The process is killed."""
     before_step(lambda engine: os.kill(os.getpid(), signal.SIGKILL))
 
 

@@ -116,12 +116,10 @@ class Job:
             launcher.wait(30)
 
     def log(self, rank: int) -> str:
-        """A rank's output."""
         number, local = divmod(rank, self.per_host)
         return (self.directory / f"log.{number}" / f"workerlog.{local}").read_text(errors="replace")
 
     def said(self) -> str:
-        """The output of all ranks."""
         logs = sorted(self.directory.glob("log.*/workerlog.*"))
         return "\n".join(path.read_text(errors="replace") for path in logs)
 

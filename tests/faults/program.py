@@ -1,4 +1,4 @@
-"""The training program in ranks of a pool, with disks that fail."""
+"""The training program in ranks of a pool, with simulated disk errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TRAIN = "tests.e2e.program:train"
 
 
 class Program:
-    """Runs the training program, or one of this file, under one plan; ``save_load`` are keys of it."""
+    """Runs the training program, or one of this file, under one plan; ``save_load`` sets keys of that
+    section."""
 
     def __init__(
         self, pools: Any, corpus: Path, output_dir: Path, plan: ParallelPlan | None = None, **save_load: Any
@@ -57,7 +58,8 @@ class Program:
 def _writing(
     act: Callable[[Path, Callable[[], Any]], Any], steps: Sequence[int], rank: int
 ) -> Iterator[None]:
-    """``act(path, write)`` in place of what writes a file of these steps on this rank."""
+    """Replace the function that writes checkpoint files of these steps on this rank by ``act(path,
+    write)``."""
     from ppfleetx.checkpoint import storage
 
     write = storage.write_safetensors
@@ -78,7 +80,7 @@ def _writing(
 def train_on_a_failing_disk(
     values: Mapping[str, Any], world: int, failing_steps: list[int], number: int, rank: int = 0
 ) -> None:
-    """Train; on ``rank`` writing the checkpoints of these steps fails with this error."""
+    """Train; on ``rank``, writing the checkpoints of these steps fails with this error."""
 
     def fail(path: Path, write: Callable[[], Any]) -> None:
         raise OSError(number, os.strerror(number), str(path))
@@ -90,7 +92,7 @@ def train_on_a_failing_disk(
 def train_with_bytes_that_do_not_arrive(
     values: Mapping[str, Any], world: int, failing_steps: list[int], rank: int
 ) -> None:
-    """Train; what ``rank`` writes of the checkpoints of these steps arrives with a bit flipped."""
+    """Train; on ``rank``, one bit of the written checkpoints of these steps is flipped."""
 
     def flip(path: Path, write: Callable[[], Any]) -> Any:
         written, content = write(), path.read_bytes()

@@ -1,4 +1,4 @@
-"""Kills at random moments; ``PPFLEETX_TESTS_TIMES=30`` makes thirty times as many."""
+"""Kills at random moments; ``PPFLEETX_TESTS_TIMES=30`` runs thirty times as many."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ def test_killed_runs_end_as_if_nothing_had_happened(tmp_path, corpus, in_backgro
 
 
 class KilledRuns:
-    """Runs that save every step and are killed at random moments, until they are done.
+    """Runs that save every step and are killed at random moments until they are done.
 
-    After every kill whatever has the name of a checkpoint must be one, undamaged, of the same run, and not
-    older than the newest before; and every run that got to its end must have the losses, gradient norms and
-    final tensors of a run that nothing disturbed, bit for bit. Dropout is on, and only the newest few
-    checkpoints are kept. A run is a process forked from one that has imported Paddle, so that starting again
-    takes little time.
+    After each kill, everything named like a checkpoint must be a complete one of the same run, and not older
+    than the newest one before. A finished run must have the losses, gradient norms and final tensors of an
+    undisturbed run, bit for bit. Dropout is on, and only the newest checkpoints are kept. Each run is forked
+    from a process that has imported Paddle.
     """
 
     def __init__(self, directory: Path, corpus: Path, overrides: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A rank is killed amid a step, an evaluation or a save: the others end in time and name it."""
+"""A rank is killed during a step, an evaluation or a save: the others end in time and name it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAM = "tests/faults/hang_program.py"
 
 @dataclass(frozen=True)
 class Case:
-    """The rank that is killed, and the moment, as ``hang_program.py`` takes it."""
+    """The killed rank, and the moment in the notation of ``hang_program.py``."""
 
     plan: ParallelPlan
     at: str

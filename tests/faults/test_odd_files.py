@@ -1,4 +1,4 @@
-"""Damaged files of other programs and odd configurations are accepted, or rejected as a user's error."""
+"""Damaged files of other programs and random configurations are accepted, or rejected as a user's error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(kind: str) -> Callable[[Path, Path], object]:
     ],
 )
 def test_a_damaged_file_is_a_users_error(tmp_path: Path, make, kind: str, name: str) -> None:
-    """Any other exception fails the test. Flips are at both ends, where descriptions are."""
+    """Any other exception fails the test. Bits are flipped near both ends, where headers are."""
     make(tmp_path / "source")
     read(kind)(tmp_path / "source", tmp_path / "sound")
     path, rng = tmp_path / "source" / name, random.Random(name)

@@ -1,4 +1,4 @@
-"""Runs that go on: the ranks agree on whose the output directory is, and on every bit."""
+"""Continued runs: ranks agree on the owner of the output directory, and results have the same bits."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def content(directory):
 
 
 def outcomes(program):
-    """What the ranks end with, without the kind of the error."""
+    """The message with which each rank ends."""
     ended = program.call()
     return {None if outcome.error is None else outcome.error.partition(": ")[2] for outcome in ended}
 
@@ -48,7 +48,7 @@ SAME_PLANS = [Plan(dp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(s
 
 
 def saved_at(output_dir, step):
-    """Where every tensor lies and what it holds, and the state beside the tensors."""
+    """The slices and contents of all tensors, and the other state."""
     manifest = open_checkpoint(output_dir / f"epoch_0_step_{step}").manifest
     return manifest.tensors, manifest.state, manifest.ranks
 

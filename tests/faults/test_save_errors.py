@@ -17,7 +17,7 @@ BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["foregr
 
 @pytest.fixture(scope="module")
 def undisturbed(pools, corpus, tmp_path_factory):
-    """Losses of a run whose disk is in order, by plan and way of saving."""
+    """Losses of a run without disk errors, by plan and way of saving."""
     made = {}
 
     def losses_under(plan):

@@ -28,7 +28,7 @@ def trained(pools, corpus, tmp_path_factory):
 
 
 class Rewritten:
-    """What is in a checkpoint, to be changed and saved again elsewhere."""
+    """The contents of a checkpoint, to be changed and saved elsewhere."""
 
     def __init__(self, path):
         source = open_checkpoint(path)

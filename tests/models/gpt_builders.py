@@ -48,7 +48,7 @@ VARIANTS = {
 
 
 def tiny_config(**keys: Any) -> ModelConfig:
-    """Two layers, hidden 32, 61 tokens padded to 64, no dropout unless asked for."""
+    """Two layers, hidden size 32, 61 tokens padded to 64, no dropout by default."""
     defaults = {
         "vocab_size": 61,
         "vocab_size_divisible_unit": 64,

@@ -9,7 +9,7 @@ from tests.models.gpt_builders import VARIANTS, build, random_tokens, tiny_confi
 
 
 class Exported(paddle.nn.Layer):
-    """Tracing changes the layer it is given, so it is given this one."""
+    """Tracing changes the layer, so it gets this wrapper."""
 
     def __init__(self, model):
         super().__init__()

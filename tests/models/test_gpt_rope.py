@@ -93,7 +93,7 @@ def test_logits_beyond_the_original_length_equal_transformers(name):
 
 
 def test_each_row_has_the_angles_of_its_own_length():
-    """In transformers the longest row decides for the whole batch, which a row must not notice here."""
+    """In transformers the longest row decides for the whole batch."""
     config, rng = golden()[0]["short longrope"], np.random.default_rng(0)
     model = build(ModelConfig(**model_keys(config)))
     model.eval()
@@ -108,7 +108,7 @@ def test_each_row_has_the_angles_of_its_own_length():
 
 
 def test_a_program_computes_the_angles_of_the_tables():
-    """An exported program has no tables; see tests/deploy for a whole one."""
+    """Exported programs have no tables; tests/deploy tests a whole program."""
     scaling = RopeScalingConfig(type="yarn", factor=4, original_max_position_embeddings=16)
     rotary = RotaryEmbedding(8, 64, 100.0, scaling)
     positions = paddle.arange(64).unsqueeze(0)

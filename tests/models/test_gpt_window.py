@@ -1,4 +1,5 @@
-"""Attention within a window, rotary positions on a part of each head, a spread of the embeddings' own."""
+"""Attention windows, rotary positions on a part of each head, and a separate standard deviation of
+embeddings."""
 
 import numpy as np
 import paddle
@@ -37,7 +38,7 @@ def test_nothing_comes_from_before_the_window(keys):
 
 
 def test_a_window_of_one_layer_equals_the_sequence_cut_there():
-    """The last position of one layer with window 4 computes what it computes in a sequence of five."""
+    """With window 4, the last position of one layer depends on five positions only."""
     tokens = random_tokens(length=12)
     keys = {"num_layers": 1, "position_embedding_type": "none"}
     windowed = logits_of(build(tiny_config(**keys, attention_window=4)), tokens)
@@ -58,7 +59,7 @@ def test_a_window_looks_back_into_the_cache(chunks):
 
 
 def test_a_window_counts_what_the_row_sees():
-    """Column 1 of the second row holds nothing: a wrong guess, or padding."""
+    """Column 1 of the second row is empty: a rejected draft token, or padding."""
     visible = np.array([[True, True, True, True], [True, False, True, True]])
     found = cached_mask(1, 5, visible, window=1)[:, 0, 0]
     assert found.tolist() == [[False, False, True, True, False], [False, False, True, True, False]]
@@ -67,7 +68,7 @@ def test_a_window_counts_what_the_row_sees():
 
 
 def test_only_the_first_part_of_a_head_is_turned():
-    """Against the formula: pairs (i, i + r/2) of the first r features turn by position * base^(-2i/r)."""
+    """The pairs (i, i + r/2) of the first r features are rotated by position * base^(-2i/r)."""
     rng, turned, width = np.random.default_rng(3), 4, 10
     x = rng.standard_normal((2, 1, 2, 5, width)).astype(np.float32)
     positions = np.array([[0, 1, 2, 3, 4], [7, 7, 0, 1, 9]])

@@ -1,4 +1,4 @@
-"""Recomputation changes no number: gradients are bitwise those without it, dropout included."""
+"""Recomputation changes no bit of the gradients, with dropout too."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def gradients(packs=True, fused=None, **keys):
 
 @pytest.fixture
 def recomputed(monkeypatch):
-    """Counts the calls that are recomputed."""
+    """Count the calls of recomputation."""
     calls = []
     for module in (layers, attention):
         original = module.recompute
@@ -64,8 +64,8 @@ def test_gradients_are_bitwise_equal(recomputed, style, granularity, function):
 
 @pytest.fixture
 def packed_flash(monkeypatch):
-    """Flash attention of one tensor could run: what Paddle's operator would be given is computed by the
-    reference. Counts the calls."""
+    """Pretend that packed flash attention can run; the reference computes the result of Paddle's operator.
+    Count the calls."""
     calls = []
 
     def composite(rows, *, dropout, causal, training):
@@ -116,7 +116,7 @@ class Scaled(paddle.nn.Layer):
     ids=["keyword-only default", "partial", "partial keyword-only", "lambda", "layer"],
 )
 def test_any_callable_can_be_recomputed(function):
-    """Whatever its signature: fleet looks at it, and refuses some."""
+    """fleet inspects the signature, and refuses some."""
     one, other = (paddle.to_tensor([1.0, 2.0], stop_gradient=False) for _ in range(2))
     recompute(function, one).sum().backward()
     function(other).sum().backward()

@@ -1,4 +1,4 @@
-"""Machines on one machine: network namespaces with addresses of their own, joined by a cable (veth)."""
+"""Simulated machines: network namespaces with their own addresses, joined by a cable (veth)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,25 @@ class NoNamespacesError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """A network namespace, its address, and the end of the cable that is plugged into it."""
+    """A network namespace, its address, and its end of the cable."""
 
     name: str
     address: str
     cable: str
 
     def command(self, *words: str) -> list[str]:
-        """``words`` to be run on this node."""
+        """The command line that runs ``words`` on this node."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def unplug(self) -> None:
-        """Pull the cable: from now on this node reaches nobody, and nobody hears of it."""
+        """Pull the cable: this node can no longer communicate."""
         _ip("-n", self.name, "link", "set", self.cable, "down")
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Two nodes that reach each other and nothing else; gone afterwards.
-
-    Raises:
-        NoNamespacesError: iproute2 is missing, or the kernel does not let us.
-    """
+    """Two nodes that reach only each other. Raises NoNamespacesError if iproute2 is missing, or the kernel
+    refuses."""
     if shutil.which("ip") is None:
         raise NoNamespacesError("there is no `ip` command (iproute2)")
     tag = os.getpid() % 10000

@@ -1,4 +1,4 @@
-"""Two nodes with addresses of their own: dp 2 across them, mp 2 within each, equal to one process."""
+"""Two nodes with dp 2 across them and mp 2 within each give the results of one process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OVERRIDES = (
 
 
 def start(tool: Tool, node: Node, master: str, output_dir: Path, *overrides: str, **environ: str):  # noqa: F811
-    """The launcher of a node; without ``environ`` that of the master is started as users do it, the others
-    are forked."""
+    """Start a node's launcher. Without ``environ``, the master is started as users do it, and the others are
+    forked."""
     executed = not environ and master.startswith(f"{node.address}:")
     popen = subprocess.Popen if executed else programs.Popen
     script = "tests/e2e/faulty_train.py" if "FAULT" in environ else "tools/train.py"
@@ -47,7 +47,7 @@ def start(tool: Tool, node: Node, master: str, output_dir: Path, *overrides: str
 
 
 def finish(jobs: list[subprocess.Popen], timeout: float) -> list[tuple[int, str]]:
-    """(exit code, output) of each launcher; nothing of them is left."""
+    """(exit code, output) of each launcher, after all processes have ended."""
     deadline = time.monotonic() + timeout
     try:
         outputs = [job.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for job in jobs]
@@ -119,12 +119,12 @@ def test_a_stopped_rank_is_waited_for_and_an_unplugged_host_is_not(
 
 
 def await_steps(output_dir: Path, number: int, jobs: list[subprocess.Popen]) -> None:
-    """Until so many steps are recorded."""
+    """Wait until so many steps are recorded."""
     wait_for(lambda: len(losses(output_dir)) >= number, 60, running=jobs)
 
 
 def rank_of(log_dir: Path, local_rank: int) -> int:
-    """Process of a rank, which writes to a file of its own."""
+    """The process of a rank, found by its log file."""
     log = str(log_dir / f"workerlog.{local_rank}")
     for process in Path("/proc").glob("[0-9]*"):
         try:

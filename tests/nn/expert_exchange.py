@@ -1,4 +1,5 @@
-"""In the ranks of a pool: rows that travel to toy experts and back, against one rank with all rows."""
+"""Cases of the expert exchange, run in the ranks of a pool: results on several ranks against one rank with
+all rows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ ROUTES = {
 
 
 def case_of(route: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a rank and the expert of each, sorted by expert."""
+    """A rank's rows and the expert of each row, sorted by expert."""
     rng = np.random.default_rng([rank, 7])
     chosen = np.sort(ROUTES[route](rank, rng))
     return rng.standard_normal((len(chosen), WIDTH)).astype(np.float32), chosen
@@ -35,7 +36,7 @@ def weights() -> dict[str, np.ndarray]:
 
 
 def through_experts(exchange: Any, rows: Any, chosen: np.ndarray, params: dict[str, Any]) -> Any:
-    """What experts make of rows."""
+    """Apply the toy experts to rows."""
     import paddle
 
     counts = paddle.to_tensor(np.bincount(chosen, minlength=EXPERTS))
@@ -66,7 +67,7 @@ def parameters(ep: int, ep_rank: int, emp: int, emp_rank: int) -> dict[str, Any]
 
 
 def run(exchange: Any, rows: np.ndarray, chosen: np.ndarray, params: dict[str, Any]) -> tuple[Any, ...]:
-    """Outputs, the gradient of the rows, and of the parameters, of a loss that tells rows apart."""
+    """Outputs, and the gradients of rows and parameters, of a loss in which each row has another weight."""
     import paddle
 
     rows = paddle.to_tensor(rows)
@@ -78,7 +79,8 @@ def run(exchange: Any, rows: np.ndarray, chosen: np.ndarray, params: dict[str, A
 
 
 def worst_difference(ep: int, emp: int, route: str) -> float:
-    """From one rank with all rows and experts: of outputs and gradients of this rank."""
+    """The largest difference of this rank's outputs and gradients from those of one rank with all rows and
+    experts."""
     import paddle
     from paddle import distributed
 
@@ -109,7 +111,6 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
 
 
 def groups_along(ep: int, emp: int) -> dict[str, Any]:
-    """This rank's groups along both axes."""
     ranks = np.arange(ep * emp).reshape(ep, emp)
     return {"ep": _mine(ranks.T.tolist()), "emp": _mine(ranks.tolist())}
 
@@ -124,7 +125,8 @@ def _mine(lists: Sequence[Sequence[int]]) -> Any:
 
 
 def levels_apart(ep: int, emp: int, route: str, per_node: int) -> list[list[int]]:
-    """Group sizes of all all-to-alls, on one level and on two, whose results have the same bits."""
+    """Exchange on one level and on two; check that the results have the same bits, and return the group sizes
+    of all all-to-alls."""
     from paddle import distributed
 
     from ppfleetx.config.mesh import levels_of
@@ -164,7 +166,8 @@ def _noted_all_to_alls() -> Iterator[list[int]]:
 
 
 def halves() -> list[Any]:
-    """Rows that two ranks hold alike: the parts of each, the whole again, and the gradient of the rows."""
+    """For rows that two ranks both hold: the part of each rank, the gathered whole, and the gradient of the
+    rows."""
     import paddle
 
     from ppfleetx.nn.expert_exchange import ExpertExchange

@@ -75,7 +75,7 @@ def _values(rng: np.random.Generator, size: int, columns: int, rows: int, groups
 
 
 def _with_offsets(rng: np.random.Generator, scales: np.ndarray) -> np.ndarray:
-    """Scales, and offsets of a similar size and either sign, in turn, in 16 bits: normal, denormal and 0."""
+    """Scales and offsets in turn, in 16 bits. Offsets have either sign and may be denormal or 0."""
     scales = np.clip(scales, 1e-7, 6e4)
     offsets = scales * rng.uniform(-9, 9, scales.shape)
     return np.stack([scales, offsets.clip(-6e4, 6e4)], axis=1).reshape(-1, scales.shape[1]).astype(np.float16)
@@ -158,7 +158,6 @@ def _run(kind: str, x, panels, scales, bias, columns: int) -> np.ndarray:
 
 
 def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
-    """Compile another form of the operators and use it in this process."""
     from ppfleetx.nn.cpu_ops import build, ops, quantized
 
     options = [f"-march={march}" if option.startswith("-march") else option for option in ops.OPTIONS]

@@ -43,11 +43,8 @@ def main() -> None:
 
 
 def run(march: str, width: int, cases: int) -> str:
-    """What the program says at its end.
-
-    Raises:
-        subprocess.CalledProcessError: it cannot be compiled, a result is wrong, or something was found.
-    """
+    """Compile and run the program; return its last line. Raises CalledProcessError if it cannot be compiled,
+    a result is wrong, or a sanitizer reports an error."""
     with tempfile.TemporaryDirectory() as directory:
         program = str(Path(directory) / "products")
         source = str(Path(__file__).with_suffix(".cc"))

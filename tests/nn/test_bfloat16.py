@@ -1,4 +1,4 @@
-"""Products in bfloat16 on a CPU: values, gradients, and where they are refused."""
+"""Products in bfloat16 on a CPU: values, gradients, and machines without them."""
 
 import numpy as np
 import paddle
@@ -45,7 +45,7 @@ def random(*shape):
     ],
 )
 def test_a_product(x, y, turns):
-    """Of rounded operands, summed in float32."""
+    """Operands are rounded to bfloat16 and products summed in float32."""
     x, y = random(*x), random(*y)
     left, right = rounded(x), rounded(y)
     left = left.swapaxes(-1, -2) if "transpose_x" in turns else left
@@ -70,7 +70,7 @@ def test_casts():
 @needs_operators
 @pytest.mark.parametrize("cast_to", [None, "bfloat16"])
 def test_gradients_of_a_linear(cast_to):
-    """Operands of all three products are rounded; gradients of weight and bias are float32."""
+    """The operands of all three products are rounded; gradients of weight and bias are float32."""
     layer, matmul = Linear(16, 24, bias=True), Matmul(cast_to=cast_to)
     layer.linear = matmul.linear
     weight, bias, rows, upstream = random(16, 24), random(24), random(2, 3, 16), random(2, 3, 24)
@@ -118,7 +118,7 @@ class _Head(PieceHead):
 @needs_operators
 @pytest.mark.parametrize("cast_to", [None, "bfloat16"])
 def test_a_head_in_pieces(cast_to):
-    """Loss and gradients are those of whole logits."""
+    """Loss and gradients equal those of whole logits."""
     matmul, found = Matmul(cast_to=cast_to), []
     for pieces in (1, 3):
         head, x = _Head(pieces, matmul), paddle.to_tensor(random(6, 2, 8), stop_gradient=False)

@@ -1,4 +1,4 @@
-"""Our own operators for decoding on a CPU: what they compute, and what happens where they are not there."""
+"""Our operators for decoding on a CPU: results, and behavior if they are not compiled."""
 
 import functools
 import sys
@@ -155,7 +155,6 @@ def test_a_compiler_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("options", "code"), [([], 2), (["--if-possible"], 0)])
 def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int, tmp_path: Path) -> None:
-    """As on a machine where nothing has been compiled yet."""
     script = tmp_path / "compile.py"
     script.write_text(
         "import runpy, pathlib\n"

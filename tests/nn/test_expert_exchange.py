@@ -1,4 +1,4 @@
-"""Rows travel to their experts and back as if one rank had all of both."""
+"""Expert parallelism gives the results of one rank with all rows and experts."""
 
 import numpy as np
 import pytest

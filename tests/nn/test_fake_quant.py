@@ -1,4 +1,4 @@
-"""Fake quantisation of linears: values, gradients, scales from step to step, which layers."""
+"""Fake quantization of linears: values, gradients, scales over steps, choice of layers."""
 
 import numpy as np
 import paddle
@@ -34,7 +34,7 @@ def build(factory=None, follows=True, **keys):
 
 
 def step(model, tokens):
-    """Forward and the end of a step, as the runner makes it."""
+    """Run a forward pass and end the step, as the runner does."""
     model.train()
     for quantizer in quantizers_of(model):
         quantizer.begin()
@@ -100,7 +100,8 @@ def test_the_scale_follows_the_largest_of_each_step():
 
 
 def test_a_bound_of_inputs_has_a_gradient_once_there_is_a_scale():
-    """Until then it is left out on every rank: zeros in its place would age the optimizer's moments."""
+    """Before that, all ranks leave it out, because a gradient of zeros would change the optimizer's
+    moments."""
     model = build(activation_preprocess_type="PACT")
     clips = [quantizer.input_clip for quantizer in quantizers_of(model)]
     for has_scale in (False, True):
@@ -110,7 +111,6 @@ def test_a_bound_of_inputs_has_a_gradient_once_there_is_a_scale():
 
 
 def test_micro_batches_and_recomputation_change_no_scale():
-    """A step's maximum is taken once, however often its parts are computed."""
     whole, cut = build(), build()
     tokens = random_tokens(batch=4)
     step(whole, tokens)
@@ -123,7 +123,7 @@ def test_micro_batches_and_recomputation_change_no_scale():
         assert other.input_scale.item() == pytest.approx(one.input_scale.item(), rel=1e-5)
 
 
-def test_what_is_quantised():
+def test_what_is_quantized():
     def names(**keys):
         found = canonical_parameters(build(**keys))
         return sorted(name.partition(".quant.")[0] for name in found if is_of_quantizer(name))

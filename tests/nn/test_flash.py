@@ -1,4 +1,4 @@
-"""Flash attention without a GPU: when it is taken, what is said where not, and what Paddle is called with."""
+"""Flash attention without a GPU: when it is used, the logged reason if not, and the arguments Paddle gets."""
 
 import logging
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ SERVED = None
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The device is a GPU of a capability, and Paddle's flags are as given."""
+    """Pretend that the device is a GPU of a capability, with these Paddle flags."""
 
     def set_up(capability, **flags):
         monkeypatch.setattr(flash, "on_gpu", lambda: True)
@@ -122,7 +122,6 @@ def test_it_is_refused_in_words_on_a_cpu():
 
 @pytest.mark.parametrize("kernel", ["auto", "flash"])
 def test_queries_after_cached_keys_take_the_reference(monkeypatch, kernel):
-    """A flash kernel that could run, and must not be called."""
     monkeypatch.setattr(kernels, "flash_obstacle", lambda *_, **__: None)
     monkeypatch.setattr(kernels, "flash_attention", lambda *_: pytest.fail("flash was called"))
     query, (key, value) = RNG.normal(size=(2, 2, 3, 1, 8)), RNG.normal(size=(2, 2, 2, 6, 8))
@@ -135,8 +134,8 @@ def test_queries_after_cached_keys_take_the_reference(monkeypatch, kernel):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_paddle_is_called_with(monkeypatch, packed):
-    """What its functions would be given, computed by the reference instead. As in version 3 they take no
-    ``training=False``: where nothing is trained, the probability is 0."""
+    """The reference computes the results of Paddle's functions. Like version 3, the stand-ins do not accept
+    ``training=False``, so in evaluation the dropout probability must be 0."""
     calls = []
 
     def run(q, k, v, limits, *, dropout, causal, training):

@@ -1,7 +1,7 @@
-"""Fused operators of the layers, on a CPU that lacks their kernels: stand-ins with the kernels' signatures.
+"""Fused operators of layers, on a CPU that lacks their kernels: stand-ins with the kernels' signatures.
 
-Each stand-in is written from what Paddle documents, not from our composite. That the real operators take such
-calls is shown by how far they come: past arguments and shapes, to the kernel that is missing.
+The stand-ins are written from Paddle's documentation, not from our composites. Another test calls the real
+operators and checks that they accept the arguments and fail only because the kernel is missing.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ from ppfleetx.nn.fused import TABLE, FusedOps, choose
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.layer_spec import LinearSpec
 from ppfleetx.nn.matmul import Matmul
-from ppfleetx.nn.trials_apart import difference
+from ppfleetx.nn.trial_process import difference
 from ppfleetx.parallel import parallelize
 from tests.helpers.low_precision import emulated
 
@@ -41,7 +41,8 @@ def rms_norm(x, scale, normalized_shape, epsilon):
 
 
 def rotary(q, k, v, sin, cos, position_ids, use_neox_rotary_style, time_major, rotary_emb_base):
-    """[batch, seq, heads, size] and tables [1, positions, 1, size]; halves are paired without "neox"."""
+    """``[batch, seq, heads, size]`` and tables ``[1, positions, 1, size]``; without "neox", halves are
+    paired."""
     assert k is v is None and not use_neox_rotary_style and not time_major
     b, s, _, size = q.shape
     assert sin.shape == cos.shape == [1, sin.shape[1], 1, size] and sin.shape[1] >= s
@@ -58,7 +59,7 @@ def triangle_softmax(x):
 
 
 def param_grad_add(x, dout, dweight, dbias, multi_precision, has_bias):
-    """Without a sum so far it makes one, of float32."""
+    """Without a previous sum, it creates one in float32."""
     assert multi_precision is True and has_bias is False and dbias is None and x.dtype == dout.dtype
     rows, upstream = (t.astype("float32").numpy().reshape([-1, t.shape[-1]]) for t in (x, dout))
     gradient = paddle.to_tensor(rows.T @ upstream)
@@ -75,7 +76,7 @@ STAND_INS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each stand-in, and the fused operators that a CPU has, were called."""
+    """Count the calls of each stand-in, and of the fused operators that a CPU has."""
     counts = dict.fromkeys((*STAND_INS, "swiglu"), 0)
 
     def counting(name, function):
@@ -122,7 +123,6 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
 
 def test_trials_are_without_tf32_whatever_is_allowed():
-    """Attentions that differ in a last digit before a rounded product differ by 1e-4 behind it."""
     before, used = core.get_cublas_switch(), []
 
     def trial(dtype):
@@ -216,7 +216,7 @@ def test_a_program_that_is_exported_has_plain_operators(monkeypatch):
 
 
 def mixed(level, *overrides):
-    """A small GPT in float16, with accumulation and a loss scale; three micro batches of one step."""
+    """Train a small float16 GPT for one step with three micro batches and a loss scale."""
     changes = {"mix_precision": {"enable": True, "dtype": "float16", "level": level, "scale_loss": 1024.0}}
     cfg = load_config(NANO, ["Model.num_layers=2", "Model.hidden_dropout_prob=0", *overrides])
     cfg = cfg.model_copy(update={"Engine": cfg.Engine.model_validate({**cfg.Engine.model_dump(), **changes})})
@@ -238,7 +238,7 @@ def two_steps(cfg, batches):
 
 
 def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
-    """The same steps but for one rounding to 16 bits."""
+    """The result equals that of plain operators, except for one rounding to 16 bits."""
     results, stand_in = [], _C_ops.fused_linear_param_grad_add
     with emulated():
         monkeypatch.setattr(_C_ops, "fused_linear_param_grad_add", stand_in)
@@ -254,7 +254,7 @@ def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
 
 
 def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
-    """To the last bit what conversions in every product give."""
+    """The result has the same bits as with a conversion in every product."""
     results, made = [], []
     init = Matmul.__init__
     monkeypatch.setattr(Matmul, "__init__", lambda self, **a: made.append(self) or init(self, **a))
@@ -272,7 +272,7 @@ QUANTIZATION = "Compress.Quantization"
 
 
 def test_a_weight_that_is_rounded_has_no_copy_of_another(monkeypatch):
-    """Rounded weights are gone after their product, and Python gives their ``id`` to the next ones."""
+    """Rounded weights are freed after their product, and Python reuses their ``id``."""
     results = []
     with emulated():
         for taken in ({}, {"weight_cast": ("float16",)}):
@@ -282,7 +282,6 @@ def test_a_weight_that_is_rounded_has_no_copy_of_another(monkeypatch):
 
 
 def test_learned_clips_are_float32_beside_16_bit_weights(monkeypatch):
-    """Their gradients are where they were, when those of the weights are taken to float32."""
     types = ("weight_preprocess_type", "activation_preprocess_type")
     options = [f"{QUANTIZATION}.enable=True", *(f"{QUANTIZATION}.{key}=PACT" for key in types)]
     cfg, batches = mixed("O2", *options, "Model.use_recompute=True")

@@ -39,7 +39,7 @@ YARN = {
 
 
 def config_of(case: dict) -> ModelConfig:
-    """The ``Model`` section of a config.json of transformers."""
+    """The ``Model`` section for a config.json of transformers."""
     scaling = dict(case.get("rope_parameters", {}))
     if scaling:
         scaling["type"] = scaling.pop("rope_type")
@@ -94,7 +94,7 @@ def test_output_and_gradient_are_those_of_transformers(name):
 OPTIONS = {
     "plain": {},
     "queries from hidden states": {"latent_attention": {**LATENT["latent_attention"], "q_rank": None}},
-    "neighbours": {"rotary_interleaved": True},
+    "neighbors": {"rotary_interleaved": True},
     "yarn": {"rope_scaling": YARN},
     "window": {"attention_window": 3},
     "LayerNorm and biases": {"normalization": "LayerNorm", "add_bias_linear": True},
@@ -136,14 +136,14 @@ def test_16_bits_under_mixed_precision():
 
 
 def test_neighbours_are_halves_in_another_order():
-    """Equal scores, with the features of queries and keys that are turned in the order of the pairs."""
+    """With rotary features reordered into pairs, the scores are equal."""
     x = paddle.randn([2, 1, 3, 5, 6])
     positions = paddle.arange(5).expand([2, 5])
     order = paddle.to_tensor([0, 2, 4, 1, 3, 5])
     keys = {"position_embedding_type": "rope", "head_dim": 6}
-    halves, neighbours = (rope(tiny_config(**keys, rotary_interleaved=flag)).rotary for flag in (False, True))
+    halves, neighbors = (rope(tiny_config(**keys, rotary_interleaved=flag)).rotary for flag in (False, True))
     expected = halves.rotate(x.index_select(order, -1), positions)
-    got = neighbours.rotate(x, positions).index_select(order, -1)
+    got = neighbors.rotate(x, positions).index_select(order, -1)
     np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=0, atol=1e-6)
 
 

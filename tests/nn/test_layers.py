@@ -59,9 +59,9 @@ def test_norm(kind, training):
     (out * tensor(upstream)).sum().backward()
     expected = numerical_gradient(lambda v: norm64(kind, v, gain, bias, 1e-3), x, upstream)
     np.testing.assert_allclose(xt.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
-    normalised = norm64(kind.removesuffix("1P"), x, 1.0, 0.0, 1e-3)
+    normalized = norm64(kind.removesuffix("1P"), x, 1.0, 0.0, 1e-3)
     np.testing.assert_allclose(
-        layer.weight.grad.numpy(), (upstream * normalised).sum((0, 1)), rtol=1e-3, atol=1e-4
+        layer.weight.grad.numpy(), (upstream * normalized).sum((0, 1)), rtol=1e-3, atol=1e-4
     )
     if has_bias:
         np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)
@@ -193,7 +193,7 @@ def test_mask_against_its_definition():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_blocked_scores_are_finite_and_below_all_others(dtype):
-    """A row that may attend to nothing, as those of left padding, would have no softmax of infinities."""
+    """A row with left padding may have no allowed key; with infinite scores its softmax would be NaN."""
     dtype = getattr(paddle, dtype)
     blocked = float(paddle.full([], blocked_score(dtype), dtype=dtype).astype("float32"))
     assert np.isfinite(blocked)

@@ -18,7 +18,7 @@ def with_adapters(variant, **lora):
 
 
 def fill(model, seed=0):
-    """Give every B values of its own."""
+    """Give every B distinct values."""
     generator = np.random.default_rng(seed)
     for name, parameter in canonical_parameters(model).items():
         if name.endswith("lora.b"):
@@ -69,7 +69,6 @@ def test_targets_are_chosen_by_pattern():
 
 
 def test_initial_values():
-    """A is N(0, 1 / in) and B is 0, whatever the seed of the linear."""
     cfg = tiny_config(hidden_size=256, lora={"rank": 64})
     parameters = canonical_parameters(build(cfg))
     a = parameters["decoder.layers.0.attention.qkv.lora.a"].numpy()

@@ -13,7 +13,7 @@ S, B = 12, 2
 
 
 def example(vocab: int, padding: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits as trained models give them: a few tokens are likely, and very many hardly."""
+    """Logits like those of trained models: few tokens are likely, most are very unlikely."""
     rng = np.random.default_rng(vocab)
     logits = (rng.standard_normal([S, B, vocab + padding]) * 2.0).astype(np.float32)
     logits[..., :20] += rng.uniform(8.0, 14.0, [S, B, 20]).astype(np.float32)
@@ -42,7 +42,6 @@ def test_an_evaluation_is_right_whatever_the_size_of_the_vocabulary(vocab, paddi
 
 
 def test_so_is_one_in_pieces():
-    """Of ``Model.loss_chunks``."""
     rng, vocab = np.random.default_rng(0), 49_152
     found = []
     for pieces in (1, 3):
@@ -69,7 +68,7 @@ def test_training_has_the_numbers_of_paddles_kernel():
 
 
 def test_a_pair_is_taken_for_one_more_version(monkeypatch):
-    """What a task of before returns, and how one that calls ``super().loss`` reads it."""
+    """A task may return a pair (loss sum, count), and may unpack the result of ``super().loss``."""
     logits, labels, mask = map(paddle.to_tensor, example(20))
     found = token_loss(logits, labels, mask, 20)
     warnings = []

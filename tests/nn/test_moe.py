@@ -1,4 +1,5 @@
-"""The layer against one that computes every expert for every position, and what an empty expert leaves."""
+"""The mixture layer against a reference that computes every expert for every position; experts without
+rows."""
 
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ def config(moe, **more):
 
 
 def layer_of(cfg):
-    """The last block's layer, alone, with values."""
+    """The last block's layer with initialized values."""
     import paddle
 
     from ppfleetx.nn.factory import LocalFactory
@@ -50,7 +51,7 @@ def layer_of(cfg):
 
 
 def every_expert(layer, hidden):
-    """What the layer gives, from all experts at all positions."""
+    """The layer's output, computed with all experts at all positions."""
     import paddle
 
     from ppfleetx.nn.router import chosen_mask
@@ -71,7 +72,7 @@ def every_expert(layer, hidden):
 
 
 def gradients(layer, function, hidden):
-    """Of all that trains, and of the input."""
+    """Gradients of all trainable parameters and of the input."""
     hidden = hidden.detach()
     hidden.stop_gradient = False
     out = function(hidden)
@@ -119,7 +120,7 @@ def test_declared_parameters_are_those_of_the_layer():
 
 
 def test_active_parameters():
-    """As published for Mixtral 8x7B: 46.7 and 12.9 billion."""
+    """Published for Mixtral 8x7B: 46.7 billion parameters, 12.9 billion active."""
     cfg = ModelConfig(
         vocab_size=32000,
         hidden_size=4096,
@@ -143,7 +144,7 @@ def test_active_parameters():
 
 
 def grouped(width_in, width_out):
-    """The linears of three experts, alone, with values."""
+    """The linears of three experts with initialized values."""
     import paddle
 
     from ppfleetx.nn.factory import LocalFactory
@@ -222,7 +223,7 @@ def test_matrices_of_experts_are_rounded_each_by_itself():
 
 
 def test_a_rank_without_positions():
-    """Ranks that share one position in decoding."""
+    """In decoding, ranks that share one position may have none to dispatch."""
     import paddle
 
     from ppfleetx.nn.moe import Order

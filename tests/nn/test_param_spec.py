@@ -1,4 +1,4 @@
-"""What follows from a declaration, against facts that are written down or counted here by themselves."""
+"""Everything derived from parameter declarations, against tables and independent counts."""
 
 import math
 import re
@@ -91,7 +91,7 @@ def facts_of(name: str) -> tuple[int | None, str]:
 
 
 def ranks_alike(plan: ParallelPlan, rank: int, *but: str) -> list[int]:
-    """Ranks that differ from ``rank`` along the axes ``but`` at most."""
+    """The ranks that have the coordinates of ``rank`` on all axes except ``but``."""
     at = plan.coordinates(rank)
     same = [axis for axis in AXES if axis not in but]
     return [r for r in range(plan.world_size) if all(plan.coordinates(r)[a] == at[a] for a in same)]

@@ -1,4 +1,4 @@
-"""Operators of a device's plugin in the place of plain ones: axes, masks, types, and what is refused."""
+"""Operators of a device's plugin in place of plain ones: axes, masks, types and limits."""
 
 import numpy as np
 import paddle
@@ -14,7 +14,7 @@ from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps, choose, forget_trials
 from ppfleetx.nn.layers import Dropout
 from ppfleetx.nn.masks import attention_mask
 from ppfleetx.nn.rope import RotaryEmbedding
-from ppfleetx.nn.trials_apart import difference
+from ppfleetx.nn.trial_process import difference
 from tests.helpers import ascend
 from tests.helpers.low_precision import emulated
 
@@ -23,7 +23,7 @@ OPERATORS = ("rms_norm", "rope", "plugin_attention")
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """The operators of Ascend's plugin, for this process's device; calls of each by name."""
+    """Stand-ins for the operators of Ascend's plugin, for this process's device; records calls by name."""
     calls: dict[str, int] = {}
 
     def counted(name):
@@ -80,7 +80,7 @@ def test_heads_that_the_operator_does_not_take_are_turned_by_plain_ones(plugin):
     ],
 )
 def test_where_its_attention_serves(ops, dtype, probability, said):
-    """It drops weights in the backward pass and not before."""
+    """The plugin drops attention weights only in the backward pass, so it is not used with dropout."""
     dropout = paddle.nn.Dropout(probability)
     query = paddle.zeros([1, 1, 1, 4, 64]).astype(dtype)
     found = flash.flash_obstacle(query, dropout, packed=True, fused=ops)
@@ -88,7 +88,7 @@ def test_where_its_attention_serves(ops, dtype, probability, said):
 
 
 def test_packed_documents_go_through_it(plugin):
-    """A training that takes it: attention of two documents in a row, as the reference kernel computes it."""
+    """Training on two documents in a row equals the reference kernel."""
     options = kernels.KernelOptions(fused=FusedOps({"plugin_attention": ["float32"]}))
     query, key = (
         paddle.to_tensor(np.random.default_rng(0).standard_normal(s).astype("float32"))
@@ -115,7 +115,7 @@ def test_they_are_chosen_where_they_are_and_refused_elsewhere(plugin, monkeypatc
 
 @pytest.mark.parametrize("operator", [mlp.relu, Dropout(0.5)], ids=["relu", "dropout"])
 def test_what_a_device_cannot_do_in_bfloat16_it_does_in_float32(monkeypatch, operator):
-    """The CPU's kernel would draw from another generator, or is not there."""
+    """The CPU's kernel would use another random generator, or does not exist."""
     keys = ["(npu, Undefined(AnyLayout), float32)"]
     monkeypatch.setattr(core, "_get_registered_phi_kernels", lambda _: {"relu": keys, "dropout": keys})
     monkeypatch.setattr(paddle, "get_device", lambda: "npu:0")

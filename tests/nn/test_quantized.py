@@ -1,4 +1,5 @@
-"""Layers with weights of 8 and 4 bits: products against float64, without the operators, of slices."""
+"""Layers with 8-bit and 4-bit weights: products against float64, with and without operators, and of
+slices."""
 
 from functools import partial
 
@@ -112,7 +113,8 @@ def test_the_gradient_of_the_input_is_that_of_the_widened_matrix(form: Form) -> 
 
 
 def test_on_a_gpu_paddles_kernel_takes_8_bit_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no GPU here: what is asked of Paddle is looked at, and for which matrices."""
+    """Without a GPU, the test checks the arguments of Paddle's functions, and for which matrices they are
+    called."""
     asked = []
 
     def quantize(wide: paddle.Tensor, algo: str, arch: int) -> tuple[str, str]:
@@ -156,7 +158,7 @@ _declare_here = partial(declare, mesh=Mesh(ParallelPlan(mp=4)), rank=1)
 
 
 def _sliced(dim: int, form: Form) -> QuantizedLinear:
-    """One of four equal parts of a linear."""
+    """One of four equal slices of a linear."""
     linear = Linear(64, 50, bias=False)
     shape = (256, 50) if dim == 0 else (64, 200)
     _declare_here(linear.weight, dense(shape, Constant(0.0), "matrix", mp=Shard(dim)))

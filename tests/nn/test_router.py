@@ -20,7 +20,7 @@ ROUTERS = [
 
 @pytest.fixture
 def logits():
-    """Of the goldens' tokens, as leaves: hidden states, matrix, and what follows from them."""
+    """Hidden states and matrix of the goldens as leaves, and the logits."""
     import paddle
 
     x, w = (paddle.to_tensor(GOLDENS[name].astype("float32"), stop_gradient=False) for name in "xw")
@@ -28,7 +28,7 @@ def logits():
 
 
 def section(options):
-    """The section that means the golden's options."""
+    """The configuration section for a golden's options."""
     groups = (
         {"num_groups": options["groups"], "top_groups": options["group_topk"]} if "groups" in options else {}
     )
@@ -71,7 +71,7 @@ def test_choices_weights_and_their_gradients(name, logits):
 
 
 def balance(kind, logits, masked):
-    """A loss of the golden's tokens, with shares that are those of the tokens themselves."""
+    """The balancing loss of the golden's tokens, with expert shares of the same tokens."""
     import paddle
 
     from ppfleetx.nn import router

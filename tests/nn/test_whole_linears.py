@@ -1,4 +1,4 @@
-"""Adapters and learned bounds beside linears that every tensor-parallel rank has whole."""
+"""Adapters and learned bounds of linears that every tensor-parallel rank holds in full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_gradients_are_those_of_one_card(pools, sequence_parallel, of_trunk):
 
 
 def gradients(mp: int, sequence_parallel: bool, of_trunk: bool) -> dict[str, list[float]]:
-    """Gradients of an adapter and of learned bounds, summed over the ranks as their declarations say."""
+    """Gradients of an adapter and of learned bounds, summed over ranks according to their declarations."""
     import paddle
     from paddle import distributed
 

@@ -1,9 +1,9 @@
-"""Record what runs on a GPU, and write the committed table and counts: ``make operators``.
+"""Record the kernels a GPU runs, and write the committed table and counts: ``make operators``.
 
-``python -m tests.operators table`` makes the runs of tests/operators/scenarios.py of one and two processes
-(``--sizes 1 2 4`` of four too) and adds what is new to ``ppfleetx/utils/gpu_operators.json``; ``--part 1/4``
-makes a quarter of them, ``-k TEXT`` those whose names contain it. ``python -m tests.operators counts`` writes
-``tests/operators/counts.json``.
+``python -m tests.operators table`` runs the scenarios of tests/operators/scenarios.py with one and two
+processes (``--sizes 1 2 4``: also four) and adds new kernels to ``ppfleetx/utils/gpu_operators.json``.
+``--part 1/4`` runs a quarter of them, ``-k TEXT`` those whose names contain it. ``python -m tests.operators
+counts`` writes ``tests/operators/counts.json``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
 def _record_all(
     pools: Pools, scenarios: list[Scenario], with_export: bool, registries: dict[str, Path | None]
 ) -> int:
-    """Write the table whenever there is something new: what ends in the middle has not been for nothing."""
+    """Write the table after each scenario with new kernels, so that an interrupted run loses nothing."""
     failed: list[str] = []
     found, missing = table.named(), table.write(table.named(), registries)
     with tempfile.TemporaryDirectory() as directory:
@@ -72,7 +72,7 @@ def _record_all(
 def _record(
     pools: Pools, scenarios: list[Scenario], directory: Path, failed: list[str]
 ) -> Iterator[set[table.Used]]:
-    """What each scenario runs; the names of those that end with an error are added to ``failed``."""
+    """Yield the kernels of each scenario; append the names of failed scenarios to ``failed``."""
     known = {(name, dtype) for name, kernel in used_kernels().items() for dtype in kernel.used}
     wanted = {scenario.arguments.get("directory") for scenario in scenarios}
     runs = table.write_runs(directory, [name for name in small_styles() if name in wanted])

@@ -1,4 +1,4 @@
-"""What is recorded, run by name in the ranks of a pool (tests/helpers/ranks.py)."""
+"""The recorded runs, called by name in the ranks of a pool (tests/helpers/ranks.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _unchanged(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_syncs(plan: dict[str, Any], world_size: int, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Host synchronisations of the second step of a run, what the engine exchanges before it included."""
+    """Host synchronizations of the second step of a run, including the engine's exchange before it."""
     syncs, log = HostSyncs(), KernelLog()
     with _training(plan, world_size, "gpt", 4, extra or {}) as (named, step):
         for number in range(2):
@@ -44,7 +44,7 @@ def step_syncs(plan: dict[str, Any], world_size: int, extra: dict[str, Any] | No
 
 
 def each_wait() -> dict[str, list[int]]:
-    """[reads, copies] that are counted of each way to make the host wait for its device."""
+    """[reads, copies] counted for each way to make the host wait for its device."""
     import paddle
 
     x, host = paddle.ones([3]), np.zeros(3, np.float32)
@@ -73,7 +73,7 @@ def each_wait() -> dict[str, list[int]]:
 
 
 def step_launches(model: str, num_layers: int, extra: dict[str, Any]) -> dict[str, int]:
-    """Kernels that the second step of a run launches, one micro batch; views launch none."""
+    """Kernels that the second step of a run launches in one micro batch; views launch none."""
     log = KernelLog()
     extra = {"Model.num_layers": num_layers, **extra}
     with _training({}, 1, model, 16, extra) as (named, step):
@@ -169,7 +169,7 @@ def kernels_of_finetuning(
 
 
 def kernels_of_export(path: str) -> list[list[str]]:
-    """Operators of an exported program, by the type of their first tensor. Nothing is run."""
+    """Operators of an exported program, by the type of their first tensor. The program does not run."""
     import paddle
 
     program = paddle.jit.load(path).program()
@@ -177,7 +177,7 @@ def kernels_of_export(path: str) -> list[list[str]]:
 
 
 class _Step:
-    """Takes steps of a runner as the engine does."""
+    """Takes steps of a runner like the engine."""
 
     def __init__(
         self, cfg: Any, ctx: Any, module: Any, documents: bool, change: Change, *, trains: bool
@@ -214,7 +214,7 @@ def _training(
     trains: bool = True,
     sources: tuple[str, ...] = (),
 ) -> Iterator[tuple[Named, _Step]]:
-    """A run that takes the branches of a GPU."""
+    """Build a training run that takes the branches of a GPU."""
     import paddle
 
     from ppfleetx.config.loader import load_config
@@ -239,7 +239,7 @@ def _training(
 
 
 def _found(log: KernelLog, named: Named) -> list[list[str]]:
-    """(kernel, element type) of all that was seen, and the gradients of what stand-ins named."""
+    """All (kernel, element type) pairs seen, and the gradients of the operators that stand-ins replace."""
     logged = {(kernel_of(operator), dtype) for operator, dtype in log.calls}
     told = {(kernel_of(operator), dtype) for operator, dtype in named.calls}
     backward = {name for name, _ in logged if name.endswith("_grad")}

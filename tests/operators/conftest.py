@@ -5,7 +5,7 @@ from tests.helpers.ranks import Pools
 
 @pytest.fixture(scope="session")
 def pools():
-    """Ranks of their own: what they run is logged from the first operator on."""
+    """Fresh ranks, so that the log has everything they run."""
     pools = Pools()
     yield pools
     pools.close()

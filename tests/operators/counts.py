@@ -1,4 +1,4 @@
-"""Golden counts: how often a step waits for its device, and what it launches. They may only fall."""
+"""Golden counts of device waits and kernel launches in a step. They may only fall."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ Counts = dict[str, dict[str, dict[str, int]]]
 
 
 def measure(pools: Pools, timeout: float = 60.0) -> Counts:
-    """Steps of eight layers (of the ranks the most), kernels of one block, and of what is outside blocks."""
+    """Counts of steps with eight layers (the largest of the ranks), kernels of one block, and kernels outside
+    blocks."""
     steps = {name: step(pools, name, timeout) for name in STEPS}
     launches = {}
     for name in BLOCKS:
@@ -54,7 +55,7 @@ def step(pools: Pools, name: str, timeout: float = 60.0) -> dict[str, int]:
 
 
 def block(pools: Pools, name: str, timeout: float = 60.0) -> dict[str, dict[str, int]]:
-    """Two rows of ``launches``: a block's kernels, and those of the rest of a step."""
+    """Two rows of ``launches``: a block's kernels, and the other kernels of a step."""
     model, options = BLOCKS[name]
     two, four = (
         pools(1).run(CASES + "step_launches", timeout=timeout, model=model, num_layers=layers, extra=options)[
@@ -76,18 +77,16 @@ def _whole(counts: Mapping[str, float]) -> dict[str, int]:
 
 
 def read() -> Counts:
-    """The committed counts."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def write(counts: Counts) -> None:
-    """Commit these."""
     FILE.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
 
 
 def differences(row: str, found: Mapping[str, int], committed: Mapping[str, int]) -> tuple[list[str], bool]:
-    """What has risen, in words; and whether anything has fallen. Of launches only the sum is compared: what
-    one kernel does may move into another."""
+    """Messages about counts that have risen, and whether any has fallen. For launches only the sum is
+    compared, because work may move from one kernel to another."""
     keys = ["all"] if "all" in committed else list(committed)
     risen = [
         f"{row}: {key} {found[key]}, were {committed[key]}" for key in keys if found[key] > committed[key]

@@ -1,7 +1,7 @@
-"""Python that takes the branches of a GPU, on a CPU that computes what they ask for.
+"""Run the branches of a GPU on a CPU.
 
-Where a GPU has an operator that a CPU lacks, or of which it lacks the type, a stand-in computes the same with
-others and says the operator's name (see :data:`NAMED`).
+Where a CPU lacks a GPU's operator or its element type, a stand-in computes the result with other operators
+and records the operator's name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ GRADIENTS_OF = (
 
 
 class Named:
-    """(operator, element type) that stand-ins have computed with others, and arrays that would be queued.
+    """Records the operators that stand-ins replace, and copies queued for the GPU.
 
     Attributes:
-        calls: of each operator and type.
-        queued: copies to the GPU for which nobody waits.
+        calls: calls of each (operator, element type).
+        queued: copies to the GPU without a wait.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Named:
         self._inside = False
 
     def add(self, name: str, dtype: Any) -> None:
-        """Note a call, but for what stand-ins compute with."""
+        """Record a call, unless a stand-in made it."""
         if not self._inside:
             self.calls[name, str(dtype).removeprefix("paddle.")] += 1
 
     @contextlib.contextmanager
     def stand_in(self, name: str, dtype: Any) -> Iterator[None]:
-        """Note an operator that is computed within, by others."""
+        """Context manager: record an operator; calls inside it are not recorded."""
         self.add(name, dtype)
         outer, self._inside = self._inside, True
         try:
@@ -64,11 +64,11 @@ class Named:
 
 @contextlib.contextmanager
 def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
-    """Within, ppfleetx takes the paths of a GPU (capability 8.0).
+    """Context manager in which ppfleetx takes the branches of a GPU of capability 8.0.
 
     Args:
-        named: told of what has a stand-in.
-        low: 16-bit types are emulated (tests/helpers/low_precision.py), which names operators too.
+        named: records the operators that stand-ins replace.
+        low: whether 16-bit types are emulated (tests/helpers/low_precision.py).
     """
 
     def queue(array: Any) -> paddle.Tensor:
@@ -106,7 +106,8 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
 
 
 def _linear(named: Named, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``F.linear`` calls on a GPU. The CPU's own kernel of that name (3.3.1) ends the process."""
+    """Stand-in for the operator of ``F.linear`` on a GPU. The CPU's kernel of that name (3.3.1) ends the
+    process."""
 
     def linear(x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         with nullcontext() if bias is None else named.stand_in("linear_v2", x.dtype):
@@ -117,7 +118,7 @@ def _linear(named: Named, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _weight_quantize(named: Named) -> Callable[..., Any]:
     def quantize(wide: paddle.Tensor, algo: str, arch: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Nothing is rounded: the integers are the matrix itself, the scales are 1."""
+        """Return the matrix itself as integers, and scales of 1."""
         with named.stand_in("weight_quantize", wide.dtype):
             return wide, paddle.ones([wide.shape[1]], wide.dtype)
 
@@ -142,7 +143,7 @@ def _naming(named: Named, name: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _flash(named: Named, name: str) -> Callable[..., Any]:
-    """Attention without its mask: of the right shapes, and differentiable."""
+    """Attention without a mask: it has the right shapes and is differentiable."""
 
     def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         with named.stand_in(name, query.dtype):

@@ -1,4 +1,4 @@
-"""Where a program makes its host wait for the device, or copies to it: counted on a CPU, call by call."""
+"""Count the calls with which a program waits for the device or copies to it, on a CPU."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WAITING = ("bincount", "masked_select", "nonzero", "unique", "unique_consecutive
 
 
 class HostSyncs:
-    """Counts within :meth:`watching`, by the line of ppfleetx that is the cause.
+    """Counts in the context :meth:`watching`, by the line of ppfleetx that causes them.
 
     Attributes:
-        reads: device to host, each of which waits for the device.
-        copies: host to device from ordinary memory, each of which waits too. Those of
-            ppfleetx/distributed/transfer.py do not wait and are not among them.
+        reads: copies from device to host, which wait for the device.
+        copies: copies from pageable memory to the device, which wait too. Those of
+            ppfleetx/distributed/transfer.py do not wait and are not counted.
         collectives: collectives and messages to other ranks.
     """
 
@@ -41,7 +41,6 @@ class HostSyncs:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Count what happens within."""
         with contextlib.ExitStack() as stack:
             for name in READS:
                 counted = self._counted(getattr(paddle.Tensor, name), self.reads, name)
@@ -60,11 +59,10 @@ class HostSyncs:
                 self.reads[f"kernel {kernel_of(operator)}"] += count
 
     def totals(self) -> dict[str, int]:
-        """The three numbers."""
         return {name: getattr(self, name).total() for name in ("reads", "copies", "collectives")}
 
     def places(self) -> dict[str, dict[str, int]]:
-        """The three numbers, by place."""
+        """The counts by place."""
         return {name: dict(getattr(self, name)) for name in ("reads", "copies", "collectives")}
 
     def _counted(self, original: Callable[..., Any], counter: Counter[str], name: str) -> Callable[..., Any]:
@@ -86,7 +84,7 @@ class HostSyncs:
         return call
 
     def _copied(self) -> Callable[..., Any]:
-        """``Tensor._copy_to``, which is a read where it goes to the host, and else a copy, if it waits."""
+        """``Tensor._copy_to``, a read if it goes to the host, else a copy if it blocks."""
         original = paddle.Tensor._copy_to
         read = self._counted(original, self.reads, "_copy_to")
         copy = self._counted(original, self.copies, "_copy_to")
@@ -107,7 +105,7 @@ class HostSyncs:
 
 
 def caller() -> str:
-    """The line of ppfleetx that the program has come from."""
+    """The innermost line of ppfleetx on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

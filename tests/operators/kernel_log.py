@@ -1,4 +1,4 @@
-"""The kernels that Paddle runs, by element type: read from its own log, switched on for a while."""
+"""The kernels that Paddle runs, by element type, from Paddle's own log."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _KEY = re.compile(r"\] (?:(\w+) API kernel key: \[\w+, [\w()]+, (\w+)\]|(Trans2C
 
 
 class KernelLog:
-    """Counts calls within :meth:`recording`.
+    """Counts calls in the context :meth:`recording`.
 
     Attributes:
-        calls: (operator, element type of its key) of everything that a kernel is chosen for.
-        views: the same, of those that only give a tensor another shape.
-        copies: implicit copies of strided tensors, made because a kernel wants its input whole.
+        calls: calls of each (operator, element type of its key) that a kernel was chosen for.
+        views: the same, for operators that only change the shape.
+        copies: implicit copies of strided tensors for kernels that need contiguous inputs.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class KernelLog:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Count what is run within. Standard error goes to a file meanwhile."""
+        """Context manager that counts. Standard error goes to a file inside it."""
         with tempfile.TemporaryFile() as file:
             sys.stderr.flush()
             before = os.dup(2)
@@ -56,7 +56,7 @@ class KernelLog:
                 self.read(file.read().decode(errors="replace"))
 
     def read(self, text: str) -> None:
-        """Count what a log tells."""
+        """Count the calls in a log."""
         last = ("", "")
         for operator, dtype, copy, view in _KEY.findall(text):
             if operator:
@@ -69,6 +69,6 @@ class KernelLog:
 
 
 def kernel_of(operator: str) -> str:
-    """The kernel of an operator, as it is registered."""
+    """The registered kernel of an operator."""
     name = operator.rstrip("_")
     return KERNEL_OF.get(name, name)

@@ -1,4 +1,4 @@
-"""Options of a training that may add kernels, each with the plans that it can be used under."""
+"""Training options that may add kernels, with the plans they can be used under."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def _always(_: ParallelPlan) -> bool:
 
 @dataclass(frozen=True)
 class Option:
-    """Keys of the configuration, or of the batches.
+    """Keys of the configuration or of the batches.
 
     Attributes:
         keys: overrides.
-        batches: arguments of the case: several documents in a sequence, sources.
-        fits: the plans it can be used under.
-        models: of the parity suite, those it can be used with.
-        level: of mixed precision, where it needs one.
-        meets_plans: whether it is recorded with each plan, because it has a part in what a plan changes. The
-            others are of one layer alone: each is recorded with one process.
+        batches: arguments of the batches: several documents in a sequence, sources.
+        fits: whether a plan can be used with it.
+        models: models of the parity suite that can be used with it.
+        level: level of mixed precision, if it needs one.
+        meets_plans: whether it is recorded with each plan. Options of one layer are recorded with one
+            process only.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)

@@ -1,13 +1,13 @@
-"""The runs whose kernels make the table: few for every test run, all for ``make operators``.
+"""The runs that make the table of kernels: a few for every test run, all for ``make operators``.
 
-Which runs are all, the rule: a kernel depends on the model, the precision, the plan and the options, and most
-of all on two of these at once. So all pairs are recorded, not all combinations:
+A kernel depends on model, precision, plan and options, mostly on two of these at once. So pairs are recorded,
+not all combinations:
 
-* with one process every model in every precision, and every option in every precision with two models;
-* with two every plan in every precision, and every plan with every option that it can be used with;
-* with four every plan once: what two axes do to each other. A kernel does not know how many ranks there are.
+* one process: every model in every precision, and every option in every precision with two models; * two
+processes: every plan in every precision, and every plan with every option it supports; * four processes:
+every plan once, for pairs of axes.
 
-What is left open in a pair (the model; of larger jobs the precision) is taken in turns.
+The other choices in a pair take turns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SMALL = {
     "int4": {"to": "int4", "group": 16},
     "w8a8": {"to": "int8", "activations": "int8"},
 }
-"""Quantised models of both styles: what they are made with."""
+"""Quantized models of both styles: what they are made with."""
 _WINDOWS = {"Offline_Eval.max_seq_len": SEQ_LEN, "Offline_Eval.overlapping_eval": 4}
 _CLASSES = {"Model.module": "GPTFinetuneModule", "Model.num_classes": 2}
 _FINETUNINGS = {
@@ -69,15 +69,6 @@ _FINETUNINGS = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """One recording.
-
-    Attributes:
-        name: for people.
-        case: function of tests/operators/cases.py.
-        world: ranks that run it.
-        arguments: of the function.
-    """
-
     name: str
     case: str
     world: int = 1
@@ -93,7 +84,7 @@ def training(plan: ParallelPlan, model: str, precision: str, option: str = "") -
 
 
 def evaluation(plan: ParallelPlan, model: str, precision: str, *, cloze: bool) -> Scenario:
-    """A batch of an offline evaluation: perplexity, or cloze."""
+    """A batch of an offline evaluation, by perplexity or cloze."""
     extra = {"Model.module": "GPTEvalModule", "Offline_Eval.cloze_eval": cloze, **_WINDOWS}
     arguments = _arguments(plan, model, precision, extra)
     kind = "cloze" if cloze else "perplexity"
@@ -113,14 +104,14 @@ def finetuning(plan: ParallelPlan, precision: str, kind: str = "classes") -> Sce
 
 
 def generation(style: str, world: int, dtype: str) -> Scenario:
-    """Every strategy; ``directory`` is that of a run of the style."""
+    """Every decoding strategy, from the run of this style in ``directory``."""
     plan = [f"Distributed.mp_degree={world}"] if world > 1 else []
     arguments = {"directory": style, "plan": plan, "world": world, "dtype": dtype}
     return Scenario(f"generation, {style}, {world} ranks, {dtype}", "kernels_of_generation", world, arguments)
 
 
 def few() -> Iterator[Scenario]:
-    """One of each kind, for every run of the tests."""
+    """One scenario of each kind, for every test run."""
     one, two = ParallelPlan(), ParallelPlan
     yield training(one, "gpt", "float32", "documents")
     yield training(one, "llama", "bfloat16 O2", "recompute")
@@ -133,7 +124,7 @@ def few() -> Iterator[Scenario]:
 
 
 def everything(sizes: tuple[int, ...]) -> Iterator[Scenario]:
-    """All of these numbers of processes (1, 2, 4)."""
+    """All scenarios with these numbers of processes (1, 2, 4)."""
     if 1 in sizes:
         yield from _of_one()
     if 2 in sizes:
@@ -144,7 +135,7 @@ def everything(sizes: tuple[int, ...]) -> Iterator[Scenario]:
 
 
 def plans(size: int) -> list[ParallelPlan]:
-    """Those of the parity suite."""
+    """The plans of the parity suite."""
     from tests.parity.every_plan import ZERO_BUBBLE, workload
 
     work: Workload = replace(workload("llama"), num_layers=LAYERS)
@@ -187,7 +178,7 @@ def _of_two() -> Iterator[Scenario]:
 
 
 def small_styles() -> list[str]:
-    """Names of the quantised models."""
+    """Names of the quantized models."""
     return [f"{style} {way}" for style, way in product(STYLES, SMALL)]
 
 

@@ -1,4 +1,4 @@
-"""The committed table of kernels: what recordings are compared with, and how it is written."""
+"""The committed table of kernels: comparing it with recordings, and writing it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ PROMPTS = ["the cat", "and", "the other hat and the ca"]
 
 
 def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
-    """A run of each style with a YAML that generates from it.
-
-    Args:
-        small: names of quantised models (:func:`~tests.operators.scenarios.small_styles`) to be there too.
-    """
+    """Write a run of each style with a YAML file that generates from it, and the quantized models
+    ``small``."""
     from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
     from tests.generation.conftest import LLAMA_STYLE, write_run
 
@@ -36,7 +33,7 @@ def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
 
 
 def _quantized(directory: Path, style: str, way: str) -> Path:
-    """A quantised model of widths that the GPU's kernel of 8-bit weights takes."""
+    """A quantized model with widths that the GPU's kernel for 8-bit weights supports."""
     from ppfleetx.commands.checkpoint_verbs import Quantize
     from ppfleetx.commands.quantize import quantize
     from tests.compress.runs import MODELS, write_run
@@ -58,14 +55,14 @@ def _generates(file: Path, checkpoint: Path, sections: dict[str, Any]) -> None:
 
 
 def arguments_of(scenario: Scenario, runs: dict[str, Path]) -> dict[str, Any]:
-    """The scenario's arguments, with the directory of its run where it needs one."""
+    """The scenario's arguments, with the directory of its run if it needs one."""
     if scenario.case != "kernels_of_generation":
         return scenario.arguments
     return {**scenario.arguments, "directory": str(runs[scenario.arguments["directory"]])}
 
 
 def named() -> set[Used]:
-    """Kernels of fused operators, which a CPU cannot run and the product says the names of."""
+    """Kernels of fused operators, which a CPU cannot run; the product names them."""
     return {(kernel, dtype) for row in fused.TABLE.values() for kernel in row.kernels for dtype in row.types}
 
 
@@ -83,7 +80,7 @@ def exported(pools: Pools, directory: Path, timeout: float) -> set[Used]:
 
 
 def unknown(found: Iterable[Used]) -> list[str]:
-    """What is not in the table, or is there and has no kernel on a GPU; in words."""
+    """Messages about kernels that are not in the table, or are in it but do not exist on a GPU."""
     kernels, told = used_kernels(), []
     for name, dtype in sorted(set(found)):
         entry = kernels.get(name)
@@ -95,8 +92,8 @@ def unknown(found: Iterable[Used]) -> list[str]:
 
 
 def write(found: Iterable[Used], registries: Mapping[str, Path | None]) -> list[str]:
-    """Add what was found to the table. What a device (``gpu``, ``npu``) has is in its registry, or else
-    in the table; a kernel that a GPU has by neither is not written, and given back."""
+    """Add the kernels that were found to the table, with the kernels of each device (``gpu``, ``npu``) from
+    its registry or the table. Return the kernels that no GPU has, which are not written."""
     content = json.loads(TABLE.read_text(encoding="utf-8"))
     given = {device: json.loads(file.read_text("utf-8")) for device, file in registries.items() if file}
     kernels, missing = content["kernels"], []

@@ -1,4 +1,4 @@
-"""What a step waits for and launches does not grow (tests/operators/counts.json)."""
+"""Device waits and kernel launches of a step do not increase (tests/operators/counts.json)."""
 
 import warnings
 

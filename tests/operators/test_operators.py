@@ -1,4 +1,4 @@
-"""No kernel runs that a GPU lacks: a few runs on every test, all of them in ``make operators``."""
+"""A few runs use no kernel that a GPU lacks. ``make operators`` checks all runs."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_what_no_gpu_is_known_to_have_is_not_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_works_in_place_on_16_bits_is_emulated(dtype):
-    """Computed in float32, rounded into the same memory; a list of tensors too."""
+    """The emulation computes in float32 and rounds into the same memory, also for lists of tensors."""
     import paddle
 
     with emulated():

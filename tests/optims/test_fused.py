@@ -1,4 +1,4 @@
-"""The optimizer's fused operators: AdamW of many parameters to the last bit, norms and scaling to 1e-6."""
+"""The optimizer's fused operators: AdamW equal to the last bit, norms and scaling to 1e-6."""
 
 import numpy as np
 import paddle
@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import TABLE, FusedOps, choose, obstacles
-from ppfleetx.nn.trials_apart import difference
+from ppfleetx.nn.trial_process import difference
 from ppfleetx.optims import adamw, fused_trials
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.gradients import scale_to_norm, squared_norm
@@ -16,7 +16,7 @@ from tests.optims.test_optimizer import make_params, section, set_grads
 
 
 def steps(optimizer, params, *, missing=()):
-    """Four steps of changing rate and decay; in the second, parameters ``missing`` have no gradient."""
+    """Four steps with changing rate and decay; in the second, the parameters ``missing`` have no gradient."""
     rng = np.random.default_rng(1)
     for step in range(4):
         set_grads(params, rng)
@@ -47,7 +47,7 @@ def test_many_parameters_at_once_are_bit_for_bit_one_after_the_other(missing, mo
 
 
 def test_on_a_gpu_only_parameters_of_as_many_steps_share_a_call(monkeypatch):
-    """Its kernel reads the first one's power of beta for all."""
+    """The kernel uses the first parameter's powers of beta for all."""
     params = make_params()
     optimizer = build_optimizer(section(), params, UpdatePlace(fused=True))
     steps(optimizer, params, missing=("decoder.final_norm.weight",))

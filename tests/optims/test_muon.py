@@ -20,8 +20,8 @@ from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import declare
 from ppfleetx.optims.build import build_optimizer
-from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.muon import Muon, newton_schulz
+from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.rule import ParamView
 from ppfleetx.parallel.parallelize import parallelize
 
@@ -33,7 +33,7 @@ MODEL = ModelConfig(
 
 
 def of_paddle(array, options):
-    """``[..., out, in]`` of the goldens as ``[..., in, out]``, gate and up in pairs."""
+    """The goldens' ``[..., out, in]`` as ``[..., in, out]``, with gate and up in pairs."""
     if options.get("split") == "gate_up":
         gate, up = np.split(array, 2, axis=-2)
         array = np.stack([gate, up], axis=-2).reshape(array.shape)
@@ -88,7 +88,8 @@ def test_newton_schulz_equals_the_goldens(key):
 
 
 def made(cfg, model=MODEL):
-    """An optimizer over all parameters of a model, each 1 with gradient 1, after one step at rate 0.1."""
+    """An optimizer over all parameters of a model, after one step at rate 0.1 with values and gradients of
+    1."""
     params = []
     for name, spec in parameter_specs(model).items():
         parameter = paddle.create_parameter(list(spec.shape), "float32")
@@ -187,7 +188,6 @@ def test_muon_for_parameters_that_it_does_not_move_is_refused():
 
 
 def test_muon_that_moves_nothing_is_refused():
-    """It would be AdamW under another name."""
     adapters = ModelConfig(**MODEL.model_dump(exclude={"lora"}, exclude_unset=True), lora={"rank": 2})
     taken = OptimizerConfig(name="Muon", groups=[{"kinds": ["matrix"], "optimizer": "SGD"}])
     for cfg, model in ((OptimizerConfig(name="Muon"), adapters), (taken, MODEL)):

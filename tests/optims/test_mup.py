@@ -1,4 +1,5 @@
-"""``Model.mup_base_width``: what a step changes does not grow with the width (Yang et al., 2022)."""
+"""With ``Model.mup_base_width``, the change of the logits in a step does not grow with the width (Yang et
+al., 2022)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ VOCAB, RATE = 64, 2.0**-6
 
 
 def changes(width: int, *, base: int | None) -> float:
-    """Root mean square of how four steps of AdamW change the logits."""
+    """Root mean square of the change of the logits by four AdamW steps."""
     cfg = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=width,

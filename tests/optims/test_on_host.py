@@ -1,4 +1,4 @@
-"""Updates on the CPU of parameters that are elsewhere: the numbers of updates in place."""
+"""Updates in host memory give the same numbers as updates on the device."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def test_equal_to_the_update_in_place(name):
 
 
 def test_masters_are_updated_and_rounded_into_16_bits():
-    """Against float32 parameters: they are what the masters must be after each step."""
+    """The masters equal float32 parameters after each step."""
     exact, low = make_params(), make_params()
     masters = {name: parameter.detach().clone() for name, parameter in low}
     low = [(name, as_bfloat16(parameter)) for name, parameter in low]
@@ -65,7 +65,7 @@ def as_bfloat16(parameter):
 
 
 def test_states_and_rate_are_made_on_the_host_and_the_device_comes_back(monkeypatch):
-    """As if there were a GPU: what is the current device whenever a tensor is made or the kernel runs."""
+    """With a simulated GPU, record the current device whenever a tensor is made or the kernel runs."""
     current, seen = ["gpu:0"], []
     monkeypatch.setattr(paddle, "get_device", lambda: current[-1])
     monkeypatch.setattr(paddle, "set_device", current.append)

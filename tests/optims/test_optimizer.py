@@ -15,7 +15,7 @@ from ppfleetx.nn.stage import declare
 from ppfleetx.optims.adamw import AdamW
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.gradients import scale_to_norm, squared_norm
-from ppfleetx.optims.groups import decays
+from ppfleetx.optims.param_groups import decays
 from ppfleetx.optims.rule import SGD, Group, ParamView, Rule, StateSpec, UpdateRule
 from ppfleetx.optims.schedules import build_schedule
 
@@ -194,16 +194,16 @@ def test_schedule_from_the_optimizer_section():
 
 
 class Still(Rule):
-    """Moves nothing, and keeps two states."""
+    """Changes nothing, and has two states."""
 
     states = (StateSpec("one"), StateSpec("two"))
 
     def update(self, group, *, lr, weight_decay):
-        """Leave them where they are."""
+        pass
 
 
 class Descent(UpdateRule):
-    """The form of before."""
+    """An optimizer in the deprecated form."""
 
     states = ("count",)
 

@@ -126,7 +126,7 @@ def test_describe_names_what_is_in_force():
 
 
 def test_a_fraction_of_a_step_belongs_to_the_warm_up():
-    """As in Megatron and FleetX: 0.25 of 10 steps are 2.5."""
+    """As in Megatron and FleetX, a warm-up of 0.25 of 10 steps has 2.5 steps."""
     lr = LRConfig(max_lr=1.0, warmup_rate=0.25, decay_steps=10, decay_style="linear")
     assert lr.num_warmup_steps == 2.5
     schedule = build_schedule(OptimizerConfig(lr=lr), 10)

@@ -1,4 +1,4 @@
-"""What pipeline ranks send each other, in the order they start it (called in every rank)."""
+"""Record the messages that pipeline ranks start, in order (called in every rank)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ Messages = list[list[str]]
 def messages(
     plan: dict[str, Any], world_size: int, micro_batch_size: int, paddles_order: bool = False
 ) -> Messages:
-    """Messages of an evaluation and a training step.
-
-    Args:
-        paddles_order: with Paddle's own helper in place of ours.
-    """
+    """Messages of an evaluation and a training step; with ``paddles_order``, Paddle's helper replaces
+    ours."""
     import paddle
     from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
 
@@ -65,8 +62,8 @@ def messages(
 def starts(
     plan: dict[str, Any], world_size: int, micro_batch_size: int, extra: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """What a rank starts in its second training step, which tells no shapes, in order: (``send`` or ``recv``,
-    ``prev`` or ``next`` for the neighbour)."""
+    """The messages of the second training step, in order: (``send`` or ``recv``, ``prev`` or ``next``
+    neighbor). Shapes are exchanged only in the first step."""
     import paddle
     from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
 

@@ -1,4 +1,4 @@
-"""Sums of tensor-parallel ranks and messages of a pipeline, under way while it computes: no bit changes."""
+"""Tensor-parallel sums and pipeline messages that overlap computation give the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ SPLIT = Plan(mp=2, sequence_parallel=True)
 
 
 def test_what_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever becomes of the tensor, and whatever else of the group is waited for."""
     import paddle
     from paddle.base import core
 
@@ -116,7 +115,8 @@ ZERO_BUBBLE = Plan(pp=2, pp_schedule="zb_h1")
 def test_options_of_a_product_take_effect_together(
     pools: Pools, plan: Plan, extra: dict, taken: list, more: list
 ) -> None:
-    """In every product with a weight that trains, head included; and the log names what is taken."""
+    """They take effect in every product with a trainable weight, including the head, and the log lists the
+    fused operators."""
     for place, rank in enumerate(
         pools.run(
             plan,

@@ -1,4 +1,4 @@
-"""Data that leave a layer out on some ranks, in some micro batches, change nothing about what is sent."""
+"""If some ranks or micro batches skip a layer, all ranks still send the same messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = [Plan(dp=2), *(Plan(sharding=2, sharding_stage=stage) for stage in (1, 2
 
 @pytest.fixture(scope="module")
 def on_one_card(comparison):
-    """Losses and gradient norms of a model, by its name."""
+    """Losses and gradient norms of a model, by name."""
     return functools.cache(lambda name: comparison.pools.run(Plan(), TRAIN, micro_batch_size=1, name=name)[0])
 
 
@@ -35,7 +35,8 @@ def on_one_card(comparison):
     ids=str,
 )
 def test_plans_give_what_one_card_gives(comparison, on_one_card, name, plan):
-    """A layer that only some batches use, and a weight whose gradient comes after that of the input."""
+    """The models have a layer that only some batches use, or a weight whose gradient comes after the
+    input's."""
     ranks = comparison.pools.run(plan, TRAIN, micro_batch_size=1, name=name)
     assert all(rank == ranks[0] for rank in ranks)
     for found, expected in zip(ranks[0], on_one_card(name), strict=True):
@@ -58,8 +59,8 @@ def train(
     from ppfleetx.nn.layer_spec import LinearSpec
 
     class Wide(Block):
-        """Its first product has a weight that goes through float64: the gradient of the block's input there
-        before the weight's."""
+        """The weight of its first product passes through float64, so the block's input gets its gradient
+        before the weight does."""
 
         def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
             super().__init__(factory, spec, **arguments)

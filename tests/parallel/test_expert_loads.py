@@ -1,4 +1,4 @@
-"""Steps of mixtures of experts on one card: the same however they are cut."""
+"""Steps of mixtures of experts on one card give the same numbers with any micro batch size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build(moe: str, micro_batch_size: int, **more: object):
 
 
 def steps(moe: str, micro_batch_size: int, **more: object) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses, gradient norms and metrics of three steps, and what gradients do not move."""
+    """Losses, gradient norms and metrics of three steps, and the values of parameters without gradients."""
     cfg, ctx, runner = build(moe, micro_batch_size, **more)
     numbers = []
     for step in range(3):

@@ -1,4 +1,4 @@
-"""A mixture of experts whose tokens all go to one of them, and experts on several nodes."""
+"""A mixture whose tokens all choose one expert, and expert parallelism on several nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_run_whose_tokens_all_go_to_one_expert_goes_on_and_says_so(comparison,
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
-    """``two_nodes(size)``: comparisons whose ranks believe that half of them run on another machine."""
+    """A function ``two_nodes(size)`` whose ranks believe that half of them run on another machine."""
     pools = {size: Pools(PADDLE_LOCAL_SIZE=str(size // 2)) for size in (4, 8)}
     directory, train = tmp_path_factory.mktemp("nodes"), "tests.parallel.test_experts:train_on_two_levels"
     yield lambda size: Comparison(pools[size], directory, short=True, train=train)
@@ -70,8 +70,8 @@ def train_on_two_levels(**arguments: Any) -> dict[str, Any]:
 
 
 def all_to_one_expert(plan: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """22 steps of a model whose routers give all experts the same score, so that the first one is chosen, and
-    what the run says. Nothing is learned."""
+    """Train 22 steps without learning. All experts have the same score, so the first is always chosen. Return
+    the log."""
     import logging
 
     import paddle

@@ -1,4 +1,4 @@
-"""Wiring of a plan that needs no second process."""
+"""Building a runner in one process."""
 
 from pathlib import Path
 

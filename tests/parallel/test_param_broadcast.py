@@ -1,4 +1,4 @@
-"""Stages 1 and 2: values of an update leave in the order of the forward pass, and readers wait."""
+"""Sharding stages 1 and 2: new values are sent in forward order, and all readers wait for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def owned_by(owner_of):
 
 
 def test_each_layer_waits_for_its_own(monkeypatch):
-    """Small ones first and packed, by owner; large ones into their memory, in the order of the layers."""
+    """Small parameters come first, packed by owner, then large ones in the order of the layers."""
     layers, events = [paddle.nn.Linear(16, 16) for _ in range(3)], []
     names = {layer.weight.data_ptr(): f"weight {number}" for number, layer in enumerate(layers)}
 
@@ -58,7 +58,7 @@ def test_each_layer_waits_for_its_own(monkeypatch):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
-    """With messages that bring nothing before somebody waits for them."""
+    """The stand-in broadcast fills its tensor only when it is waited for."""
     plan = fields_of(Plan(sharding=2, sharding_stage=stage))
     run = lambda overlaps: comparison.pools(2).run(  # noqa: E731
         "tests.parallel.test_param_broadcast:read_after_steps", plan=plan, overlaps=overlaps
@@ -70,7 +70,7 @@ def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_a_step_reads_waits_for_no_new_values(comparison, stage):
-    """Else a GPU would have them all before the forward pass begins, and overlap would be a word."""
+    """Otherwise a GPU would receive all values before the forward pass, and nothing would overlap."""
     plan = fields_of(Plan(sharding=2, sharding_stage=stage))
     target = "tests.parallel.test_param_broadcast:under_way_between_steps"
     for updated, read in comparison.pools(2).run(target, plan=plan):
@@ -81,7 +81,7 @@ def test_what_a_step_reads_waits_for_no_new_values(comparison, stage):
 
 
 def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[float]]:
-    """What each reader finds; a broadcast brings nothing to its tensor before somebody waits for it."""
+    """The values that each reader finds; a broadcast fills its tensor only when it is waited for."""
     import paddle
     from paddle import distributed
 
@@ -138,11 +138,10 @@ def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[flo
 
 
 def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Messages of new values that nobody has waited for: after each update, and when the ranks have told each
-    other what they read for the next step.
+    """The broadcasts in progress after each update, and after the exchange of counts for the next step.
 
-    On what pretends to be a GPU: ``Tensor.numpy`` waits for all streams, and pinned memory holds nothing
-    before an event behind its copy has been waited for.
+    The device pretends to be a GPU: ``Tensor.numpy`` waits for all streams, and pinned memory is filled only
+    after an event behind its copy was waited for.
     """
     import paddle
     from paddle.base import core

@@ -1,4 +1,4 @@
-"""Loss scaling against its table of rules; what Paddle refuses; float32 masters."""
+"""Loss scaling against a table of rules, devices without 16-bit kernels, and float32 master weights."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from tests.parity.training import build, take_step
 
 
 def megatron(scale, window, hysteresis, overflows, minimum=1.0):
-    """The rules as Megatron-LM states them, written down a second time: the scale after each step."""
+    """Megatron-LM's rules, implemented independently: the loss scale after each step."""
     growth, left = 0, hysteresis
     for overflow in overflows:
         if overflow:
@@ -126,7 +126,7 @@ def lowered(values):
 
 
 def test_main_gradients_are_summed_in_float32():
-    """4096 additions of 1: float16 would stay at 2048."""
+    """A float16 sum of 4096 ones would stop at 2048."""
     parameter, _ = lowered([1.0])
     parameter._register_backward_hook(lambda *_: add_to_main_gradient(parameter))
     for _ in range(4096):
@@ -154,7 +154,7 @@ def test_sgd_moves_the_master_and_rounds_it_into_the_parameter():
 
 
 def test_a_step_is_repeated_with_its_own_loss_scale():
-    """Spike replay compares bits: the scale may only change after the repetition."""
+    """Spike replay compares bits, so the scale may change only after the repetition."""
     mixed = {"enable": True, "dtype": "float16", "level": "O1", "scale_loss": 8.0, "incr_every_n_steps": 1}
     keys = {f"Engine.mix_precision.{key}": value for key, value in mixed.items()}
     with emulated():

@@ -1,4 +1,4 @@
-"""Between ranks only what every library of collectives has is reduced, and sums keep their bits."""
+"""Ranks reduce only types that every collective library supports, and sums have the same bits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_scores_reduce_what_every_library_can(comparison):
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"dp": 4}, {"mp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("shape", [[], [3, 5]], ids=["scalar", "several"])
 def test_sums_have_the_bits_of_a_reduction(comparison, degrees, shape):
-    """In the order of the ranks, whatever the size of the numbers; each rank has the same."""
+    """Numbers of any size are added in rank order, and all ranks have the same result."""
     size = 4 if 4 in degrees.values() or len(degrees) > 1 else 2
     results = comparison.pools(size).run(HERE + "two_ways", degrees=degrees, shape=shape)
     for gathered, values, reduced in results:
@@ -77,7 +77,7 @@ _MEAN = core.ReduceOp.AVG
 
 @contextlib.contextmanager
 def _reductions(found: set[str], refused: set[str]) -> Iterator[None]:
-    """Note reductions that are begun within, those that not every library has in ``refused``."""
+    """Record all reductions in the context; those that some library lacks are in ``refused``."""
     original = RECORD.begin
 
     def begin(operation: str, group: Any, arguments: tuple[Any, ...]) -> Any:
@@ -122,7 +122,7 @@ def of_a_run(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> tu
 
 
 def of_scores() -> tuple[list[str], list[str]]:
-    """Those of a text that is scored by ranks with other columns of the logits."""
+    """The reductions of scoring a text, with columns of the logits divided over ranks."""
     from ppfleetx.nn.token_scores import token_scores
     from tests.distributed.job_cases import context
 
@@ -134,7 +134,7 @@ def of_scores() -> tuple[list[str], list[str]]:
 
 
 def two_ways(degrees: dict[str, int], shape: list[int]) -> tuple[list[float], list[float], list[float]]:
-    """Numbers of all sizes, summed over one axis after the other: by the context, and by reductions."""
+    """Sums of numbers of all sizes over one axis after the other: by the context, and by reductions."""
     from tests.distributed.job_cases import context
 
     ctx = context(**degrees)

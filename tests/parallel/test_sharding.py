@@ -1,4 +1,4 @@
-"""Who owns what among the sharding ranks, and gradients as backward passes give them."""
+"""Owners of parameters among sharding ranks, and gradients with strides."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,8 +35,8 @@ def test_frozen_and_trained_values_are_both_shared_evenly(trains):
 
 
 def parameters_with_gradients(strides, in_main):
-    """Two parameters with one gradient each, which may have the strides that a weight used transposed gives
-    it; in ``main_grad`` if asked for."""
+    """Two parameters with one gradient each, strided like that of a transposed weight, and in ``main_grad``
+    if wanted."""
     parameters = [paddle.create_parameter([4, 6], "float32") for _ in range(2)]
     paddle.add_n([(p.t() * paddle.arange(4, dtype="float32")).sum() for p in parameters]).backward()
     for number, parameter in enumerate(parameters):
@@ -71,7 +71,7 @@ def clipped(parameters, **fused):
 
 
 def sent(parameters):
-    """Into another owner, as stage 2 does it, overlapped; the owner would add what this rank sends."""
+    """Send gradients to another owner as in stage 2, with overlap; return what the owner would add."""
     received = []
 
     def reduce(flat, destination, group, sync_op):
@@ -94,7 +94,8 @@ def sent(parameters):
     ids=["taken", "clipped", "clipped by fused operators", "sent"],
 )
 def test_strides_of_a_gradient_change_nothing(work, in_main):
-    """On a GPU Paddle gives them to gradients that have none on a CPU (FLAGS_use_stride_compute_kernel)."""
+    """On a GPU, Paddle gives strides to gradients that have none on a CPU
+    (FLAGS_use_stride_compute_kernel)."""
     results = []
     for strides in (False, True):
         parameters = parameters_with_gradients(strides, in_main)

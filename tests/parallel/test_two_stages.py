@@ -1,4 +1,4 @@
-"""Virtual stages on two pipeline ranks: every message meets its own kind, and none waits for another."""
+"""Virtual stages on two pipeline ranks: each message is received as its own kind, without deadlock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def logs(pools: Pools, chunks: int, micro_batches: int, **more: bool) -> list[Me
 
 @dataclass
 class Rank:
-    """A rank as NCCL runs it: groups one after the other, each until all its messages are through."""
+    """A rank as under NCCL: it runs groups of messages one after the other."""
 
     groups: deque[list[str]]
     sends: deque[str] = field(default_factory=deque)
@@ -41,13 +41,8 @@ class Rank:
 
 
 def replay(logs: list[Messages]) -> list[tuple[str, str]]:
-    """(what was sent, what it was received as) of the messages that met the wrong kind.
-
-    The messages of the two ranks are matched in order, and a send waits for its receive.
-
-    Raises:
-        AssertionError: the ranks wait for each other.
-    """
+    """Match the messages of two ranks in order, where each send waits for its receive. Return the pairs
+    (sent, received) of different kinds. Raises AssertionError if the ranks wait for each other."""
     ranks = [Rank(deque(log)) for log in logs]
     mistaken = []
     while any(rank.groups or rank.sends or rank.receives for rank in ranks):
@@ -76,7 +71,7 @@ def test_each_message_is_received_as_what_it_is(pools: Pools, chunks: int, micro
 
 
 def test_paddles_order_would_mistake_gradients_for_activations(pools: Pools) -> None:
-    """Why the order is ours. If this fails after an upgrade, Paddle's may do."""
+    """If this fails after an upgrade, Paddle's order may do, and ours can go."""
     mistaken = replay(logs(pools, 2, 8, paddles_order=True))
     assert {("gradient", "activation"), ("activation", "gradient")} == set(mistaken)
 

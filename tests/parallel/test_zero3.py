@@ -1,4 +1,4 @@
-"""Stage 3: a layer's values come as one message from each owner, and the next layer's meanwhile."""
+"""Sharding stage 3: each owner sends a layer in one message, while the previous layer computes."""
 
 import gc
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ OWNED_ELSEWHERE = SimpleNamespace(owner_of=lambda _: 0, owns=lambda _: False, gr
 
 
 class Block(paddle.nn.Layer):
-    """``state[0] W + b``; a parameter of its own size says in messages which block they are of."""
+    """``state[0] W + b``; the size of ``b`` identifies the block in recorded messages."""
 
     def __init__(self, number, mark):
         super().__init__()
@@ -33,7 +33,7 @@ class Block(paddle.nn.Layer):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happens; messages bring zeros, and the number of their block as its bias."""
+    """A list of events. Stand-in messages bring zeros, and the number of their block as its bias."""
     log = []
 
     def broadcast(flat, source, group, sync_op):
@@ -82,7 +82,7 @@ def test_the_next_layer_is_fetched_while_one_computes(events):
 
 
 def test_layers_of_different_chunks_are_not_fetched_ahead(events):
-    """On a pipeline rank another micro batch or the backward pass may come between them."""
+    """On a pipeline rank, another micro batch or the backward pass may come between them."""
     blocks = [Block(number, events.append) for number in range(2)]
     ParameterSharding(OWNED_ELSEWHERE, [(1, blocks[0]), (5, blocks[1])])
     _run(blocks)
@@ -90,8 +90,6 @@ def test_layers_of_different_chunks_are_not_fetched_ahead(events):
 
 
 def test_one_layer_more_exists(events):
-    """Counted by Paddle, over a forward and a backward pass."""
-
     def peak(ahead):
         blocks = [Block(number, lambda _: None) for number in range(LAYERS)]
         ParameterSharding(OWNED_ELSEWHERE, list(enumerate(blocks)), ahead=ahead)

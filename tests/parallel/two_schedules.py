@@ -1,4 +1,4 @@
-"""One plan in the orders 1F1B and ZB-H1, or with different keys (called in every rank)."""
+"""Short trainings of one plan with 1F1B and ZB-H1, or with different keys (called in every rank)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ def with_keys(
 
 
 def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[str, Any]:
-    """A step in 16 bits with every fused product that the run has a place for.
+    """Run a step in 16 bits with every fused product that the configuration can use.
 
-    Returns:
-        ``taken``: the operators that the run has taken; ``said``: those its log names; ``used``: how often
-        each option of a product took effect.
+    Returns ``taken``, the operators in use; ``said``, those in the log; ``used``, how often each option of a
+    product took effect.
     """
     import paddle
 
@@ -94,12 +93,13 @@ def _train(
 
 
 def _watch(pipeline: Any) -> list[int]:
-    """Counts micro batches where their number changes."""
+    """Record the largest numbers of micro batches in progress."""
     most, flying, matmul = [0, 0, 0], [0], pipeline._matmul
     forward, end_backward = pipeline._forward_step, matmul.end_backward
 
     def count() -> None:
-        for place, number in enumerate((flying[0], matmul.num_waiting, flying[0] + matmul.num_waiting)):
+        waiting = len(matmul._waiting)
+        for place, number in enumerate((flying[0], waiting, flying[0] + waiting)):
             most[place] = max(most[place], number)
 
     def counted_forward(*args: Any, **kwargs: Any) -> Any:

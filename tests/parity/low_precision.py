@@ -142,7 +142,7 @@ def tensors_of(checkpoint: str) -> dict[str, str]:
 
 
 def _spoil(runner: Any, ctx: Any, name: str | None) -> Callable[[], None]:
-    from ppfleetx.distributed.together import gather
+    from ppfleetx.distributed.coordination import gather
 
     if name is None:
         return lambda: None

@@ -69,7 +69,7 @@ def copies_after_a_noisy_step(plan: dict[str, Any], world_size: int, extra: dict
     """
     from ppfleetx.config.errors import UserError
     from ppfleetx.distributed.checks import check_copies
-    from ppfleetx.distributed.together import gather
+    from ppfleetx.distributed.coordination import gather
 
     with paddle.utils.unique_name.guard():
         cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 4, extra)

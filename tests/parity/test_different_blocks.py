@@ -91,7 +91,6 @@ def test_the_old_form_still_declares_a_layer(caplog: pytest.LogCaptureFixture) -
     ARCHITECTURES.register("Listed", "ppfleetx.models.gpt.stages:gpt_stages", traits=traits)
     specs = parameter_specs(tiny_config(name="Listed"))
     assert [record.message for record in caplog.records if "layer_shapes" in record.message]
-    assert specs["decoder.layers.1.gate"].lies("mp") == Shard(1) and specs["decoder.layers.1.scale"].sums(
-        "mp"
-    )
-    assert specs["decoder.layers.0.mlp.fc2.weight"].lies("mp") == Shard(0)
+    assert specs["decoder.layers.1.gate"].placement("mp") == Shard(1)
+    assert specs["decoder.layers.1.scale"].sums("mp")
+    assert specs["decoder.layers.0.mlp.fc2.weight"].placement("mp") == Shard(0)

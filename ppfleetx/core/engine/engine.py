@@ -21,7 +21,7 @@ from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.data.loader import MicroBatch, shortened
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import any_rank, raise_on_all_ranks
+from ppfleetx.distributed.coordination import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.step import NonFiniteError, StepRunner
@@ -270,11 +270,7 @@ class Engine:
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
         """Run one optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
-        read.
-
-        Returns the batches to continue with, if the step was a spike and the run went back to its last
-        checkpoint.
-        """
+        read. Returns the batches to continue with, if a spike sent the run back to its last checkpoint."""
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1
@@ -330,8 +326,7 @@ class Engine:
         return None
 
     def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """React to a spike, and report it. Returns the result for :meth:`_step`. Raises
-        TrainingStoppedError."""
+        """Handle and report a spike. Returns what :meth:`_step` returns. Raises TrainingStoppedError."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:

@@ -21,7 +21,7 @@ from ppfleetx.distributed.checks import (
     first_place,
 )
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import any_rank, gather, gather_numbers, raise_on_all_ranks
+from ppfleetx.distributed.coordination import any_rank, gather, gather_numbers, raise_on_all_ranks
 from ppfleetx.resilience.stragglers import StragglerTable
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Keeps the ranks of a job in step, so that they stop after the same step and fail with the same message.
-
-    A batch larger than ``samples_per_epoch`` contains some samples twice.
+    """Makes all ranks stop after the same step and fail with the same message, and runs ``Engine.checks``.
 
     Attributes:
         pace_of_ranks: compares the times of the ranks' steps.

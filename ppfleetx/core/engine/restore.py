@@ -32,10 +32,9 @@ from ppfleetx.core.engine.run_directory import (
     RESUME,
     base_of,
     output_dir_of,
-    with_value,
 )
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.optims.schedules import Schedule, resume_schedule
 from ppfleetx.utils.log import get_logger
 
@@ -149,13 +148,13 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Refuse weights trained with fake quantisation in a model without it, and the other way round."""
+        """Refuse weights trained with fake quantization in a model without it, and the other way round."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} was not trained with Compress.Quantization: it has no scales "
                 f"of its layers' inputs ({held[0]}). Set Compress.Quantization.enable to False; or, to "
-                "train with quantisation from its weights, name it in Engine.save_load.init_from (without "
+                "train with quantization from its weights, name it in Engine.save_load.init_from (without "
                 "Model.lora)"
             )
         if stored and not held and not self.options.allow_extra:
@@ -284,8 +283,9 @@ def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start
             base = base_of(cfg)
     base = gather(ctx, None if base is None else str(base))[0]
     if base is not None:
-        cfg = with_value(cfg, "Model.lora.base", base)
+        cfg = cfg.changed("Model", lora=cfg.Model.lora.model_copy(update={"base": base}))
     start = find_start(cfg.Engine.save_load, output_dir_of(cfg), ctx)
     if start.found_by in (CKPT_DIR, INIT_FROM):
-        cfg = with_value(cfg, start.found_by, str(start.checkpoint.path))
+        key, place = start.found_by.rpartition(".")[2], str(start.checkpoint.path)
+        cfg = cfg.changed("Engine", save_load=cfg.Engine.save_load.model_copy(update={key: place}))
     return cfg, start

@@ -67,7 +67,6 @@ def check_start(cfg: RunConfig) -> None:
 
 
 def _checkpoint_around(output_dir: Path) -> Path | None:
-    """The checkpoint that contains a directory, or the directory itself if it is a checkpoint."""
     place = Path(os.path.realpath(output_dir))  # unlike resolve(), this accepts circular links
     around = (place, *place.parents)
     return next((p for p in around if (p / MARKER_FILE).is_file() and (p / MANIFEST_FILE).is_file()), None)
@@ -82,7 +81,7 @@ def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
 
 
 def run_traces(output_dir: Path) -> list[str]:
-    """Describe in words the files of a run in a directory."""
+    """List the files of a run in a directory, e.g. ``["2 checkpoints, ...", "metrics.jsonl"]``."""
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
     if not found:
@@ -154,15 +153,3 @@ def _is_anothers(path: Path, run: str) -> bool:
         return run_of(path) != run
     except CheckpointError:
         return False
-
-
-def with_value(cfg: RunConfig, key: str, value: str) -> RunConfig:
-    """Return a copy of ``cfg`` with ``value`` at the dotted ``key``."""
-    *sections, name = key.split(".")
-    parents = [cfg]
-    for section in sections:
-        parents.append(getattr(parents[-1], section))
-    changed = parents.pop().model_copy(update={name: value})
-    for section, parent in zip(reversed(sections), reversed(parents), strict=True):
-        changed = parent.model_copy(update={section: changed})
-    return changed

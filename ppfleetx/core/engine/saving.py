@@ -21,7 +21,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import Run
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import joint_errors
+from ppfleetx.distributed.coordination import joint_errors
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogStart:
-    """The number of steps done, and the whole configuration as JSON values.
+    """The number of steps done so far, and the whole configuration as JSON values.
 
-    Records of later steps, which were written after the checkpoint that the run resumes from, are void and
-    will be written again.
+    A run that resumes a checkpoint repeats the later steps: drop their earlier records.
     """
 
     step: int

@@ -6,7 +6,7 @@ import csv
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ppfleetx.core.loggers.base import LogStart, LogWriter
 from ppfleetx.utils.files import atomic_write, put_aside
@@ -66,30 +66,37 @@ def _step_of(row: Mapping[str, str | None]) -> float:
     return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
 
 
-class TensorBoard(LogWriter):
-    """Writes ``tensorboard/`` in the run's directory: ``tensorboard --logdir output/tensorboard``.
+class _EventFiles(LogWriter):
+    """Writes event files to ``dir`` or, by default, to ``folder`` in the run's directory."""
 
-    A resumed run adds a file, which tells TensorBoard to ignore earlier records of later steps. ``dir`` is
-    the directory to write to instead of ``tensorboard/``.
-    """
+    folder: ClassVar[str]
 
     def __init__(self, output_dir: Path, dir: str | None = None) -> None:
         super().__init__(output_dir)
-        self._directory = output_dir / "tensorboard" if dir is None else Path(dir)
+        self._directory = str(output_dir / self.folder if dir is None else dir)
         self._writer: Any = None
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class TensorBoard(_EventFiles):
+    """Writes ``tensorboard/`` in the run's directory: ``tensorboard --logdir output/tensorboard``.
+
+    A resumed run adds a file, which tells TensorBoard to ignore earlier records of later steps.
+    """
+
+    folder = "tensorboard"
 
     def start(self, start: LogStart) -> None:
         from tensorboardX import SummaryWriter
 
         purge_step = start.step + 1 if start.step else 0
-        self._writer = SummaryWriter(str(self._directory), purge_step=purge_step, flush_secs=10)
+        self._writer = SummaryWriter(self._directory, purge_step=purge_step, flush_secs=10)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, global_step=step)
-
-    def finish(self) -> None:
-        self._writer.close()
 
 
 def visual_dl_is_installed() -> bool:
@@ -97,22 +104,16 @@ def visual_dl_is_installed() -> bool:
     return importlib.util.find_spec("visualdl") is not None
 
 
-class VisualDL(LogWriter):
-    """Writes ``vdl/`` in the run's directory, or ``dir``; a resumed run adds a file there."""
+class VisualDL(_EventFiles):
+    """Writes ``vdl/`` in the run's directory. A resumed run adds a file."""
 
-    def __init__(self, output_dir: Path, dir: str | None = None) -> None:
-        super().__init__(output_dir)
-        self._directory = output_dir / "vdl" if dir is None else Path(dir)
-        self._writer: Any = None
+    folder = "vdl"
 
     def start(self, start: LogStart) -> None:
         from visualdl import LogWriter as Writer
 
-        self._writer = Writer(logdir=str(self._directory))
+        self._writer = Writer(logdir=self._directory)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(tag=name, step=step, value=value)
-
-    def finish(self) -> None:
-        self._writer.close()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.yaml_dump import flat_values
 from ppfleetx.core.loggers.base import LogStart, LogWriter
 from ppfleetx.utils.log import get_logger
 
 
 class _Continued(LogWriter):
-    """A resumed run continues under its id."""
+    """Saves the service's id of the run, so that a resumed run continues it."""
 
     _id: str | None = None
 
@@ -132,7 +133,10 @@ class MLflow(_Continued):
             else:
                 number = experiment.experiment_id
             self._id = self._client.create_run(number, run_name=self._name).info.run_id
-            params = [Param(key, text[:_LONGEST_VALUE]) for key, text in _leaves("", start.config)]
+            params = [
+                Param(_NOT_IN_NAMES.sub("_", key), str(value)[:_LONGEST_VALUE])
+                for key, value in flat_values(start.config)
+            ]
             for first in range(0, len(params), _PER_CALL):
                 self._client.log_batch(self._id, params=params[first : first + _PER_CALL])
         except MlflowException as error:
@@ -158,11 +162,3 @@ class MLflow(_Continued):
             self._client.set_terminated(self._id)
         except MlflowException as error:
             raise ConfigError(f"mlflow cannot end its run: {error}", key="Engine.loggers") from error
-
-
-def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
-    else:
-        yield _NOT_IN_NAMES.sub("_", prefix), str(tree)

@@ -20,7 +20,7 @@ from ppfleetx.core.engine.run import EvalRecord, Run
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.tasks.glue import TASKS, GlueTask, glue_metrics
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.models.evaluator import Measured
 from ppfleetx.models.gpt.stages import gpt_classification_stages
 from ppfleetx.models.module import BasicModule, Tensors

@@ -1,4 +1,4 @@
-"""Causal language modelling with GPT: training, and scores of tokens for ``Offline_Eval``."""
+"""Causal language modeling with GPT: training, and scores of tokens for ``Offline_Eval``."""
 
 from __future__ import annotations
 

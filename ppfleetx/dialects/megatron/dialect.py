@@ -8,7 +8,13 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import read_yaml, shown_path
-from ppfleetx.dialects.given import (
+from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
+from ppfleetx.dialects.megatron import network_rules, run_rules
+from ppfleetx.dialects.megatron.expert_rules import experts
+from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
+from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.translation import Rule, Translation, translate
+from ppfleetx.dialects.user_values import (
     Given,
     given_arguments,
     given_in,
@@ -17,12 +23,6 @@ from ppfleetx.dialects.given import (
     without_launcher,
     world_of,
 )
-from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
-from ppfleetx.dialects.megatron import network_rules, run_rules
-from ppfleetx.dialects.megatron.expert_rules import experts
-from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
-from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "Megatron"
 _DEEPSPEED = "deepspeed_config"
@@ -59,12 +59,8 @@ def rules(world_size: int | None) -> list[Rule]:
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``.
-
-    Args:
-        world_size: the number of processes of the job; None: from the launcher's options or environment, if
-            known.
-    """
+    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``. ``world_size`` None
+    means: from the launcher's options or environment, if known."""
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
     return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.given import Given, weighted_corpora
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.user_values import Given, weighted_corpora
 
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -67,10 +67,10 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Translate latent attention, whose rotary positions rotate neighbouring features, as in DeepSeek."""
+    """Translate latent attention, whose rotary positions rotate neighboring features, as in DeepSeek."""
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
-        raise run.error(name, "needs qk_layernorm: compressed vectors are always normalised")
+        raise run.error(name, "needs qk_layernorm: compressed vectors are always normalized")
     for key, theirs, default in (
         ("q_rank", "q_lora_rank", None),
         ("kv_rank", "kv_lora_rank", 32),

@@ -244,7 +244,7 @@ def _granularity(run: Translation) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _listed(run: Translation) -> None:
-    """Counts of layers per chunk: ``recompute`` of whole layers, ``select_recompute`` of attention cores."""
+    """Translate layers per chunk: ``recompute`` (whole layers) and ``select_recompute`` (attention)."""
     found = {}
     for name in ("recompute", "select_recompute"):
         if run.value(name) in (None, False):

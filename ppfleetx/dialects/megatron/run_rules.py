@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 
-from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.translation import Rule, Translation
+from ppfleetx.dialects.user_values import Given
 from ppfleetx.utils.devices import CPU, GPU, NPU, device_for_recipe, expected_device
 
 _TYPES = {
@@ -22,7 +22,7 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs_rule(log: str, *, interval: int) -> Rule:
-    """Make the rule for a toolkit's log lines: its callback ``log`` writes one every ``interval`` steps."""
+    """Make the rule that enables the callback ``log``; ``interval`` is the default of ``log_interval``."""
 
     def logs(run: Translation) -> None:
         run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
@@ -35,7 +35,7 @@ def logs_rule(log: str, *, interval: int) -> Rule:
 
 
 def batches(run: Translation) -> None:
-    """Translate a length in samples."""
+    """Translate ``train_samples`` to steps."""
     if not run.flag("calculate_per_token_loss", False):
         run.notes.append(
             "a step's loss is the mean over all its tokens; without --calculate-per-token-loss Megatron "
@@ -121,7 +121,7 @@ def precision(run: Translation) -> None:
 
 
 def device(run: Translation) -> None:
-    """Translate ``Global.device``, if arguments of the ports to Ascend name it."""
+    """Set ``Global.device`` if an argument of Megatron's ports to Ascend names the device."""
     target, backend = "device_target", "distributed_backend"
     kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
     if target in run:
@@ -195,7 +195,7 @@ def _weight_decay(run: Translation) -> None:
 
 
 def schedule(run: Translation) -> None:
-    """Translate the parts of the learning rate's schedule that no single argument says."""
+    """Translate the parts of the learning rate schedule that depend on several arguments."""
     _decay(run)
     if "lr_warmup_samples" in run and (steps := _steps(run, "lr_warmup_samples")):
         _warmup_samples(run, steps, run.origins("lr_warmup_samples", "global_batch_size"))
@@ -221,7 +221,6 @@ def _decay(run: Translation) -> None:
 
 
 def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) -> None:
-    """Set the warm-up as whole steps, or else as a share of the decay steps."""
     if steps == int(steps):
         run.put("Optimizer.lr.warmup_steps", int(steps), *origins)
         return

@@ -10,8 +10,8 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.parse import key_problem, parse_yaml, read_yaml
 from ppfleetx.config.reading.tree import Node, merge, plain_value, put
-from ppfleetx.dialects.given import Given, given_arguments, normal_name
-from ppfleetx.dialects.keys import Key, KeyTable, Kind
+from ppfleetx.dialects.key_tables import Key, KeyTable, Kind
+from ppfleetx.dialects.user_values import Given, given_arguments, normal_name
 
 RUN_MODES = ("train", "finetune", "eval", "predict")
 
@@ -125,11 +125,8 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
     """Read the tree of ``path`` merged over its bases.
 
     If several bases have the same top-level block, the block of the last base replaces the others entirely.
-    The file itself is then merged over the result key by key. MindFormers v0.3 does the same.
-
-    Args:
-        chain: the real paths of the files that lead to this one.
-        entry: key, value and place of the ``base_config`` that names the file.
+    The file itself is then merged over the result key by key. MindFormers v0.3 does the same. ``chain`` has
+    the real paths of the files that lead here, ``entry`` the ``base_config`` that names the file.
     """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:

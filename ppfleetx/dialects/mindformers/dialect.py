@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.given import given_in, without_launcher
-from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
+from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
 from ppfleetx.dialects.mindformers.arguments import FLAGS, RUN_MODES, read_command_line
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Translation, translate
+from ppfleetx.dialects.user_values import given_in, without_launcher
 from ppfleetx.utils.devices import CPU, GPU, NPU, device_for_recipe, expected_device
 
 _DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
@@ -209,7 +209,7 @@ def _uneven_stages(run: Translation, stages: int) -> None:
 
 
 def batch(run: Translation) -> None:
-    """Translate the sequences of a forward pass, and of a step on one data-parallel rank."""
+    """Translate the micro batch size and the local batch size."""
     size = run.integer("runner_config.batch_size", 1, least=1)
     parts = run.integer("parallel_config.micro_batch_num", 1, least=1)
     in_stages = (
@@ -339,7 +339,7 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def length(run: Translation) -> None:
-    """Translate the length of the run, which is counted in epochs, and the learning rate over them."""
+    """Translate the length of the run in epochs, and the learning rate schedule."""
     run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
@@ -389,7 +389,7 @@ def _saving(run: Translation, key: str, prefix: str) -> None:
 
 
 def generation(run: Translation) -> None:
-    """Translate prompts, and the number of tokens that follow them."""
+    """Translate prompts, and the number of tokens to generate."""
     _room(run)
     vocabulary, merges, end = (
         f"processor.tokenizer.{name}" for name in ("vocab_file", "merges_file", "eos_token")

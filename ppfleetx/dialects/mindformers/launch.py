@@ -228,7 +228,6 @@ def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
 
 
 def _ranks(server: Server, table: RankTable, first: int, end: int) -> list[str]:
-    """The devices by their numbers on GPUs, otherwise only their count."""
     if expected_device("auto") == "cpu":
         return ["--nproc_per_node", str(end - first)]
     devices = sorted(server.device, key=lambda one: one.rank_id)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.parse import read_yaml, shown_path
-from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
-from ppfleetx.dialects.keys import Key, KeyTable, nearest_names, read_file, tables_of
+from ppfleetx.dialects.key_tables import Key, KeyTable, nearest_names, read_file, tables_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, TABLES
 from ppfleetx.dialects.megatron.expert_rules import experts
@@ -18,6 +17,14 @@ from ppfleetx.dialects.megatron.network_rules import TENSOR
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
+from ppfleetx.dialects.user_values import (
+    Given,
+    given_arguments,
+    given_in,
+    normal_name,
+    without_launcher,
+    world_of,
+)
 
 LLM, PRECISION = "model_config.llm", "accelerate_config.precision"
 _FILE = read_file("mindspeed")

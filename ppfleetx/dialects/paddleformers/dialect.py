@@ -10,7 +10,10 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import shown_path
-from ppfleetx.dialects.given import (
+from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
+from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.translation import Rule, Translation, translate
+from ppfleetx.dialects.user_values import (
     Given,
     given_arguments,
     given_in_file,
@@ -18,9 +21,6 @@ from ppfleetx.dialects.given import (
     without_launcher,
     world_of,
 )
-from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
-from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, device_for_recipe, expected_device
 
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
@@ -72,14 +72,13 @@ def network(run: Translation) -> None:
 
 
 def balancing(run: Translation) -> None:
-    """Translate the update of a router's bias, for networks with such a bias."""
+    """Translate the update rate of the routers' bias, if the network has one."""
     name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
     if run.value(has_bias) is True:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
 
 
 def _unless(run: Translation, key: str, value: float, *names: str) -> None:
-    """Set a native value, unless an argument of the run has set it."""
     if key not in run.native:
         run.put(key, value, *names)
 
@@ -139,8 +138,7 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Require ``max_steps``, because a run here ends after its steps, and translate the steps of a
-    profile."""
+    """Require ``max_steps``, and translate the steps to profile."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
@@ -326,7 +324,6 @@ def _rules(world_size: int | None) -> list[Rule]:
 
 
 def _arguments(argv: Sequence[str]) -> Iterable[Given]:
-    """The options of a command line. An option without a value is true."""
     words: list[str] = []
     for at, word in enumerate(argv):
         words.append(word)
@@ -337,7 +334,6 @@ def _arguments(argv: Sequence[str]) -> Iterable[Given]:
 
 
 def _keys_of_network(one: Given) -> Iterator[Given]:
-    """Read the keys of the network from the directory that ``model_name_or_path`` names."""
     directory = Path(str(one.value))
     if os.path.isfile(directory / _OURS):  # noqa: PTH113 - Path.is_file raises for names that no file can have
         keys = given_in_file(directory / _OURS, f"{_OURS}.", named=one)

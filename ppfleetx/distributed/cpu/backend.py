@@ -77,13 +77,13 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Say goodbye to the other ranks. This runs by itself when Python exits; call it before ``os._exit``."""
+    """Say goodbye to the other ranks. Python calls this at exit; call it yourself before ``os._exit``."""
     if _mesh is not None:
         _mesh.close()
 
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
-    """Create a process group in place of ``ProcessGroupGloo.create``.
+    """Create a process group; replaces ``ProcessGroupGloo.create``.
 
     The first group is the default group: all ranks create it together, which opens the connections. Later
     groups need no communication.

@@ -160,10 +160,7 @@ class CpuProcessGroup:
             "reduce_scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
         )
 
-    def reduce_scatter_tensor(
-        self, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True
-    ) -> Operation:
-        return self.reduce_scatter(out, tensor, op, sync_op)
+    reduce_scatter_tensor = reduce_scatter
 
     def broadcast(self, tensor: paddle.Tensor, src: int, sync_op: bool = True) -> Operation:
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
@@ -316,11 +313,7 @@ class CpuProcessGroup:
                     [((other, self._key, POINT_TO_POINT, number), signature, byte_view(array))]
                 )
             else:
-                wait_until_read = self._mesh.send(
-                    other, self._key, POINT_TO_POINT, number, signature, byte_view(array)
-                )
-                if wait_until_read is not None:
-                    wait_until_read()
+                self._mesh.send(other, self._key, POINT_TO_POINT, number, signature, byte_view(array))
             memory.finish()
 
         text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
@@ -430,13 +423,8 @@ class CpuProcessGroup:
         ]
         receives = self._mesh.inbox.post(wanted)
         order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all start with member 0
-        unread = [
+        for m in order:
             self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
-            for m in order
-        ]
-        for wait_until_read in unread:
-            if wait_until_read is not None:
-                wait_until_read()
         yield receives
 
     def _sum_piece(

@@ -1,25 +1,21 @@
-"""Connect the ranks of a CPU job; both ends of each connection show that they belong to the job.
+"""Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
 
 Each pair of ranks has one connection for its messages. Ranks on different hosts have a second connection that
-shows when the other host is gone (``watch.py``). Strangers are turned away.
+shows when the other host is gone (``keepalive.py``). Other programs that connect are refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
-import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Collection
 
-import numpy as np
-
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError, read_memory
+from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError
 from ppfleetx.distributed.rendezvous import (
     Address,
     Member,
@@ -32,8 +28,7 @@ from ppfleetx.distributed.rendezvous import (
 from ppfleetx.utils.machine import interface_address
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
-DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
-# A rank sends as soon as it is connected; what connects and says nothing must not hold up the ranks.
+# A rank sends as soon as it is connected. A program that connects and sends nothing must not delay the ranks.
 HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 3.0
 MESSAGES, WATCH = range(2)  # the roles of connections
 
@@ -99,7 +94,7 @@ def _accept(
     expected: Collection[tuple[int, int]],
     connected: dict[tuple[int, int], Peer],
 ) -> None:
-    """Accept the ``expected`` connections of the higher ranks, and turn strangers away."""
+    """Accept the ``expected`` connections of the higher ranks, and refuse all others."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while not connected.keys() >= set(expected) and time.monotonic() < deadline:
         try:
@@ -120,9 +115,9 @@ def _accept(
 
 
 def local_address() -> str:
-    """The address at which the other ranks can reach this one: that of the interface ``GLOO_SOCKET_IFNAME``,
-    as in Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises
-    ConfigError if the interface has no address."""
+    """This rank's address for other ranks: that of the interface ``GLOO_SOCKET_IFNAME``, as in Paddle's Gloo,
+    or the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises ConfigError if the
+    interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"
@@ -138,7 +133,7 @@ def local_address() -> str:
 
 
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other``; both ends send the job's token, which the ranks have learnt when they met."""
+    """Connect to ``other``; both ends send the job's token, which the ranks received in the rendezvous."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)
@@ -146,8 +141,6 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
         connection.sendall(members.token + struct.pack("!III", rank, other, role))
         if not hmac.compare_digest(_receive_bytes(peer, len(members.token)), members.token):
             raise StartError(f"rank {rank}: {members.names[other]} does not know this job's token")
-        if role == MESSAGES:
-            _probe_memory(peer)
     except (OSError, EOFError) as error:
         raise StartError(f"rank {rank}: no connection to {members.names[other]}: {error}") from error
     return peer
@@ -160,31 +153,9 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
     is_known = hmac.compare_digest(_receive_bytes(peer, len(token)), token)
     peer.rank, addressed, role = struct.unpack("!III", _receive_bytes(peer, 12))
     if addressed != rank or not is_known:
-        raise CommError("a stranger")
+        raise CommError("the connection does not belong to this job")
     connection.sendall(token)
-    if role == MESSAGES:
-        _probe_memory(peer)
     return peer, role
-
-
-def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side can read the other's memory: on the same host, as the same user, if the
-    kernel allows it.
-    """
-    secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
-    wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
-    pid = os.getpid() if wanted else 0
-    peer.connection.sendall(struct.pack("!IQ", pid, secret.ctypes.data) + secret.tobytes())
-    peer_pid, address = struct.unpack("!IQ", _receive_bytes(peer, 12))
-    expected, found = _receive_bytes(peer, 32), bytearray(32)
-    readable = False
-    if wanted and peer_pid:
-        with contextlib.suppress(OSError):
-            read_memory(peer_pid, address, memoryview(found))
-            readable = bytes(found) == expected
-    peer.connection.sendall(b"1" if readable else b"0")
-    peer.pid = peer_pid
-    peer.direct = _receive_bytes(peer, 1) == b"1"  # also keeps `secret` alive until the peer has read it
 
 
 def _receive_bytes(peer: Peer, count: int) -> bytes:

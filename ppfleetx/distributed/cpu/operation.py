@@ -1,4 +1,4 @@
-"""Operations in progress, and the thread that advances operations before the program waits for them."""
+"""Operations in progress, and the thread that advances operations while the program computes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,16 @@ import numpy as np
 from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
-class Batch:
-    __slots__ = ("remaining",)
-
-    def __init__(self) -> None:
-        self.remaining = 0
-
-
 class Receive:
     """One posted receive. ``spare`` holds the payload if it could not be read straight into ``view``."""
 
-    __slots__ = ("batch", "done", "key", "signature", "spare", "spare_signature", "view")
+    __slots__ = ("done", "key", "signature", "spare", "spare_signature", "view")
 
-    def __init__(self, key: Key, signature: Signature, view: memoryview, batch: Batch) -> None:
-        self.key, self.signature, self.view, self.batch = key, signature, view, batch
+    def __init__(self, key: Key, signature: Signature, view: memoryview) -> None:
+        self.key, self.signature, self.view = key, signature, view
         self.spare: np.ndarray | None = None
         self.spare_signature: Signature | None = None
         self.done = False
-        batch.remaining += 1
 
     def accepts(self, signature: Signature, nbytes: int) -> bool:
         return self.signature == signature and self.view.nbytes == nbytes
@@ -44,8 +36,7 @@ class Inbox:
         self._arrived: dict[Key, tuple[Signature, np.ndarray]] = {}
 
     def post(self, wanted: Iterable[tuple[Key, Signature, memoryview]]) -> list[Receive]:
-        batch = Batch()
-        receives = [Receive(key, signature, view, batch) for key, signature, view in wanted]
+        receives = [Receive(*message) for message in wanted]
         with self._state:
             for receive in receives:
                 message = self._arrived.pop(receive.key, None)
@@ -54,7 +45,6 @@ class Inbox:
                 else:
                     receive.spare_signature, receive.spare = message
                     receive.done = True
-                    batch.remaining -= 1
         return receives
 
     def unpost(self, receives: list[Receive]) -> None:
@@ -94,9 +84,7 @@ class Inbox:
                 self._arrived[key] = (signature, buffer)
                 return
             receive.spare, receive.spare_signature, receive.done = buffer, signature, True
-            receive.batch.remaining -= 1
-            if receive.batch.remaining == 0 or not direct:
-                self._state.notify_all()
+            self._state.notify_all()
 
 
 _SMALL = 1 << 16  # below this size a new array is cheaper than searching for an old one

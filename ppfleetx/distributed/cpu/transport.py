@@ -5,9 +5,9 @@ it for the life of the process. A send therefore never waits for the receiver's 
 and receives can deadlock. Collectives with ``sync_op=False`` run in another thread (``operation.py``), so
 their messages travel while the program computes.
 
-``handshake.py`` makes the connections, ``wire.py`` defines their frames, and ``inbox.py`` matches messages
-with receives. ``watch.py`` finds lost hosts. None of these modules depends on Paddle: they handle memory as
-``memoryview`` and NumPy arrays.
+``handshake.py`` makes the connections, ``wire.py`` defines their frames, ``operation.py`` matches messages
+with receives, and ``keepalive.py`` finds lost hosts. None of these modules depends on Paddle: they handle
+memory as ``memoryview`` and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -23,28 +23,23 @@ import time
 from collections.abc import Callable, Mapping
 
 from ppfleetx.distributed.cpu.handshake import connect_ranks
+from ppfleetx.distributed.cpu.keepalive import Watch
 from ppfleetx.distributed.cpu.operation import BufferPool, Inbox, Operation, Progress
-from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
-    ACK,
     BYE,
     DATA,
-    DIRECT,
     CommError,
     CommTimeoutError,
     Peer,
     PeerLostError,
     Signature,
-    address_of,
     make_header,
-    read_memory,
 )
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.utils.machine import killed_for_memory
 from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
-DIRECT_BYTES = 1 << 16  # below this size a copy through the socket is faster than the acknowledgement
 _GOODBYE_SECONDS = 2.0  # for all peers together, in case one does not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
@@ -136,82 +131,43 @@ class Mesh:
 
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
-    ) -> Callable[[], None] | None:
-        """Send ``view``. Call the returned function before changing its memory; if it is None, change it at
-        any time. Raises PeerLostError, or CommTimeoutError if the peer no longer reads."""
+    ) -> None:
+        """Send ``view``, whose memory may change afterwards. Raises PeerLostError, or CommTimeoutError if the
+        peer no longer reads."""
         peer = self.peers.get(dst)
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
         try:
-            if not peer.direct or view.nbytes < DIRECT_BYTES:
-                peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
-                return None
-            with peer.numbering:  # the peer acknowledges frames in order, so tickets must be in order too
-                peer.direct_sent += 1
-                ticket = peer.direct_sent
-                address = address_of(view)
-                peer.send(make_header(DIRECT, signature, phase, group, number, view.nbytes, address))
+            peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
         except BlockingIOError as error:  # the socket's time limit
-            raise self._not_taken(peer, signature) from error
+            text = f"rank {self.rank}: {peer.name} did not take {signature} within {self.timeout:g} s"
+            raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit")) from error
         except OSError as error:
             self._lose(peer, _reason(error))
             with self.state:
                 raise self._lost(f"{signature} to rank {dst}", dst) from error
-        return lambda: self._await_read(peer, ticket, signature, view)
-
-    def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
-        with self.state:
-            ended = self.state.wait_for(
-                lambda: peer.direct_acknowledged >= ticket or peer.rank in self._ended, self.timeout or None
-            )
-            if not ended:
-                raise self._not_taken(peer, signature)
-            if peer.direct_acknowledged < ticket:
-                raise self._lost(f"{signature} to rank {peer.rank}", peer.rank)
-
-    def _not_taken(self, peer: Peer, signature: Signature) -> CommTimeoutError:
-        text = f"rank {self.rank}: {peer.name} did not take {signature} within {self.timeout:g} s"
-        return note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
 
     # -- receiving ----------------------------------------------------------------------------
 
     def _read(self, peer: Peer) -> None:
         try:
-            is_last = False
-            while not is_last:
+            kind = DATA
+            while kind != BYE:
                 fields = peer.receive_header()
-                if fields[0] in (DATA, DIRECT):
-                    self._take(peer, fields)
-                else:
-                    is_last = self._take_control(peer, fields)
+                self._take(peer, fields)
+                kind = fields[0]
         except (OSError, EOFError, MemoryError) as error:
             self._lose(peer, _reason(error))
 
     def _take(self, peer: Peer, fields: tuple[int, ...]) -> None:
-        kind, operation, dtype, phase, root, group, number, nbytes, length, address = fields
-
-        def read(view: memoryview) -> None:
-            if kind == DIRECT:
-                read_memory(peer.pid, address, view)
-                peer.reply(make_header(ACK))
-            else:
-                peer.receive(view)
-
-        key, signature = (peer.rank, group, phase, number), Signature(operation, dtype, nbytes, root)
-        self.inbox.receive(key, signature, length, read)
-
-    def _take_control(self, peer: Peer, fields: tuple[int, ...]) -> bool:
-        """Handle a frame that is not data. Returns whether it was the last one."""
-        kind, lost, length = fields[0], fields[4], fields[8]
-        if kind == ACK:
-            with self.state:
-                peer.direct_acknowledged += 1
-                self.state.notify_all()
-            return False
+        kind, operation, dtype, phase, root, group, number, nbytes, length = fields
+        if kind == DATA:
+            key, signature = (peer.rank, group, phase, number), Signature(operation, dtype, nbytes, root)
+            self.inbox.receive(key, signature, length, peer.receive)
+            return
         text = bytearray(length)
         peer.receive(memoryview(text))
-        self._end(lambda: self._ended.add_goodbye(peer.rank, text.decode(errors="replace"), lost))
-        return True
+        self._end(lambda: self._ended.add_goodbye(peer.rank, text.decode(errors="replace"), root))
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if killed_for_memory() > self._killed_before:
@@ -326,12 +282,8 @@ class Mesh:
 
 
 class EndedRanks:
-    """The ranks that have ended, and why. Callers must hold the lock.
-
-    Args:
-        rank: rank of this process.
-        names: the names of the other ranks, for messages.
-    """
+    """The ranks that have ended, and why. Callers must hold the lock. ``names`` are the names of the other
+    ranks, for messages."""
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
         self._rank, self._names = rank, names

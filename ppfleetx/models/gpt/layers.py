@@ -54,14 +54,8 @@ class HiddenState(NamedTuple):
 
 
 class Embedding(nn.Layer):
-    """The first stage: word and learned position embeddings.
-
-    Args:
-        factory: makes the tables.
-        spec: sizes of the tables.
-        positions: the position embedding.
-        word_embeddings: a word table shared with another stage, to use instead of making one.
-    """
+    """The first stage: word and learned position embeddings. ``word_embeddings`` is a word table shared with
+    another stage; None: it makes one."""
 
     def __init__(
         self,
@@ -115,11 +109,7 @@ class Block(nn.Layer):
     """A transformer block, with attention and MLP in sequence or in parallel.
 
     Args:
-        factory: makes linears and norms.
-        spec: sizes and options.
         layer_index: index in the whole model.
-        rotary: rotary positions, or None.
-        kernel: attention kernel options.
         recompute: ``full``, ``full_attn``, ``core_attn`` or None.
         carries_positions: whether the state has positions; None: it has them if ``rotary`` is given.
     """
@@ -223,13 +213,7 @@ class Block(nn.Layer):
 
 
 class FinalNorm(nn.Layer):
-    """The norm after the last block.
-
-    Args:
-        factory: makes the norm.
-        spec: size and kind of the norm.
-        multiplier: factor of its output, and thus of the logits.
-    """
+    """The norm after the last block. ``multiplier`` is a factor of its output, and thus of the logits."""
 
     def __init__(self, factory: LayerFactory, spec: NormSpec, multiplier: float = 1.0) -> None:
         super().__init__()

@@ -23,8 +23,8 @@ from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, Table
 from ppfleetx.nn.mlp_spec import MLPSpec, MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
 from ppfleetx.nn.rope_scaling import score_factor
+from ppfleetx.nn.spec_transforms import transformed
 from ppfleetx.nn.tape import Step, Tape
-from ppfleetx.nn.transforms import transformed
 from ppfleetx.utils.log import get_logger
 
 Shape = tuple[int, ...]
@@ -83,7 +83,7 @@ class BlockSpec:
         attention: declaration of the first branch.
         attention_post_norm: norm of attention's output, before it is added to the hidden states (Ding et al.,
             2021).
-        mlp_norm: norm of the feed-forward part's input; None: it has the same normalised input as attention.
+        mlp_norm: norm of the feed-forward part's input; None: it has the same normalized input as attention.
         mlp: declaration of the second branch, an MLP or a mixture of experts.
         mlp_post_norm: norm of the feed-forward part's output, before it is added.
         parallel_residual: whether attention and the feed-forward part have the same input (Black et al.,
@@ -165,7 +165,6 @@ class BlockSpec:
         return Tape(x, steps, low)
 
     def _branch(self, work: Work, name: str, post_norm: NormSpec | None) -> list[Step]:
-        """The steps that add a branch to the hidden states."""
         size, dropped = work.part_of(self.hidden_size), f"{name}, dropped"
         steps = [dropout_step(work, dropped, name, size, self.dropout)]
         if post_norm is not None:
@@ -176,7 +175,6 @@ class BlockSpec:
 
 
 def _input(norm: NormSpec | None, work: Work, writes: str, reads: str) -> tuple[list[Step], str]:
-    """The steps of the norm of a branch's input, and the name of the branch's input."""
     return ([], reads) if norm is None else (norm.tape(work, writes, reads), writes)
 
 
@@ -539,18 +537,14 @@ def matrix_size(layer: LayerSpec) -> int:
 
 
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Floating-point operations of one optimizer step, forward and backward, by Megatron-LM's formula.
+    """Floating-point operations of one optimizer step of ``batch_size`` sequences over the whole job, forward
+    and backward, by Megatron-LM's formula.
 
     Only matrix products count, with two operations per multiply-add. Of attention only the causal half
     counts, and recomputation does not count. Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3
     for swiglu), which for plain GPT is 72BLsh^2(1 + s/12h + V/12hL); h, q, kv and f are the widths of hidden
     states, queries, keys and the MLP; L is the number of layers, V the padded vocabulary, and B the number of
     sequences of s tokens.
-
-    Args:
-        model: the network.
-        batch_size: sequences per step over the whole job.
-        seq_len: tokens per sequence.
     """
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size

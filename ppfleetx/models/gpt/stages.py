@@ -27,11 +27,8 @@ _WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
 
 
 def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
-    """Build the stages of the architecture that ``Model.name`` names, first to last.
-
-    Raises:
-        ConfigError: there is no such architecture, or it is not a list of stages.
-    """
+    """Build the stages of the architecture that ``Model.name`` names, first to last. Raises ConfigError if
+    there is no such architecture, or it is not a list of stages."""
     stages = ARCHITECTURES.make(cfg.name, cfg, factory, gives=list)
     other = next((stage for stage in stages if not isinstance(stage, Stage)), None)
     if not stages or other is not None:
@@ -46,13 +43,8 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
     """Build the stages of a GPT: embedding, blocks, final norm, head. With ``Model.lora``, everything but
     adapters is frozen.
 
-    Args:
-        cfg: the ``Model`` section.
-        factory: makes the layers; only the factory knows whether they are sliced.
-        block: the class of the blocks; None: the class in each block's declaration.
-
-    Raises:
-        ConfigError: the table of the position embedding contradicts its registration.
+    The blocks have the class ``block``; None: the class in each block's declaration. Raises ConfigError if
+    the table of the position embedding contradicts its registration.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows

@@ -11,7 +11,7 @@ from ppfleetx.utils.process_env import import_paddle
 
 LIBRARIES = {
     "operators for decoding": "kernels",
-    "operators for quantised models": "quantized",
+    "operators for quantized models": "quantized",
     "operator for whole blocks": "fused_blocks",
     "operators for training in bfloat16": "bfloat16",
 }

@@ -87,25 +87,14 @@ def note_if_missing() -> None:
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
-    """``x @ weight + bias``, without gradients.
-
-    Args:
-        x: ``[..., k]`` float32 on CPU.
-        panels: ``weight [k, num_columns]`` as ``[p, k, WIDTH]``, filled up with zeros.
-        bias: ``[num_columns]`` or None.
-        num_columns: number of columns of ``weight``.
-    """
+    """``x [..., k] @ weight + bias``, float32 on a CPU, without gradients. ``panels`` is ``weight [k,
+    num_columns]`` as ``[p, k, WIDTH]``, padded with zeros."""
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply rows that are sorted into groups, each by the matrix of its group: ``[n, columns]``.
-
-    Args:
-        x: ``[n, k]`` float32 on CPU.
-        weight: ``[groups, k, columns]``.
-        counts: ``[groups]`` int64, rows of each group.
-    """
+    """Multiply rows ``x [n, k]``, sorted into groups, by the matrix of their group in ``weight [groups, k,
+    columns]``: ``[n, columns]``, float32 on a CPU. ``counts [groups]`` int64 are the rows of each group."""
     return _C_ops._run_custom_op("ppfleetx_grouped_product", x, weight, counts)[0]
 
 

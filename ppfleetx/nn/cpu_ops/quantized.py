@@ -8,7 +8,7 @@ Scales may be float16 ``[2 g, n]``: the scale and the offset of each group in tu
 then also adds ``offset * sum(x)`` of each group; the sums are computed once for all columns.
 
 Shape letters: k input features, n output features, g groups of input features, p panels of w columns.
-Results differ from ``x @ dequantised + bias`` in float64 by no more than 2e-6 of ``|x| @ |dequantised|``.
+Results differ from ``x @ dequantized + bias`` in float64 by no more than 2e-6 of ``|x| @ |dequantized|``.
 """
 
 from __future__ import annotations

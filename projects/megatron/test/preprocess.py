@@ -10,7 +10,7 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
-    from ppfleetx.commands.dialects.megatron import prepare_gpt2_corpus
+    from ppfleetx.commands.megatron_programs import prepare_gpt2_corpus
 
     prepare_gpt2_corpus(sys.argv[1:])
 

@@ -10,7 +10,7 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> int:
-    from ppfleetx.commands.dialects.megatron import run_gpt2
+    from ppfleetx.commands.megatron_programs import run_gpt2
 
     return run_gpt2(sys.argv[2:], evaluates=sys.argv[1] == "full")
 

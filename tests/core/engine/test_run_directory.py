@@ -15,8 +15,8 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import run_record
-from ppfleetx.core.engine import claim as claiming
-from ppfleetx.core.engine.claim import claim
+from ppfleetx.core.engine import claim_output_dir as claiming
+from ppfleetx.core.engine.claim_output_dir import claim
 from ppfleetx.core.engine.restore import Start, find_start
 from ppfleetx.core.engine.run_directory import base_of, check_start, lock_output_dir, output_dir_of
 from ppfleetx.distributed.context import ParallelContext

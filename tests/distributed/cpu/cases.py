@@ -1,5 +1,5 @@
-"""Run in the ranks: each operation compared with NumPy, on values that every rank can compute for all
-ranks."""
+"""Each operation compared with NumPy, on values that every rank can compute for all ranks (called in every
+rank)."""
 
 from __future__ import annotations
 
@@ -294,13 +294,8 @@ def partial(count: int) -> None:
     check(mine, np.arange(count, dtype=np.float64))
 
 
-def sent_directly() -> int:
-    """Messages that other ranks read directly from this rank's memory."""
-    return sum(peer.direct_sent for peer in cpu_backend._mesh.peers.values())
-
-
 def die_in_transfer(rank: int, after: float) -> str:
-    """A thread of the given rank kills it during a large all-reduce, or close to one."""
+    """A thread of the rank kills it during a large all-reduce, or close to one."""
     import os
     import signal
     import threading

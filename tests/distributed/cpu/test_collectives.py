@@ -14,15 +14,6 @@ def test_every_collective(pools, size, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_through_sockets_alone(pools, size):
-    pool = pools(size, PADDLE_CPU_COMM_DIRECT="0")
-    pool.run(CASES + "every_collective", dtype="float32", shape=[400000])
-    pool.run(CASES + "ring", rounds=2, count=400000)
-    assert pool.run(CASES + "in_the_background", count=4000000) == [True] * size
-    assert pool.run(CASES + "sent_directly") == [0] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
 def test_large_payloads(pools, size):
     pools(size).run(CASES + "every_collective", dtype="float32", shape=[400000])
     pools(size).run(CASES + "ring", rounds=2, count=400000)
@@ -45,7 +36,7 @@ def test_strided_tensors(pools):
 
 
 def test_ranks_of_tests_refuse_strided_tensors(pools):
-    """Any test that sends or fills one fails: it would on GPUs."""
+    """In tests, sending or filling a strided tensor is an error, as on GPUs."""
     assert pools(2).run(CASES + "strided_refused") == [[], []]
 
 
@@ -53,10 +44,9 @@ def test_groups_do_not_collide(pools):
     pools(4).run(CASES + "groups_side_by_side")
 
 
-@pytest.mark.parametrize("direct", ["0", "1"])
-def test_sums_travel_while_the_program_computes(pools, direct):
-    pool = pools(3, PADDLE_CPU_COMM_DIRECT=direct)
-    assert pool.run(CASES + "in_the_background", count=200000) == [True] * 3
+@pytest.mark.parametrize("count", [200000, 4000000])
+def test_sums_travel_while_the_program_computes(pools, count):
+    assert pools(3).run(CASES + "in_the_background", count=count) == [True] * 3
 
 
 @pytest.mark.parametrize("count", [1, 50000])

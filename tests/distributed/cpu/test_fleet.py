@@ -1,4 +1,5 @@
-"""A user's own program with fleet's layers on the CPU process groups: each plan gives the serial losses."""
+"""A user's program with fleet's layers on the CPU process groups: each plan gives the losses of one
+process."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ VOCAB, HIDDEN, SEQ, BATCH = 64, 16, 8, 8
 
 
 class Model(nn.Layer):
-    """Embedding, MLP and loss; weights are slices of what their name's seed gives."""
+    """Embedding, MLP and loss. Weights are slices of arrays drawn from their names."""
 
     def __init__(self, mp: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A job that comes to a halt: the ranks' reports say in one sentence who is missing where."""
+"""When a job hangs, the joined reports of the ranks say which rank is missing, and where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from ppfleetx.distributed import together
+from ppfleetx.distributed import coordination
 from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.hang_diagnosis import explain
@@ -86,7 +86,7 @@ EXIT = 4
 
 
 def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
-    """Rank 1 hangs or deviates; the process exits with code 4, unless rank 1 is only slow."""
+    """Rank 1 hangs or deviates. The process exits with code 4, unless rank 1 is only slow."""
     start()
     rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([0, 1])]
     local = Path(directory, "local")  # for copies of the reports
@@ -106,8 +106,8 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
         for group in groups if rank == 0 else reversed(groups):
             dist.all_reduce(paddle.ones([5]), group=group)
     if kind == "beside":  # signs of life are exchanged meanwhile, and are no progress
-        together._BEAT_SECONDS = patience / 4
-        together.first_on_each_node(SimpleNamespace(world_size=2), _wait_for_ever)
+        coordination._BEAT_SECONDS = patience / 4
+        coordination.first_on_each_node(SimpleNamespace(world_size=2), _wait_for_ever)
     if rank == 1:
         PROGRESS.beat("reading data")
         if kind == "stop":
@@ -132,7 +132,7 @@ def _compute(seconds: float) -> None:
 
 
 def recorded() -> list:
-    """The calls that this rank's flight recorder holds."""
+    """The calls in this rank's flight recorder."""
     start()
     group = dist.new_group([0, 1])
     RECORD.calls.clear()

@@ -13,7 +13,7 @@ SIGNATURE = Signature(1, 0, 4, -1)
 
 
 class Background:
-    """A progress thread, and the operations that it has begun and ended."""
+    """A progress thread, and the operations it has started and finished."""
 
     def __init__(self) -> None:
         self.state = threading.Condition(threading.Lock())
@@ -24,7 +24,6 @@ class Background:
         self.ended: list[str] = []
 
     def _advance(self, operation: Operation) -> None:
-        """What the mesh does."""
         operation.advance()
         with self.state:
             operation.busy = False

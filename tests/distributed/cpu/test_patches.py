@@ -1,4 +1,4 @@
-"""Is each replacement in Paddle still needed? A failure here is good news: its line in the table can go."""
+"""Whether each replacement in Paddle is still needed. If a test fails, its line in the table can go."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def gloo_lacks_reduce_scatter() -> bool:
 
 
 def store_names_nobody() -> bool:
-    """Rank 0 of two, alone: the error it gets when the time is up."""
+    """The error of Paddle's store on rank 0 of two after the time limit, if rank 1 does not come."""
     try:
         core.TCPStore("127.0.0.1", free_port(), True, 2, 1)
     except SystemError as error:
@@ -128,7 +128,7 @@ def needed() -> dict[str, bool]:
 
 
 def replaced() -> list[str]:
-    """The targets of the patch table; also checks that installing twice patches once."""
+    """The targets of the patch table. Also checks that a second install changes nothing."""
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.cpu import patches as cpu_patches
 

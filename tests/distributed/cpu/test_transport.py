@@ -1,4 +1,4 @@
-"""Messages between ranks, without Paddle: handshake, addresses, limits."""
+"""Handshake, addresses and time limits of the transport, without Paddle."""
 
 import socket
 import threading
@@ -16,7 +16,7 @@ TOKEN = bytes(range(32))
 
 
 def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
-    """Both ends of a handshake; returns (dialer's result, welcomer's result)."""
+    """Run both ends of a handshake; return (dialer's result, welcomer's result)."""
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(handshake.socket, "create_connection", lambda *_: ours)
     results: dict[str, object] = {}
@@ -39,12 +39,9 @@ def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
     return results["dial"], results["welcome"]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_both_sides_know_each_other_and_whether_they_read_memory(monkeypatch, direct):
-    monkeypatch.setenv(handshake.DIRECT_VARIABLE, str(int(direct)))
+def test_both_sides_know_each_other(monkeypatch):
     dialer, welcomer = shake_hands(monkeypatch, TOKEN)
     assert (dialer.rank, welcomer.rank) == (0, 1)
-    assert dialer.direct == welcomer.direct == direct
 
 
 @pytest.mark.parametrize(("token", "addressed"), [(bytes(32), 0), (TOKEN, 2)])
@@ -55,7 +52,7 @@ def test_a_wrong_token_or_rank_is_refused(monkeypatch, token, addressed):
 
 
 def test_a_rank_that_gives_up_is_one_error(monkeypatch):
-    """Rank 1 of three reaches rank 0 no more, while it still listens for rank 2."""
+    """Rank 1 of three cannot reach rank 0, while it still listens for rank 2."""
     nobody = socket.create_server(("127.0.0.1", 0))
     port = nobody.getsockname()[1]
     nobody.close()
@@ -93,7 +90,7 @@ def test_time_limit(monkeypatch):
 
 
 def test_a_rank_ends_when_the_others_have_what_it_sent(monkeypatch):
-    """Their kernels: else its own would answer what they still send with a reset, and forget the rest."""
+    """Otherwise its kernel would answer late messages with a reset, and undelivered data would be lost."""
     monkeypatch.setattr(transport, "_GOODBYE_SECONDS", 20.0)
     payload = memoryview(bytearray(1 << 20))
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as theirs:

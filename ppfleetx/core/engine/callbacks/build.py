@@ -13,7 +13,7 @@ from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.records import LogWriters
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import joint_errors
+from ppfleetx.distributed.coordination import joint_errors
 
 _KEY = "Engine.callbacks"
 

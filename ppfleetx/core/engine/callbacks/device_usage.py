@@ -12,8 +12,8 @@ from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.distributed import device as devices
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.device import is_card, peak_memory, total_memory
-from ppfleetx.distributed.together import gather
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import Prediction, run_prediction
 from ppfleetx.planner.report import verdict

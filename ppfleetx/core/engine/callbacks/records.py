@@ -161,7 +161,6 @@ class MetricsFile(Recorder):
         self.keep({"kind": "stragglers", **found.to_json()})
 
     def _forget(self, step: int, *, consumed: float = math.inf) -> None:
-        """Call :func:`keep_until`, but do not stop training because of a full disk."""
         try:
             keep_until(self._path, step, consumed=consumed)
         except OSError as error:
@@ -170,7 +169,7 @@ class MetricsFile(Recorder):
             )
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Append a whole line or nothing. A full disk does not stop training here, only when a save fails."""
+        """Append a whole line or nothing. A full disk is logged, and training continues."""
         line = (json.dumps(record) + "\n").encode()
         try:
             # Opened for each line, so that a killed run leaves whole lines.

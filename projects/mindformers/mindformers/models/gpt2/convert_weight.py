@@ -29,7 +29,7 @@ def main() -> None:
         help="attention heads, where no config.json lies beside the file (width / 64)",
     )
     args = parser.parse_args()
-    from ppfleetx.commands.dialects.mindformers import convert_weight
+    from ppfleetx.commands.mindformers_programs import convert_weight
 
     written = convert_weight(
         Path(args.torch_path), Path(args.mindspore_path), layers=args.layers, num_heads=args.num_heads

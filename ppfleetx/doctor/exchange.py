@@ -57,12 +57,7 @@ class _Seen:
 
 
 class Host:
-    """The first member's end of the connections.
-
-    Attributes:
-        number: number of this member; the host is 0.
-        names: names of all members, by number.
-    """
+    """The first member's end of the connections; ``names`` are those of all members, by ``number``."""
 
     def __init__(self, members: Members) -> None:
         self.number, self.names = members.number, members.names

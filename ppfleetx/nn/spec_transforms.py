@@ -1,4 +1,4 @@
-"""Transforms of a model's declaration: adapters, fake quantisation, quantised weights. No Paddle.
+"""Transforms of a model's declaration: adapters, fake quantization, quantized weights. No Paddle.
 
 Each transform maps the parameters of a model, by canonical name, to its new parameters. The layers themselves
 are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare parameters with the functions
@@ -56,13 +56,13 @@ def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
 
 
 def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
-    """Add the parameters of fake quantisers at the linears ``cfg`` names; freeze the embedding if asked."""
+    """Add the parameters of fake quantizers at the linears ``cfg`` names; freeze the embedding if asked."""
     result: Specs = {}
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
         result[name] = replace(spec, trains=False) if is_frozen else spec
         axis = spec.view.tensor
-        linear, kind = name.removesuffix(".weight"), _KINDS.get((axis, spec.lies(axis)))
+        linear, kind = name.removesuffix(".weight"), _KINDS.get((axis, spec.placement(axis)))
         if linear != name and kind is not None and cfg.quantizes(linear, kind):
             result |= _named(f"{linear}.{QUANTIZER}", quantizer(spec, quantizer_numbers(cfg)))
     return result
@@ -95,7 +95,7 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
-    cut = matrix.lies("mp")
+    cut = matrix.placement("mp")
     a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
     partial = matrix.sums("mp") if cut == REPLICATE else sequence_parallel
     init = Normal(1.0 / math.sqrt(width_in))
@@ -111,7 +111,7 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
     experts, width_in, width_out = matrix.shape
 
     def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
-        emp = matrix.lies("emp") if matrix.lies("emp") == Shard(dim) else REPLICATE
+        emp = matrix.placement("emp") if matrix.placement("emp") == Shard(dim) else REPLICATE
         grad = {"edp": PARTIAL} if emp != REPLICATE else {"edp": PARTIAL, "emp": PARTIAL}
         return ParamSpec(shape, init, "lora", {"ep": Shard(0), "emp": emp}, grad)
 
@@ -122,7 +122,7 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
-    """The names of a quantiser's parameters: the input's scale, and the learned shares of the bounds."""
+    """The names of a quantizer's parameters: the input's scale, and the learned shares of the bounds."""
     has = {
         "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",
         "weight_clip": cfg.weight_preprocess_type is not None,
@@ -132,10 +132,10 @@ def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
 
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The parameters of a fake quantiser of ``matrix``. All experts share them."""
+    """The parameters of a fake quantizer of ``matrix``. All experts share them."""
     if len(matrix.shape) == 3:
         return {name: _number_of_experts(name) for name in names}
-    cut = matrix.lies("mp")
+    cut = matrix.placement("mp")
     partial = {"input_scale": False, "weight_clip": cut != REPLICATE or matrix.sums("mp")}
     partial["input_clip"] = matrix.sums("mp") if cut == REPLICATE else sequence_parallel or cut == Shard(0)
     specs = {name: dense((1,), _START[name], "quant", partial=partial[name]) for name in names}
@@ -166,7 +166,7 @@ def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
     if form.group_size is not None:
         return spec
     axis, columns = matrix.view.tensor, Shard(len(experts) + 1)
-    value = {**matrix.value, axis: columns if matrix.lies(axis) == columns else REPLICATE}
+    value = {**matrix.value, axis: columns if matrix.placement(axis) == columns else REPLICATE}
     return replace(spec, value=value, parts=())
 
 
@@ -177,7 +177,7 @@ def num_scales(in_features: int, form: Form) -> int:
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """The scales of a quantised word embedding ``[V, h]``: those of the matrix ``[h, V]``, transposed."""
+    """The scales of a quantized word embedding ``[V, h]``: the transposed scales of the matrix ``[h, V]``."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

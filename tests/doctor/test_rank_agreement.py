@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from ppfleetx.doctor import agreement, files
-from ppfleetx.doctor.agreement import Fact, agreement_rows, differing, digests, in_full
+from ppfleetx.doctor import files, rank_agreement
 from ppfleetx.doctor.check import Status
+from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, in_full
 from tests.doctor.conftest import by_name, write_corpus
 
 
@@ -31,7 +30,7 @@ def test_equal_processes_agree(target):
 
 def test_another_seed_other_data_and_other_variables_are_named(target, prefix):
     one = target(environ={"NCCL_IB_DISABLE": "1"})
-    told, full = digests(one, print), in_full(one, [fact.name for fact in agreement.FACTS], print)
+    told, full = digests(one, print), in_full(one, [fact.name for fact in rank_agreement.FACTS], print)
     other = replace(target("Global.seed=7", environ={}), rank=1)
     write_corpus(prefix, seed=1)
     names = differing([told, digests(other, print)])
@@ -79,26 +78,10 @@ def test_other_versions_and_sources_are_named(target, monkeypatch, tmp_path):
     told, full = [digests(one, print) for one in cases[:2]], in_full(cases[0], names, print)
     (tmp_path / "nn").mkdir()
     (tmp_path / "nn/mlp.py").write_text("x = 1\n")
-    monkeypatch.setattr(agreement, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(agreement, "__version__", "0.0.9")
+    monkeypatch.setattr(rank_agreement, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(rank_agreement, "__version__", "0.0.9")
     told.append(digests(cases[2], print))
     assert differing(told) == names
     rows = by_name(agreement_rows({0: full, 2: in_full(cases[2], names, print)}, names))
     assert "ppfleetx is 0.1.0 on rank 0, 0.0.9 on rank 2" in rows["versions"].found
     assert "more" in rows["sources"].found and "on rank 2" in rows["sources"].found
-
-
-def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(target, monkeypatch):
-    monkeypatch.setattr(agreement, "_READ_SECONDS", 0.2)
-    released, cases, asked = threading.Event(), [target(), target(rank=1)], []
-    slow = Fact("data and tokenizer", lambda target: {"corpus": str(released.wait(20.0))}, "copy it")
-    monkeypatch.setattr(agreement, "FACTS", (slow,))
-    told = [digests(one, asked.append) for one in cases]
-    names = differing(told)
-    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
-    row = by_name(agreement_rows(full, names))["data and tokenizer"]
-    assert asked == ["data and tokenizer"] * 2 and row.status is Status.WARN
-    assert row.found == "not compared: ranks 0, 1 could not read it within 0.2 s"
-    released.set()
-    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
-    assert by_name(agreement_rows(full, names))["data and tokenizer"].status is Status.OK

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppfleetx.commands.dialects.megatron import LAUNCHER, train_translated
+from ppfleetx.commands.megatron_programs import LAUNCHER, train_translated
 from ppfleetx.commands.options import whole_number
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.megatron.dialect import without_launcher
@@ -35,11 +35,8 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """The program ``msrun``: act as Paddle's launcher, and name the logs as users of ``msrun`` expect.
-
-    Returns:
-        The launcher's exit code; 0 at once with ``--join=False``.
-    """
+    """The program ``msrun``: run Paddle's launcher, and name the logs as users of ``msrun`` expect. Returns
+    the launcher's exit code; with ``--join=False`` 0, without waiting."""
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))
     if args.worker_num < 1 or args.local_worker_num < 1 or rest:
@@ -94,7 +91,6 @@ def _truth(text: str) -> bool:
 
 
 def _name_logs(log_dir: Path, workers: int) -> None:
-    """Link ``worker_N.log`` to each ``workerlog.N`` of Paddle's launcher."""
     with writing("--log_dir", log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
         for number in range(workers):

@@ -75,7 +75,7 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Split the arguments: whether to check only, the number of processes, and Megatron's arguments."""
+    """Split the arguments into ``--check``, ``--world-size`` and the arguments of the other toolkit."""
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:
@@ -98,14 +98,7 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them, and
     print the table of results. The log is ``test/output/0/train_0.log``; an earlier run and its logs in the
-    same place are renamed.
-
-    Returns:
-        The launcher's exit code.
-
-    Raises:
-        UserError: an argument is wrong; raised before a process is started.
-    """
+    same place are renamed. Returns the launcher's exit code."""
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
@@ -127,13 +120,12 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
 
 
 def _put_aside(output: Path) -> None:
-    """Rename the directory of an earlier run, to keep it."""
     if output.is_dir() and is_taken(output):
         print(f"the results of an earlier run are now in {put_aside(output)}", flush=True)
 
 
 def _launch(arguments: Sequence[str]) -> int:
-    program = Path(__file__).resolve().parents[3] / "projects" / "megatron" / "pretrain_gpt.py"
+    program = Path(__file__).resolve().parents[2] / "projects" / "megatron" / "pretrain_gpt.py"
     command = [*LAUNCHER, "--nproc_per_node", str(gpt2_sizes.PROCESSES)]
     command += ["--log_dir", str(_LOG), str(program), *arguments]
     with (_LOG / "train_0.log").open("wb") as log:
@@ -230,7 +222,6 @@ def _text(output_dir: Path, extracted: Path) -> Path:
 
 @os_errors(DataError)
 def _encode(text: Path, output_dir: Path, workers: int) -> str:
-    """Write the pair atomically. Returns a line for the log."""
     target = output_dir / NAME
     for suffix in (".bin", ".idx"):
         if Path(f"{target}{suffix}").exists():

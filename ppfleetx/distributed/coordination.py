@@ -61,8 +61,9 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
     """Context manager: a UserError raised inside it on one rank ends all ranks with the same message.
 
-    The block must not communicate, because a rank that has failed would not take part. With ``name_ranks``,
-    the message says which ranks found the mistake; turn this off if one rank checks on behalf of all.
+    The block must not communicate, because the other ranks would wait for a rank that has failed. With
+    ``name_ranks``, the message says which ranks found the mistake; turn this off if one rank checks on behalf
+    of all.
     """
     error: UserError | None = None
     try:

@@ -1,4 +1,4 @@
-"""Messages of pipelines that do not wait at once: where a send waits for its receive, all of them meet."""
+"""Asynchronous pipeline messages cannot deadlock, even if each send waits for its receive."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ Start = tuple[str, str]
 
 
 def left_over(logs: list[list[Start]], *, one_queue: bool) -> dict[tuple[int, int], list[Start]]:
-    """What has not met its other half when a rank runs its messages one after the other.
-
-    Args:
-        one_queue: all messages of a rank one after the other; else those with one neighbour.
-    """
+    """Messages that remain unmatched if each rank runs its messages one after the other; with ``one_queue``
+    False, only those with the same neighbor are in order."""
     queues: dict[tuple[int, int], deque[tuple[int, Start]]] = defaultdict(deque)
     for rank, log in enumerate(logs):
         for kind, side in log:
@@ -44,7 +41,7 @@ def left_over(logs: list[list[Start]], *, one_queue: bool) -> dict[tuple[int, in
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
-    """Both send first: a gradient, and the input of the next forward pass."""
+    """Both ranks send first: a gradient, and the input of the next forward pass."""
     logs = [[("send", "next"), ("recv", "next")], [("send", "prev"), ("recv", "prev")]]
     assert left_over(logs, one_queue=True)
     logs[1].reverse()
@@ -53,8 +50,8 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 
 @pytest.mark.parametrize(("schedule", "overlaps"), [("zb_h1", False), ("zb_h1", True), ("1f1b", True)])
 def test_all_messages_meet(pools: Pools, schedule: str, overlaps: bool) -> None:
-    """Without ``overlap_p2p_comm`` even if a rank does one thing at a time; with it, as NCCL does, in order
-    for each pair."""
+    """Without ``overlap_p2p_comm``, all messages of a rank are in order; with it, those of each pair of
+    ranks, as with NCCL."""
     plan = Plan(pp=STAGES, pp_schedule=schedule)
     logs = pools.run(
         plan,

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from ppfleetx.commands import evaluate, generate, training
-from ppfleetx.config.errors import OutOfMemoryError
+from ppfleetx.config.errors import OutOfMemoryError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.resilience import watchdog
 from tests.e2e.program import NANO
 
 PROGRAMS: list[tuple[Any, str, Callable[..., Any], str]] = [
-    (training, "_evaluate", lambda cfg, ctx: training.evaluate(cfg, ctx), "hang_evaluation"),
-    (evaluate, "_evaluate", lambda cfg, ctx: evaluate.evaluate(cfg, ctx, None), "hang_evaluation"),
-    (generate, "_generate", lambda cfg, ctx: generate.generate(cfg, ctx, ["a"]), "hang_generation"),
+    (training, "find_weights", lambda cfg, ctx: training.evaluate(cfg, ctx), "hang_evaluation"),
+    (training, "find_weights", lambda cfg, ctx: evaluate.evaluate(cfg, ctx, None), "hang_evaluation"),
+    (generate, "load_generator", lambda cfg, ctx: generate.generate(cfg, ctx, ["a"]), "hang_generation"),
 ]
 IDS = ["corpus", "text", "generation"]
 
@@ -36,14 +36,15 @@ def test_a_program_that_makes_no_progress_is_told(
     (tmp_path / "local").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "local"))
 
-    def hangs(*_: object) -> str:
+    def hangs(*_: object) -> None:
         deadline = time.monotonic() + 60
         while not said.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        return "went on"
+        raise UserError("went on")
 
     monkeypatch.setattr(module, work, hangs)
-    assert program(cfg, ParallelContext.single()) == ("went on" if module is not generate else None)
+    with pytest.raises(UserError, match="went on"):
+        program(cfg, ParallelContext.single())
     assert "no rank waits for another" in said.read_text()
     assert not list((tmp_path / "local").glob("*")), "copies of the reports are left"
     assert watchdog.current() is None, "the watch ends with the program"

@@ -11,14 +11,14 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import dense
 from ppfleetx.nn.stage import declare
+from ppfleetx.parallel.grad_buckets import Bucket, BucketSums, cut
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
 
 LAYERS = 6
 
 
 class Log:
-    """Sums that double what they are given when they are waited for, and what happened in which order."""
+    """Record events in order. A stand-in for a sum doubles its tensor when it is waited for."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -98,7 +98,7 @@ def test_what_has_arrived_is_let_go():
 
 
 def test_a_parameter_that_was_idle_in_the_first_steps_holds_nothing_up_later():
-    """The learned bound of an input has no gradient before there is a scale to bound."""
+    """The learned bound of an input has no gradient until the input has a scale."""
     log = Log()
     weight, bound = (paddle.create_parameter([8], "float32") for _ in range(2))
     bound.is_idle = True
@@ -140,8 +140,8 @@ def test_a_bucket_holds_one_kind_and_fills_up():
 
 
 def test_buckets_leave_in_the_order_in_which_they_are_complete():
-    """Not when the next parameter shows that a bucket is full, which may be layers later. One that is nearly
-    full does not wait for a small one either."""
+    """A full bucket is sent at once, not when the next parameter arrives, which may be layers later. A nearly
+    full bucket does not wait for a small parameter."""
     sizes = [10, 20, 12, 15, 1]
     parameters = [SimpleNamespace(size=size, element_size=lambda: 4, dtype="f") for size in sizes]
     places = [[parameters.index(p) for p in bucket] for _, bucket in cut(parameters, 80)]
@@ -149,8 +149,8 @@ def test_buckets_leave_in_the_order_in_which_they_are_complete():
 
 
 def test_one_bucket_beside_the_gradients():
-    """Counted by Paddle: a pass with sums needs more memory by the bucket that is packed, not by those under
-    way, though none of them arrives before the end."""
+    """By Paddle's statistics, sums need extra memory for one bucket only, even if none of them arrives before
+    the end of the pass."""
     layers = [paddle.nn.Linear(128, 128, bias_attr=False) for _ in range(16)]
     size = 128 * 128 * 4
     start = lambda flat: SimpleNamespace(wait=lambda: None, is_completed=lambda: False)  # noqa: E731
@@ -209,7 +209,7 @@ def test_overlap_changes_no_bit(comparison, plan):
     ids=str,
 )
 def test_what_is_updated_begins_where_vectors_may(comparison, plan):
-    """Kernels of many tensors load vectors without looking; sums have moved gradients into flat tensors."""
+    """Kernels for many tensors load vectors without a check of alignment."""
     sizes = {"Model.num_layers": 2, "Model.hidden_size": 20, "Model.ffn_hidden_size": 36}
     ranks = comparison.pools.run(plan, "tests.parity.training:misaligned", sizes=sizes)
     for rank in ranks:
@@ -217,7 +217,7 @@ def test_what_is_updated_begins_where_vectors_may(comparison, plan):
 
 
 def test_partial_gradients_wait_for_the_sum_over_tensor_ranks():
-    """Summed over replicas first, then over tensor ranks, copies could differ in the last bit."""
+    """If they were summed over replicas first, copies could differ in the last bit."""
     whole, part = (paddle.nn.Linear(4, 4, bias_attr=False).weight for _ in range(2))
     for parameter in (whole, part):
         declare(parameter, dense((4, 4), Constant(), "norm", partial=parameter is part))

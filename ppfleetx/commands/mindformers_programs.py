@@ -84,7 +84,6 @@ _PROGRAMS: dict[str, Callable[[RunConfig, Translation], None]] = {
 
 
 def _require_corpus(cfg: RunConfig, split: str) -> None:
-    """Check that the configuration names a corpus, and that the corpus is not in MindSpore's format."""
     block = "train_dataset" if split == "Train" else "eval_dataset"
     key, place = f"{block}.data_loader.dataset_dir", cfg.origins.get(f"Data.{split}.dataset.input_dir")
     if place is None:
@@ -104,7 +103,6 @@ def _require_corpus(cfg: RunConfig, split: str) -> None:
 
 
 def _require_checkpoint(cfg: RunConfig) -> None:
-    """Check that the configuration names a checkpoint, and that it is not in MindSpore's format."""
     key = "Engine.save_load.ckpt_dir"
     path, place = cfg.Engine.save_load.ckpt_dir, cfg.origins.get(key)
     if path is None:
@@ -120,14 +118,13 @@ def _require_checkpoint(cfg: RunConfig) -> None:
 
 
 def _whole_batches(cfg: RunConfig) -> int:
-    """The number of global batches in the corpus of ``Data.Eval``, at least 1."""
     tokens = sum(store.num_tokens for group in open_corpora(cfg, "Eval") for store in group)
     samples = (tokens - 1) // cfg.Data.Eval.dataset.max_seq_len
     return max(1, samples // cfg.batch.global_batch_size)
 
 
 def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
-    """Return ``max_dec_len`` as MindFormers counts it, which includes the longest prompt."""
+    """Subtract the longest prompt from ``max_decode_length``, which includes the prompt in MindFormers."""
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
     given = translation.given.get(key)
@@ -153,16 +150,12 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert ``torch_path``, with the config.json and tokenizer beside it, if there are any.
+    """Convert ``torch_path``, a ``pytorch_model.bin`` or ``model.safetensors`` under any name, with the
+    config.json and tokenizer in its directory, if any. Returns the step directory.
 
     Args:
-        torch_path: ``pytorch_model.bin`` or ``model.safetensors``, under any name.
-        output: a new or empty directory.
-        layers: the number of layers of the model; the file must have the same number.
+        layers: the number of layers that the file must have.
         num_heads: the number of attention heads, if there is no config.json; None: heads of width 64.
-
-    Returns:
-        The step directory that was written.
     """
     if not torch_path.is_file():
         raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))

@@ -1,20 +1,19 @@
-"""The order of pipeline messages where Paddle's own would let ranks wait forever, or mistake one for another.
+"""The order of pipeline messages, where Paddle's order would deadlock or mix up messages.
 
-Paddle's schedules exchange messages with both neighbours at once and leave their order to the library; NCCL
-starts such a group of messages together. The library of a plugin's device starts one message after the other.
-Then two ranks that both receive first wait for each other forever, as do two ranks that both send first if a
-send waits for its receive. With :func:`take_turns`, ranks with even and odd numbers take turns: one of two
-neighbours sends a message first, and the other receives it first, also in a ring of pipeline ranks.
-``_p2p_ops`` in Paddle's ``p2p_communication.py`` uses the same order for asynchronous messages.
+Paddle's schedules exchange messages with both neighbors at once and leave the order to the library. NCCL
+starts such a group of messages together, but a plugin's library starts one after the other. Two neighbors
+that both receive first would then wait for each other forever, as would two that both send first if a send
+waits for its receive. With :func:`take_turns`, of two neighbors one sends first and the other receives first,
+also in a ring of pipeline ranks. Paddle uses the same order for asynchronous messages (``_p2p_ops`` in
+``p2p_communication.py``).
 
-Virtual stages on two ranks are refused by Paddle's interleaved schedule (``pp degree > 2``), because the
-previous and the next rank are the same. Where the schedule sends and receives in all four directions at once,
-Paddle (3.3.1) starts gradient to the previous rank, activation from it, activation to the next rank, gradient
-from it. NCCL and our CPU groups match the messages of a pair of ranks in the order of their start, so the
-peer's gradient would be received as its activation, which has the same shape. :func:`interleave_two_stages`
-makes two exchanges of them, gradients and then activations, in the same order on both ranks. The rest of the
-schedule is right for two ranks: ``tests/parallel/test_two_stages.py`` checks it, and that its messages cannot
-deadlock.
+Paddle's interleaved schedule refuses virtual stages on two ranks (``pp degree > 2``), because previous and
+next rank are the same. Where it sends and receives in all four directions at once, Paddle (3.3.1) starts:
+gradient to the previous rank, activation from it, activation to the next rank, gradient from it. NCCL and our
+CPU groups match the messages of a pair of ranks in this order, so a gradient would be received as an
+activation of the same shape. :func:`interleave_two_stages` splits the exchange into gradients and then
+activations, in the same order on both ranks. ``tests/parallel/test_two_stages.py`` checks that the rest of
+the schedule is right for two ranks and cannot deadlock.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
     def place(message: Any) -> int:
         what = "send" if message.op is p2p_communication._send_on_calc_stream else "recv"
         next_rank, previous = hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()
-        # With two stages, both neighbours are one rank: a message sent forwards arrives from behind.
+        # With two stages, both neighbors are one rank: a message sent forwards arrives from behind.
         is_previous = message.peer == previous and (next_rank != previous or is_odd)
         return order.index(f"{what} {'prev' if is_previous else 'next'}")
 

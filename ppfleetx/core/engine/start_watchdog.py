@@ -11,7 +11,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.coordination import gather
 from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.hang_report import Identity
 from ppfleetx.resilience.report_dir import HANG_DIRS
@@ -23,9 +23,7 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
-    """Watch this process from before Paddle is imported. This is only for our own programs, which end the
-    watch after training.
-    """
+    """Start the watchdog before Paddle is imported, in our own programs, which stop it after training."""
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 

@@ -1,4 +1,4 @@
-"""Trials of fused operators beside this process. The card is the CPU; it is lost when a trial says so."""
+"""Trials of fused operators in a child process. The CPU plays the card; a trial can make it fail."""
 
 import json
 import os
@@ -9,10 +9,10 @@ import paddle
 import pytest
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn import fused, trials_apart
+from ppfleetx.nn import fused, trial_process
 from ppfleetx.nn.fused import choose
 
-HERE = "tests.nn.test_trials_apart"
+HERE = "tests.nn.test_trial_process"
 
 
 def right(dtype):
@@ -24,7 +24,7 @@ def wrong(dtype):
 
 
 def poisons(dtype):
-    """As an illegal access does: it is an error, and then everything is."""
+    """Raise an error, after which every operation fails, like an illegal memory access on a card."""
 
     def gone(*_, **__):
         raise OSError("(External) CUDA error(700), an illegal memory access was encountered.")
@@ -43,7 +43,7 @@ def crashes(dtype):
 
 def tried(*names: str, device: str = "cpu") -> list[str | None]:
     trials = [(f"{HERE}:{name}", "float32") for name in names]
-    return trials_apart.tried_apart(trials, device, {"FLAGS_check_nan_inf_level": 3})
+    return trial_process.tried_in_child(trials, device, {"FLAGS_check_nan_inf_level": 3})
 
 
 @pytest.mark.slow
@@ -57,10 +57,10 @@ def test_one_child_makes_the_trials_until_one_costs_it_the_card_or_its_life():
 
 
 def test_a_trial_that_does_not_end_is_given_up(monkeypatch):
-    said = iter([trials_apart._SAID + "null\n", 2 * (trials_apart._SAID + "null\n")])
+    said = iter([trial_process._SAID + "null\n", 2 * (trial_process._SAID + "null\n")])
 
     def run(command, **_):
-        out = f"{trials_apart._READY}\n{next(said)}".encode()
+        out = f"{trial_process._READY}\n{next(said)}".encode()
         if len(json.loads(command[-1])[0]) == 4:
             raise subprocess.TimeoutExpired(command, 120.0, output=out)
         return subprocess.CompletedProcess(command, 0, out, b"")
@@ -77,7 +77,6 @@ def test_a_card_that_takes_no_second_process_costs_speed_and_nothing_else():
 
 @pytest.mark.parametrize("device", ["gpu:3", "npu:0"])
 def test_no_trial_is_made_in_the_process_that_trains(monkeypatch, device):
-    """An operator that touches memory it must not touch would end the run that tries it."""
     own, asked = [], []
     monkeypatch.setattr(paddle, "get_device", lambda: device)
     monkeypatch.setattr(fused, "kernel_types", lambda kernel, device: {"float32"})
@@ -87,7 +86,7 @@ def test_no_trial_is_made_in_the_process_that_trains(monkeypatch, device):
         asked.append((where, len(trials)))
         return [None if place.endswith(":rope") else "bad" for place, _ in trials]
 
-    monkeypatch.setattr(fused, "tried_apart", apart, raising=False)
+    monkeypatch.setattr(fused, "tried_in_child", apart, raising=False)
     monkeypatch.setattr(fused, "_results", {}, raising=False)
     for _ in range(2):
         ops = choose("auto", ("float32",), ParallelContext.single(device))

@@ -1,4 +1,4 @@
-"""The verbs for tokenised corpora: inspect, merge and convert them, build their index maps, and make one
+"""The verbs for tokenized corpora: inspect, merge and convert them, build their index maps, and make one
 from this Python's source files."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectData(Command):
-    """Show the contents of a tokenised corpus, compare it with its checksums, or write checksums for it.
+    """Show the contents of a tokenized corpus, compare it with its checksums, or write checksums for it.
 
     Exit code: 0 no damage; 1 damage was found (--verify); 2 there is no readable corpus, or the command line
     is wrong.
@@ -178,7 +178,6 @@ class Index(ConfigOptions):
 
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:
-    """Return (title, ``Eval``, configuration) of each evaluation set."""
     from ppfleetx.config.sections.root import data_sets
 
     sets = data_sets(cfg) or {None: cfg}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from ppfleetx.core.engine.run_directory import (
 from ppfleetx.core.loggers.files import CSV_FILE
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
 
@@ -88,12 +89,12 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory, after everything else has been checked. One rank does it for all ranks.
+    """Claim the output directory; one rank does it for all ranks.
 
-    Writes the configuration, and removes files that a killed run left unfinished. With
-    ``Engine.save_load.overwrite``, deletes the earlier run's files. ``comes_to`` says whether the run may
-    save a checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has a name
-    that this run may use, or the directory cannot be written.
+    Writes the configuration, removes files that a killed run left unfinished and, with
+    ``Engine.save_load.overwrite``, the earlier run's files. ``comes_to`` says whether the run may save a
+    checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has such a name, or
+    the directory cannot be written.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
@@ -125,11 +126,9 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 
 def _meant_by(place: str) -> Iterator[Path]:
-    """The step directory that the configuration names and that must stay, with links resolved."""
-    try:
+    """Yield the step directory that ``place`` names, with links resolved, if there is one."""
+    with contextlib.suppress(CheckpointError):  # the code that needs it reports the error
         yield resolve_checkpoint(place).resolve()
-    except CheckpointError:  # the code that needs it reports the error
-        return
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:

@@ -1,10 +1,10 @@
-"""Values, errors and turn-taking across the ranks of a job."""
+"""Values, errors and work in turns across the ranks of a job."""
 
 import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import any_rank, first_on_each_node, gather, joint_errors
+from ppfleetx.distributed.coordination import any_rank, first_on_each_node, gather, joint_errors
 
 CASES = "tests.distributed.job_cases:"
 

@@ -7,7 +7,6 @@ kills the child or makes it lose the card, the next child continues after this t
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -19,11 +18,12 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import exact_products
 from ppfleetx.resilience.heartbeat import PROGRESS
 
 _SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels
-_READY, _SAID = "trials: ready", "trial: "  # lines among whatever else is printed
+_READY, _SAID = "trials: ready", "trial: "  # prefixes of the lines that are read
 _CARD_LOST = 70  # exit code
 
 Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
@@ -32,14 +32,9 @@ Trial = tuple[str, str]
 """(``module:function``, element type)"""
 
 
-def tried_apart(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
-    """Return each operator's failure according to its trial; None if it passed.
-
-    Args:
-        trials: the trials to run, in this order.
-        device: the device of this process, with its number.
-        flags: the Paddle flags that this run has set.
-    """
+def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
+    """Return each operator's failure in its trial, in the order of ``trials``; None if it passed. ``device``
+    has its number; ``flags`` are the Paddle flags of this run."""
     found: list[str | None] = []
     while len(found) < len(trials):
         PROGRESS.go_on()
@@ -115,8 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     paddle.zeros([1]).numpy()
     print(_READY, flush=True)
     for place, dtype in trials:
-        module, _, function = place.partition(":")
-        wrong = difference(getattr(importlib.import_module(module), function), dtype)
+        wrong = difference(load_target(place), dtype)
         print(_SAID + json.dumps(wrong), flush=True)
         if wrong is not None and not _card_answers():
             return _CARD_LOST
