@@ -18,12 +18,14 @@ from typing import IO
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.commands.main import call
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.convert import our_logits
+from ppfleetx.conversion.compare_logits import our_logits
 from ppfleetx.conversion.hub import HubName, hub_name, local_directory
 from ppfleetx.utils.installed import NotInstalledError
 from tests.conversion import hf_dirs
@@ -73,6 +75,25 @@ def test_names():
 def test_a_path_asks_nobody(monkeypatch, tmp_path):
     monkeypatch.setattr(socket, "socket", None)
     assert local_directory(tmp_path) == tmp_path
+
+
+def test_only_what_is_needed_is_downloaded_and_once(hub, models):
+    directory = local_directory(f"hf:{LLAMA}")
+    needed = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    }
+    names = {path.name for path in directory.iterdir()}
+    assert needed <= names <= needed | {"vocab.json", "merges.txt", "special_tokens_map.json"}
+    for name in names:
+        assert (directory / name).read_bytes() == (models[LLAMA] / name).read_bytes()
+    assert sorted(hub.sent()) == sorted(names)
+    hub.asked.clear()
+    assert local_directory(f"hf:{LLAMA}@v1") == directory
+    assert not hub.sent()
 
 
 def test_a_model_of_the_hub_computes_what_transformers_does(hub):
@@ -131,6 +152,22 @@ def _parts(output: IO[bytes]) -> Iterator[bytes]:
             yield part
 
 
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("org/nothing", "error: there is no model org/nothing on http"),
+        (GATED, "error: hf:org/gated: config.json is gated: its owner gives it to those who ask for"),
+        (f"{LLAMA}@v9", "error: org/llama has no revision v9; see http"),
+    ],
+)
+def test_a_fresh_process_says_why_not(hub, tmp_path, name, words):
+    done = stranger(hub, tmp_path, name)
+    assert (done.code, done.sent) == (2, [])
+    assert words in done.said
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_fresh_process_downloads_what_is_needed_and_later_ones_find_it(hub, tmp_path):
     """First over a terminal, then by another revision, then without a hub."""
     first = stranger(hub, tmp_path, LLAMA, terminal=True)
@@ -138,7 +175,6 @@ def test_a_fresh_process_downloads_what_is_needed_and_later_ones_find_it(hub, tm
     assert "model.safetensors: 100%" in first.said
     assert "model.safetensors" in first.sent
     assert not {"README.md", "model.onnx", "pytorch_model.bin"} & {*first.sent}
-    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {*first.sent}
     assert len(first.sent) == len({*first.sent})
     second = stranger(hub, tmp_path, f"{LLAMA}@v1")
     assert (second.code, second.sent) == (0, []), second.said
@@ -168,6 +204,15 @@ def test_a_renamed_model_is_found_by_its_old_name(hub, tmp_path, models):
     done = stranger(hub, tmp_path, "org/before")
     assert done.code == 0, done.said
     assert "hf:org/before is commit " in done.said
+
+
+def test_converted_once_and_for_all(hub, tmp_path, capsys):
+    source, target = ["--from", "hf", "--input", f"hf:{LLAMA}"], ["--to", "hf", "--output"]
+    call("convert", [*source, *target, str(tmp_path / "out"), "--check-logits"])
+    assert "differ by at most" in capsys.readouterr().out
+    _, tensors = hf_dirs.golden("hf_llama")
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        np.testing.assert_array_equal(value, tensors[name])
 
 
 def test_without_a_connection_the_earlier_download_is_used(hub, monkeypatch, caplog):
@@ -223,6 +268,17 @@ def test_a_file_with_a_wrong_hash_does_not_stay(hub, tmp_path, name):
         local_directory(f"hf:{LLAMA}")
     hub.changed = set()
     assert (local_directory(f"hf:{LLAMA}") / name).is_file()
+
+
+def test_a_download_that_is_cut_off(hub, models):
+    hub.cut = {"model.safetensors"}
+    with pytest.raises(CheckpointError, match=r"model\.safetensors could not be downloaded from http"):
+        local_directory(f"hf:{LLAMA}")
+    hub.cut = set()
+    directory = local_directory(f"hf:{LLAMA}")
+    assert (directory / "model.safetensors").read_bytes() == (
+        models[LLAMA] / "model.safetensors"
+    ).read_bytes()
 
 
 def test_without_the_library_it_is_named(monkeypatch):

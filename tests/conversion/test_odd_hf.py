@@ -60,6 +60,7 @@ def test_an_index_that_lies(tmp_path):
     for wrong, words in (
         ({"weight_map": []}, "has no weight_map"),
         ({"weight_map": where | {first: 5}}, "has no weight_map"),
+        ({"weight_map": where | {first: "../x.safetensors"}}, "which is not a file beside it"),
         ({"weight_map": where | {first: ".."}}, "is a directory, not a file"),
         ({"weight_map": where | {"no.such": where[first]}}, "lists 'no.such', which is not in"),
     ):

@@ -96,6 +96,8 @@ def _indexed(
     tensors: dict[str, LazyTensor] = {}
     formats = set()
     for name in dict.fromkeys(where.values()):
+        if Path(name).name != name:  # the index may come from the hub
+            raise CheckpointError(f"{directory / index} names {shown(name)}, which is not a file beside it")
         if not (directory / name).exists():
             raise CheckpointError(f"{directory / index} names {shown(name)}, which is missing beside it")
         tensors |= read(directory / name)
