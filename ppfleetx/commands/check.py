@@ -28,7 +28,7 @@ from ppfleetx.models.gpt.spec import (
 from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
-from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, not_supported_reasons
+from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, expected_device, not_supported_reasons
 from ppfleetx.utils.gpu_operators import on_the_host
 
 _MAX_GROUPS_SHOWN = 2
@@ -61,13 +61,14 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         check_callbacks(cfg.Engine.callbacks)
     if cfg.Optimizer.lr.decay_steps is not None:  # otherwise the data determine its length
         build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
+    precision = _precision(cfg, device) if device else _precision_before_start(cfg)
     device = device or (GPU if cfg.Global.device == "auto" else cfg.Global.device)
     lines = [
         *_plan_lines(cfg),
         *_model_lines(cfg),
         *_batch_lines(cfg),
         *_ramp_lines(cfg),
-        _line("precision", _precision(cfg, device)),
+        _line("precision", precision),
         *_offload_lines(cfg),
         *_group_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
@@ -241,6 +242,17 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
             _line("compute", f"{flops:.4e} FLOPs per step, {flops / plan.world_size:.4e} per device"),
         ]
     return lines
+
+
+def _precision_before_start(cfg: RunConfig) -> str:
+    """The precision on the device of ``Global.device``. If that is ``auto`` and there are no cards here, the
+    report is about GPUs, and also says what a run here would compute in."""
+    if cfg.Global.device != "auto":
+        return _precision(cfg, cfg.Global.device)
+    on_gpus, on_cpu = _precision(cfg, GPU), _precision(cfg, CPU)
+    if on_gpus == on_cpu or expected_device("auto") != CPU:
+        return on_gpus
+    return f"on GPUs {on_gpus}; on this machine's CPU {on_cpu}"
 
 
 def _precision(cfg: RunConfig, device: str) -> str:

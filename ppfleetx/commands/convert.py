@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,9 +15,8 @@ from ppfleetx.config.errors import ConfigError
 class Convert(Command):
     """Convert checkpoints from Hugging Face, GGUF, FleetX or Megatron-LM to ppfleetx, Hugging Face or GGUF.
 
-      --from hf        GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, Mixtral, Qwen2-MoE, Qwen3-MoE,
-                       GLM-4-MoE, DeepSeek-V2 and V3 of Hugging Face, Llamas of PaddleNLP and PaddleFormers
-                       (safetensors, pytorch_model.bin or model_state.pdparams, sharded or not)
+      --from hf        a directory of transformers, or a Llama of PaddleNLP and PaddleFormers (safetensors,
+                       pytorch_model.bin or model_state.pdparams, sharded or not), of a model_type below
       --from gguf      a file of llama.cpp: Llama and Mistral, Qwen2, Qwen3, GPT-2, GPT-NeoX, of any element
                        type that the library gguf knows
       --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
@@ -25,6 +25,8 @@ class Convert(Command):
 
     With --to gguf, --output is a new file. Tensors are converted one at a time. Pickled files are read
     without running anything in them.
+
+    The model types of --from hf and --to hf:
     """
 
     source: Literal["hf", "gguf", "fleetx", "megatron", "ppfleetx"] = option(
@@ -66,6 +68,13 @@ class Convert(Command):
         "with --check-logits: ask transformers too, with this interpreter, which has torch and transformers",
         metavar="PYTHON",
     )
+
+    @classmethod
+    def description(cls) -> str:
+        from ppfleetx.conversion.huggingface.families import FAMILIES
+
+        types = textwrap.fill(", ".join(FAMILIES), 100, initial_indent="  ", subsequent_indent="  ")
+        return f"{super().description()}\n{types}"
 
     def run(self) -> None:
         plan = None if self.plan is None else parse_plan(self.plan)

@@ -76,8 +76,10 @@ class RunFiles:
     def seconds(self) -> float:
         """The total time of the recorded steps and evaluations."""
         steps, total = self.of_kind("train"), sum(record["seconds"] for record in self.of_kind("eval"))
-        # A run that resumed another directory's checkpoint has no records of the steps before it.
-        last = max(0, steps[0]["step"] - self.cfg.Engine.logging_freq)
+        # The steps before the first record may be another directory's. Later gaps are steps of this run that
+        # an interruption kept from being recorded. Old records do not say how many steps they cover.
+        first = steps[0]
+        last = max(0, first["step"] - first.get("num_steps", self.cfg.Engine.logging_freq))
         for record in steps:
             total += record["batch_cost"] * (record["step"] - last)
             last = record["step"]

@@ -227,9 +227,9 @@ def _library() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _reader(path: Path, mtime: int, size: int) -> Any:
+def _reader(path: Path, version: tuple[int, ...]) -> Any:
     """The library's reader, which takes seconds to list a vocabulary; weights and tokenizer are read from
-    the same file in turn."""
+    the same file in turn. A file put in the place of another has another ``version``."""
     return _library().GGUFReader(path)
 
 
@@ -242,7 +242,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     if begin[:4] != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
     try:
-        reader = _reader(path, path.stat().st_mtime_ns, path.stat().st_size)
+        stat = path.stat()
+        reader = _reader(path, (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
         metadata = {key: one.contents() for key, one in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:  # errors that the library passes on
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error

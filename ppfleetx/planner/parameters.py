@@ -183,6 +183,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
     """The largest share that any rank gets when whole parameters are distributed among owners."""
+    ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each has one at most
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks
     for name, rank in deal_out(named, ranks).items():

@@ -159,7 +159,7 @@ def recipe(dial: Dial, per_node: int = 8) -> Recipe:
     values = _values(dial)
     written = UnresolvedConfig(*read_config(Sections(values, "the recipe")))
     whole = job_of(written.under(ParallelPlan(), 1, dial.batch, None), dial.kind)
-    found = search(whole, Cluster(dial.kind, per_node), dial.cards)
+    found = search(whole, Cluster(dial.kind, per_node), dial.cards, asked_in="--cards")
     best = next(filter(_suits_muon, found.best), None)
     if best is None:
         raise ConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import ParallelPlan, Workload, divisors, violations
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.communication import Cluster
@@ -14,7 +15,9 @@ from ppfleetx.planner.job import Job
 from ppfleetx.planner.memory import least_memory
 from ppfleetx.planner.plan_to_config import GRANULARITIES
 from ppfleetx.planner.prediction import Prediction
+from ppfleetx.utils.progress_bar import track
 
+MAX_CARDS = 131_072  # more than in a cluster of today; larger numbers are slips of the keyboard
 _MAX_MICRO_BATCH = 64
 _SIMULATED = 40  # how many of the estimated best are simulated before the final ranking
 
@@ -58,13 +61,32 @@ class _Shortest:
         return [prediction for *_, prediction in sorted(self._heap, reverse=True)]
 
 
-def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep: int = 10) -> SearchResult:
-    """Find the best plans for the step that ``job`` describes on ``devices`` cards."""
+def search(
+    job: Job,
+    cluster: Cluster,
+    devices: int,
+    *,
+    goal: str = "time",
+    keep: int = 10,
+    asked_in: str = "--devices",
+) -> SearchResult:
+    """Find the best plans for the step that ``job`` describes on ``devices`` cards.
+
+    Args:
+        asked_in: the option with ``devices``, for the message.
+
+    Raises:
+        ConfigError: there are more than :data:`MAX_CARDS`.
+    """
+    if devices > MAX_CARDS:
+        raise ConfigError(f"plans are searched for at most {MAX_CARDS:,} cards", key=asked_in, value=devices)
     looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)), SearchResult())
     plans = _plans(job, devices, cluster.per_node)
     if goal == "time":  # ZB-H1 never needs less memory
         plans = _in_both_orders(plans)
-    tight = [plan for plan in plans if looking.is_tight(plan)]
+    plans = list(plans)
+    tried = track(plans, "search", total=len(plans), unit="plan")
+    tight = [plan for plan in tried if looking.is_tight(plan)]
     for plan in tight:  # offload costs time in every step, so try it only where memory is short
         if plan.sharding > 1 and plan.sharding_stage > 1:
             looking.is_tight(replace(plan, sharding_offload=True))
@@ -101,7 +123,10 @@ class _Search:
         all_fit = True
         for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
             prediction = Prediction(candidate, self.cluster)
-            if self.goal == "time" and self.short.has_no_room_for(prediction.quickly_at_most):
+            if self.goal == "time" and (
+                self.short.has_no_room_for(prediction.quickly_at_least)
+                or self.short.has_no_room_for(prediction.quickly_at_most)
+            ):
                 self.found.slower += 1
                 return all_fit
             if not prediction.fits:

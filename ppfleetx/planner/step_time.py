@@ -193,24 +193,33 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
     return StepTime(seconds, {**parts, "recompute": repeated}, timeline, share, spread(job, cluster))
 
 
-def quick_seconds(job: Job, cluster: Cluster) -> float:
-    """An estimate of :func:`step_time` without simulating the schedule, for the first pass of a search.
+@dataclass(frozen=True)
+class QuickPasses:
+    """An estimate of the passes and messages of a step without simulating the schedule.
 
-    The busiest stage sets the pace; the passes of the others fill and drain the pipeline once.
+    Attributes:
+        seconds: the estimate, a lower bound of :func:`quick_seconds`.
+        of_stages: the passes of one micro batch on the first and the last stage.
+    """
+
+    seconds: float
+    of_stages: dict[int, PassSeconds]
+
+
+def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
+    """Estimate the passes: the busiest stage sets the pace; the passes of the others fill and drain the
+    pipeline once.
     """
     plan, same = job.plan, PassKey(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
-    ranks: dict[int, tuple[Held, PassSeconds]] = {}
+    ways: dict[int, PassSeconds] = {}
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
         counts = job.layer_kinds(stage).items()
         parts = [tuple(count * seconds for seconds in layer[kind]) for kind, count in counts]
         parts += [_seconds(_edge_passes(same, cluster, "first"))] if stage == 0 else []
         parts += [_seconds(_edge_passes(same, cluster, "last"))] if stage == plan.pp - 1 else []
-        ranks[stage] = (
-            held_parameters(job, stage),
-            PassSeconds(*(sum(way) for way in zip(*parts, strict=True))),
-        )
-    stages = [ways.forward + ways.backward for _, ways in ranks.values()]
+        ways[stage] = PassSeconds(*(sum(way) for way in zip(*parts, strict=True)))
+    stages = [way.forward + way.backward for way in ways.values()]
     total = job.accumulate * max(stages)
     if plan.pp > 1:
         message = _messages(job, cluster).seconds
@@ -220,8 +229,19 @@ def quick_seconds(job: Job, cluster: Cluster) -> float:
         if plan.pp_schedule == "zb_h1":
             filling -= 2 * min(_weight_seconds(job, cluster))
         total += (plan.pp - 1) * filling
-    total += _after_passes(job, cluster, ranks)[-1]
-    return total * cluster.straggling(plan.world_size)
+    return QuickPasses(total * cluster.straggling(plan.world_size), ways)
+
+
+def quick_seconds(job: Job, cluster: Cluster, passes: QuickPasses | None = None) -> float:
+    """An estimate of :func:`step_time` for the first pass of a search: the passes and what follows them.
+
+    Args:
+        passes: :func:`quick_passes` of the job, if known.
+    """
+    passes = passes or quick_passes(job, cluster)
+    ranks = {stage: (held_parameters(job, stage), ways) for stage, ways in passes.of_stages.items()}
+    after = _after_passes(job, cluster, ranks)[-1]
+    return passes.seconds + after * cluster.straggling(job.plan.world_size)
 
 
 def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import xml.etree.ElementTree as ET
 
@@ -129,6 +130,15 @@ def test_steps_of_another_directory_take_no_time_in_this_one(run):
     """The run resumed another run's checkpoint of step 500."""
     write(run, [train(501), train(502), evaluation(502)])
     assert rows(page_of(run, "--price", "3600"))["cost"][0].endswith("hours, 4.00 at 3600 each")
+
+
+def test_the_first_record_says_how_many_steps_it_covers(run):
+    """The run resumed another run's checkpoint of step 497 and logs every 10 steps; it was interrupted at
+    step 505 and resumed."""
+    config = run / "config.yaml"
+    config.write_text(re.sub(r"logging_freq: \d+", "logging_freq: 10", config.read_text()))
+    write(run, [train(500, num_steps=3), train(510, num_steps=5)])
+    assert rows(page_of(run, "--price", "3600"))["cost"][0].endswith("hours, 13.00 at 3600 each")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The configuration files that ship, their sizes, and what is generated from the sections."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from ppfleetx.config.field_types import all_keys, field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.utils import devices
 from ppfleetx.utils.devices import not_supported_reasons
 from ppfleetx.utils.gpu_operators import on_the_host
 from tools.gen_config_docs import field_docs, json_schema
@@ -128,6 +130,18 @@ def test_offload_names_what_the_host_has_to_hold(overrides, words):
 def test_bubble():
     plan = load_config(GPT / "pretrain_gpt_13B_dp8.yaml").plan
     assert bubble_share(plan, 64) == pytest.approx(7 / 71)
+
+
+def test_without_a_card_the_precision_of_the_cpu_is_named_too(monkeypatch):
+    """`Global.device: auto` and `Engine.mix_precision.enable: auto`, and an installed Paddle for CPUs."""
+    monkeypatch.setattr(devices, "_kinds_of_cards", list)
+    automatic = ["Global.device=auto", "Engine.mix_precision.enable=auto"]
+    cfg = load_config(GPT / "pretrain_gpt_345M_single_card.yaml", automatic)
+    assert re.search(r"on GPUs float16 O2.*; on this machine's CPU float32 \(", check_report(cfg))
+    assert "CPU" not in check_report(cfg, "gpu")
+    assert "on GPUs" not in check_report(cfg, "cpu")
+    monkeypatch.setattr(devices, "_kinds_of_cards", lambda: ["gpu"])
+    assert "CPU" not in check_report(cfg)
 
 
 def test_what_cannot_run_yet_is_named(small):

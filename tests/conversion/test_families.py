@@ -1,6 +1,7 @@
 """GPT-NeoX, Qwen2, Qwen3 and Mistral, against transformers (recipe: tests/goldens/make_hf_families.py)."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.main import call
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
@@ -18,6 +20,7 @@ from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf
+from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -43,6 +46,18 @@ WRITTEN_AS = {
     "gpt_bigcode_heads": "gpt2",
     "falcon_serial": "starcoder2",
 }
+
+
+def test_the_help_and_the_page_name_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call("convert", ["--help"])
+    _, _, listed = capsys.readouterr().out.partition("The model types of --from hf and --to hf:")
+    assert re.findall(r"\w+", listed.partition("\n\n")[0]) == list(FAMILIES)
+    page = (Path(__file__).parents[2] / "docs/converting.md").read_text()
+    table = page.partition("| `model_type` |")[2].partition("\n\n")[0]
+    first_cells = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(FAMILIES)
 
 
 def logits_of(name: str) -> tuple[np.ndarray, np.ndarray]:

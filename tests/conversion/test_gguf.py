@@ -1,6 +1,7 @@
 """GGUF in and out."""
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -86,6 +87,22 @@ def test_there_and_back(tmp_path, tokenizer, name):
     for key, one in found.items():
         np.testing.assert_array_equal(one.read(), tensors[key].read(), err_msg=key)
     assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["a.gguf"]
+
+
+def test_a_file_that_is_replaced_is_read_anew(tmp_path, tokenizer):
+    """Even one of equal size and time."""
+    model, tensors = network("qwen3")
+    path, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    write_gguf(tensors, model, path, tokenizer=tokenizer)
+    others = {
+        name: LazyTensor("F32", one.shape, lambda one=one: -one.read()) for name, one in tensors.items()
+    }
+    write_gguf(others, model, other, tokenizer=tokenizer)
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    first = next(iter(fitted(read_gguf(path), model).values())).read().copy()
+    other.replace(path)
+    second = next(iter(fitted(read_gguf(path), model).values())).read()
+    np.testing.assert_array_equal(second, -first)
 
 
 def test_queries_and_keys_are_in_the_order_of_llama_cpp(tmp_path, tokenizer):

@@ -212,7 +212,7 @@ def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(
 
 
 def _check_conversion(folder: Path) -> None:
-    """A model with a part of a plugin is converted and quantised by whoever names the plugin."""
+    """A model with a part of a plugin is converted and quantized by whoever names the plugin."""
     kinds = "--from ppfleetx --to ppfleetx --dtype bfloat16 --input"
     commands = {"convert": kinds.split(), "quantize": ["--to", "int8"], "generate": []}
 

@@ -1,4 +1,4 @@
-"""Quantisation-aware training through the tools: from plain weights, resumed bit for bit, evaluated, adapted;
+"""Quantization-aware training through the tools: from plain weights, resumed bit for bit, evaluated, adapted;
 and refused in words where scales are missing or have no place."""
 
 from __future__ import annotations

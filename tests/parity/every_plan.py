@@ -5,7 +5,7 @@ processes, ``offset`` on up to 2.
 
 Prints one line a plan with the largest relative difference of loss, gradient norm (AdamW, with clipping,
 weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) from the run of one process.
-Then plans with quantisation-aware training (``-m qat``: those alone), with pruning (``-m pruned``), and runs
+Then plans with quantization-aware training (``-m qat``: those alone), with pruning (``-m pruned``), and runs
 that resume under another plan of experts (``-m resume``).
 """
 
@@ -81,7 +81,7 @@ def main() -> int:
     arguments = parser.parse_args()
     low = arguments.dtype == "bfloat16"
     more = {"extra": IN_BFLOAT16, "tolerance": BFLOAT16_TOLERANCE} if low else {}
-    if low:  # the rows of quantisation, pruning and resumption are in float32
+    if low:  # the rows of quantization, pruning and resumption are in float32
         arguments.models = [model for model in arguments.models if model in MODELS]
     passed: list[bool] = []
     pools = Pools()

@@ -1,4 +1,4 @@
-"""Quantisation-aware training under plans of every kind, in float64: what is compared, and with what.
+"""Quantization-aware training under plans of every kind, in float64: what is compared, and with what.
 
 A sum in another order differs in the last digit. Rounded to a grid, that is nothing at all, or, rarely, a
 whole step of the grid for one element. In float64 the second does not happen, so that what remains is what a

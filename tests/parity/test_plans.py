@@ -207,7 +207,7 @@ WAYS = {
         for plan in (Plan(sep=2, ep=2), MP, Plan(mp=2, sep=2, ep=4, sequence_parallel=True, expert_mp=1))
         for policy in ("probs", "position")
     ],
-    "quantised": [
+    "quantized": [
         (plan, "gpt", qat.options(form))
         for plan, form in (
             (SP, "PACT"),

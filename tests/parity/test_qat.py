@@ -1,4 +1,4 @@
-"""Quantisation-aware training that goes from plan to plan; ``test_plans.py`` has plans one by one."""
+"""Quantization-aware training that goes from plan to plan; ``test_plans.py`` has plans one by one."""
 
 import pytest
 

@@ -83,6 +83,7 @@ def test_the_command_writes_a_file_and_says_what_it_costs(tmp_path, capsys):
         (["--cards", "A100-80GB"], "--cards"),
         (["--cards", "0xA100-80GB"], "--cards"),
         (["--cards", "8xA100-80"], "--cards"),
+        (["--cards", "999999xA100-80GB"], "--cards = 999999: plans are searched for at most"),
         (["--depth", "60", "--cards", "1xV100-16GB"], "--cards"),
         (["--tokens-per-param", "0"], "--tokens-per-param"),
         (["--tokens-per-param", "1e300"], "--tokens-per-param"),

@@ -126,12 +126,12 @@ class Window:
     """Means over the steps since the last report."""
 
     def __init__(self) -> None:
-        self._steps = self._tokens = self.num_skipped = 0
+        self.num_steps = self._tokens = self.num_skipped = 0
         self._seconds = self._reader_seconds = 0.0
         self._data_size = 1
 
     def add(self, record: StepRecord) -> None:
-        self._steps += 1
+        self.num_steps += 1
         self.num_skipped += record.skipped
         self._tokens += record.num_tokens
         self._seconds += record.batch_cost
@@ -140,15 +140,15 @@ class Window:
 
     @property
     def batch_cost(self) -> float:
-        return self._seconds / self._steps
+        return self._seconds / self.num_steps
 
     @property
     def reader_cost(self) -> float:
-        return self._reader_seconds / self._steps
+        return self._reader_seconds / self.num_steps
 
     @property
     def speed(self) -> float:
-        return self._steps / self._seconds
+        return self.num_steps / self._seconds
 
     @property
     def ips_total(self) -> float:

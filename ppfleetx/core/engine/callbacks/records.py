@@ -57,6 +57,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         "grad_norm": _number(record.grad_norm),
         "tokens": record.num_valid_tokens,
         "consumed_samples": run.state.consumed_samples,
+        "num_steps": window.num_steps,
         "reader_cost": window.reader_cost,
         "batch_cost": window.batch_cost,
         "ips_total": window.ips_total,
