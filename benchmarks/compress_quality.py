@@ -68,7 +68,7 @@ class Model:
 
 MODELS = {
     "quickstart": Model(
-        "4 layers of 256, rotary positions, 340 steps of 2048 tokens",
+        "4 layers of 256, rotary positions, 380 steps of 2048 tokens",
         200,
         ["Optimizer.lr.max_lr=5e-4", "Optimizer.lr.min_lr=5e-5", "Optimizer.lr.warmup_steps=20"],
     ),
