@@ -204,6 +204,7 @@ def test_questions_that_cannot_be_answered(capsys, arguments, words):
         planned(capsys, *arguments, *plan)
 
 
+@pytest.mark.slow
 def test_calibration_finds_the_card_that_made_the_times(tmp_path):
     """Runs of two plans on a card that is half as fast, with slow links."""
     card = load_card("CPU")

@@ -38,6 +38,7 @@ LIMITS = {
 """By the beginning of a row: median and largest error in percent."""
 
 
+@pytest.mark.slow
 def test_errors_are_small_and_on_the_page():
     page = PAGE.read_text(encoding="utf-8")
     for row in published_rows():
@@ -51,6 +52,7 @@ def test_errors_are_small_and_on_the_page():
 VTRAIN = next(published for published in TIMES if published.held_out)
 
 
+@pytest.mark.slow
 def test_nine_of_ten_measured_steps_are_below_the_high_end():
     """Also where several tensor-parallel groups share a node, of the rows that were not fitted."""
     for rows in (intervals(VTRAIN), intervals(VTRAIN)[1::2]):

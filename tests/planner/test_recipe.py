@@ -26,6 +26,7 @@ def checked(dial, path):
     return cfg
 
 
+@pytest.mark.slow
 def test_every_depth_and_every_number_of_cards_is_valid(tmp_path):
     """Each number of cards with some depth, each depth with some numbers of cards."""
     pairs = {(DEPTHS[7 * cards % len(DEPTHS)], cards) for cards in CARDS}

@@ -50,6 +50,7 @@ def test_whoever_needs_the_build_for_gpus_is_sent_where_it_is(monkeypatch):
         assert "paddlepaddle-gpu 3.3.x" in text and "Paddle's own package index" in text
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
