@@ -62,10 +62,10 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 slow-test: $(VENV)/.test  ## Run the tests and cases that make test leaves out
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
 
 real-test: $(VENV)/.test $(REAL)  ## Compare a real model of 135 million parameters with transformers, shrink, finetune, export and convert it
 	PPFLEETX_REAL_MODEL=$(abspath $(REAL)) $(PY) -m pytest tests/real

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +26,10 @@ class Convert(Command):
     without running anything in them.
 
     The model types of --from hf and --to hf:
+      gpt2, llama, qwen2, qwen3, mistral, gpt_neox, gemma, gemma2, gemma3_text, granite, minicpm,
+      cohere, cohere2, glm, glm4, stablelm, phi3, smollm3, olmo2, olmo3, ernie4_5, seed_oss, internlm2,
+      baichuan, gptj, phi, gpt_bigcode, starcoder2, opt, bloom, falcon, mixtral, qwen2_moe, qwen3_moe,
+      olmoe, glm4_moe, deepseek_v3, deepseek_v2
     """
 
     source: Literal["hf", "gguf", "fleetx", "megatron", "ppfleetx"] = option(
@@ -68,13 +71,6 @@ class Convert(Command):
         "with --check-logits: ask transformers too, with this interpreter, which has torch and transformers",
         metavar="PYTHON",
     )
-
-    @classmethod
-    def description(cls) -> str:
-        from ppfleetx.conversion.huggingface.families import FAMILIES
-
-        types = textwrap.fill(", ".join(FAMILIES), 100, initial_indent="  ", subsequent_indent="  ")
-        return f"{super().description()}\n{types}"
 
     def run(self) -> None:
         plan = None if self.plan is None else parse_plan(self.plan)

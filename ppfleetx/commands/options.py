@@ -52,16 +52,11 @@ class Command:
         return found
 
     @classmethod
-    def description(cls) -> str:
-        """The text of ``--help`` about the verb."""
-        return inspect.cleandoc(cls.__doc__ or "")
-
-    @classmethod
     def parser(cls, program: str | None = None) -> argparse.ArgumentParser:
         """Build the argument parser. ``program`` is the name after ``usage:``."""
         parser = argparse.ArgumentParser(
             prog=program,
-            description=cls.description(),
+            description=inspect.cleandoc(cls.__doc__ or ""),
             epilog=cls.examples or None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

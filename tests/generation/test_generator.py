@@ -139,8 +139,8 @@ def test_strategies_say_what_they_cannot_do() -> None:
             "2 beams cannot give 3",
         ),
         ({"decode_strategy": "beam_search", "stop": "."}, "takes no stop texts"),
-        ({"stop": ""}, "an empty text"),
-        ({"stop": (".", "")}, "an empty text"),
+        ({"stop": ""}, "the empty text"),
+        ({"stop": (".", "")}, "the empty text"),
         ({"repetition_penalty": 1e-40}, "greater than or equal to 0.01"),  # float32 has no such logits
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_rate": 1.0}, "4 beams do not divide into 3"),
         ({"num_beams": 4, "num_beam_groups": 2}, "without it all groups find the same"),
