@@ -27,8 +27,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ppfleetx.checkpoint.manager import BackgroundManager
-from ppfleetx.checkpoint.ownership import Ownership, new_run
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.run_ownership import Ownership, new_run
 from ppfleetx.checkpoint.slices import TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 

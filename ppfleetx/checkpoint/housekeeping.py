@@ -19,8 +19,8 @@ from ppfleetx.checkpoint.manifest import (
     read_sealed,
     seal,
 )
-from ppfleetx.checkpoint.ownership import Ownership, run_of
 from ppfleetx.checkpoint.reader import Checkpoint, read_marker
+from ppfleetx.checkpoint.run_ownership import Ownership, run_of
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import atomic_write, exclusive_lock, remove_unfinished
 from ppfleetx.utils.log import get_logger

@@ -20,7 +20,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.housekeeping import SAVING, describe_os_error
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory, step_directory
-from ppfleetx.checkpoint.ownership import Ownership
+from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import RankIndex, commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError

@@ -29,7 +29,7 @@ _SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per parameter. Its data is read when it is written."""
+    """One slice per parameter. The parameter's data is read when the slice is written."""
     for name, param in named_params:
         yield _slice(name, MODEL, "", param, param.info)
 

@@ -23,8 +23,8 @@ from ppfleetx.checkpoint.manifest import (
     rank_directory,
     step_directory,
 )
-from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.reader import damage_of, open_checkpoint
+from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.formatting import counted

@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.directory import newest_complete
 from ppfleetx.checkpoint.manifest import parse_step_directory
-from ppfleetx.checkpoint.ownership import read_run
+from ppfleetx.checkpoint.run_ownership import read_run
 from ppfleetx.commands.start_process import rank
 from ppfleetx.config.loader import ConfigSource, read_config
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys

@@ -66,7 +66,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Encode contexts and continuations and score them. The harness's own method may add a second BOS."""
+        """Encode contexts and continuations and score them. This replaces the harness's method, which may
+        add a second BOS."""
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import complete_checkpoints
 from ppfleetx.checkpoint.inspect import open_for_inspection, summary
-from ppfleetx.checkpoint.ownership import read_run
+from ppfleetx.checkpoint.run_ownership import read_run
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.curves import (
     Record,

@@ -167,9 +167,9 @@ class DatasetTraits:
         kind: the kind of data. ``corpus``: samples are cut from token files, and Train repeats them in the
             dataset's own order. ``texts``: records of text files in one directory, encoded by
             ``Data.tokenizer``. ``own``: anything else; the dataset decides the meaning of ``input_dir`` and
-            ``split``. Eval and Test of texts and of plugins are read whole.
-        shuffled: whether Train of texts and of plugins is read in a random order for each pass, which takes 8
-            bytes per sample; otherwise samples are read in the order of their numbers.
+            ``split``. Eval and Test of ``texts`` and ``own`` are read whole.
+        shuffled: whether Train of ``texts`` and ``own`` is read in a random order for each pass, which takes
+            8 bytes per sample; otherwise samples are read in the order of their numbers.
         num_outputs: the number of classes of a GLUE task (1 if it predicts a number); None for everything
             else.
         options: the names that it takes in ``dataset.options``.

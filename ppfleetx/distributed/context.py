@@ -68,7 +68,7 @@ class ParallelContext:
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
-        """This process's rank along ``axis`` of either view."""
+        """This process's rank along ``axis``, which is an axis of the plan or an expert axis."""
         return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:

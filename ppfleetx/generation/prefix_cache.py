@@ -52,8 +52,12 @@ class PrefixStore:
     def groups(
         self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
     ) -> list[SeededPrompts]:
-        """Group consecutive prompts (token ids) with the same known prefix. ``are_long`` says which ones have
-        the angles of long rows; None: the model has no such angles."""
+        """Group consecutive prompts (token ids) that begin with the same cached prefix.
+
+        Args:
+            are_long: for each prompt, whether it uses longrope's factors for long rows; None: the model has
+                no such factors.
+        """
         kinds = are_long or [False] * len(prompts)
         found = [(prompt, *self._longest(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
         keyed = zip(kinds, found, strict=True)

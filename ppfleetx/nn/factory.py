@@ -47,8 +47,8 @@ from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import NormOfEachHead, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
+from ppfleetx.nn.param_spec_transforms import adapter, quantizer, quantizer_numbers
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
-from ppfleetx.nn.spec_transforms import adapter, quantizer, quantizer_numbers
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_scores import token_scores
 

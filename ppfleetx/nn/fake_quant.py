@@ -20,7 +20,7 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.compress import QUANTIZER
 from ppfleetx.nn.packed_weights import InferenceLinear
-from ppfleetx.nn.spec_transforms import quantizer_numbers
+from ppfleetx.nn.param_spec_transforms import quantizer_numbers
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 if TYPE_CHECKING:

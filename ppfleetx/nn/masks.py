@@ -83,7 +83,7 @@ def cached_mask(
     """:func:`attention_mask` for queries that follow cached keys, ``[b, 1, q, k]``.
 
     Args:
-        num_keys: columns of the cache; the columns after those of the queries are empty.
+        num_keys: the number of columns in the cache. Columns after the queries' own are still empty.
         visible: ``[b, past + q]`` bool, the columns that a row may attend to, apart from causality.
         window: how many visible columns before its own each query may attend to; None: all.
     """

@@ -32,7 +32,7 @@ from ppfleetx.nn.layers import add_smaller, local_rows
 from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.nn.spec_transforms import codes, num_scales, row_scales, scales
+from ppfleetx.nn.param_spec_transforms import codes, num_scales, row_scales, scales
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38

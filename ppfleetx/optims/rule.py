@@ -88,8 +88,8 @@ class Rule(ABC):
 
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
-    """The learning rate as a tensor, for kernels that update ``value``. All updates of a step share the
-    tensor, so do not change it."""
+    """The learning rate as a tensor for kernels that need one. Its type suits ``value``, the parameter to
+    update. All updates of a step share the tensor, so do not change it."""
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 

@@ -113,8 +113,12 @@ class Schedule:
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
     """The schedule to continue with after loading a checkpoint (`Engine.save_load.lr_schedule`).
 
-    `checkpoint` takes the saved schedule, `config` the configured one. `strict` requires both to be equal; if
-    they are not, it raises a CheckpointError that names each difference.
+    Args:
+        policy: `checkpoint`: use the saved schedule; `config`: use the configured one; `strict`: require both
+            to be equal.
+
+    Raises:
+        CheckpointError: the policy is `strict` and they differ; it names each difference.
     """
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}

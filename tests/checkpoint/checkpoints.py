@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ppfleetx.checkpoint.ownership import Ownership
+from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 

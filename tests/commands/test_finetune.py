@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppfleetx.checkpoint.ownership import RunRecord, write_run
+from ppfleetx.checkpoint.run_ownership import RunRecord, write_run
 from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
 from ppfleetx.commands.main import call
 from ppfleetx.config.loader import load_config

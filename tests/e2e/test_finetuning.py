@@ -254,7 +254,7 @@ def test_adapters_refuse_what_they_were_not_trained_on(
 def test_adapters_in_the_directory_of_their_base_leave_it_alone(pools, files, base, tmp_path):
     """It is refused; when it is to be overwritten, the base stays and everything works from it."""
     from ppfleetx.checkpoint.adapters import merge_lora
-    from ppfleetx.checkpoint.ownership import run_of
+    from ppfleetx.checkpoint.run_ownership import run_of
 
     output_dir = shutil.copytree(base, tmp_path / "run")
     more = {**LLAMA, **LORA, "Model__lora__base": output_dir, "Engine__num_train_epochs": 2}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppfleetx.checkpoint.ownership import read_run, run_of
+from ppfleetx.checkpoint.run_ownership import read_run, run_of
 from tests.e2e.conftest import ROOT, Tool, environment, losses
 from tests.helpers import programs
 from tests.helpers.waiting import wait_for

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ppfleetx.checkpoint.ownership import read_run, run_of
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.run_ownership import read_run, run_of
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.e2e.program import losses
 from tests.faults.program import Program

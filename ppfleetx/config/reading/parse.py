@@ -46,8 +46,8 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
     """Read the text of ``path``.
 
     Args:
-        key, value, place: the entry that names the file, for messages; without them, messages name the path
-            itself.
+        key, value, place: the configuration entry that names the file. Error messages cite it; without it
+            they cite the path.
     """
     entry = {"place": shown_path(path)} if key is None else {"key": key, "value": value, "place": place}
     try:

@@ -22,7 +22,7 @@ from ppfleetx.checkpoint.housekeeping import (
     repair_latest,
 )
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
-from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
+from ppfleetx.checkpoint.run_ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.root import RunConfig

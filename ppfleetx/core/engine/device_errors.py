@@ -51,8 +51,10 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context that turns errors of the device into one message, with ``advice`` or, for training, the
-    planner's.
+    """Context that turns an error of the device into one message with advice.
+
+    Args:
+        advice: what to do about it; None: the planner's advice for training.
 
     Raises:
         OutOfMemoryError: this process or the device has no memory left.

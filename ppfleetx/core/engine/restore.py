@@ -14,9 +14,9 @@ from ppfleetx.checkpoint.directory import (
     open_resolved,
     resolve_checkpoint,
 )
-from ppfleetx.checkpoint.ownership import read_run
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
+from ppfleetx.checkpoint.run_ownership import read_run
 from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError

@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.directory import (
 )
 from ppfleetx.checkpoint.housekeeping import describe_os_error
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, parse_step_directory
-from ppfleetx.checkpoint.ownership import RUN_FILE, read_run, run_of
+from ppfleetx.checkpoint.run_ownership import RUN_FILE, read_run, run_of
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import RECORD_MARK

@@ -12,8 +12,8 @@ from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manager import BackgroundManager, CheckpointManager
 from ppfleetx.checkpoint.manifest import step_directory
-from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.rng import gather_rng_state
+from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.tensors import model_slices, optimizer_slices
 from ppfleetx.config.errors import CheckpointError, UserError

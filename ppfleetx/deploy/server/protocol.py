@@ -117,8 +117,8 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of both routes that generate text. Those of ``TokenOptions`` that OpenAI's API also has
-    are limited to its ranges."""
+    """The parameters of both routes that generate text. Where OpenAI's API has a field of ``TokenOptions``,
+    the field accepts only OpenAI's range."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)

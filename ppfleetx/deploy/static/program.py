@@ -141,9 +141,12 @@ class GenerationProgram(nn.Layer):
     """Continues a batch of prompts.
 
     The loop ends when every row has ended, at an end token or at its limit. A finished row stays in the
-    batch; the tokens after its end are meaningless. The model's linears are replaced. With ``use_panels``,
-    products with several rows, or several positions of one row, use a second copy of the matrices that is
-    faster on CPUs; it is made when the program is loaded, and is not in the file.
+    batch; the tokens after its end are meaningless. The model's linears are replaced by forms that Paddle
+    can export.
+
+    Args:
+        use_panels: add a second copy of the matrices, in a layout that is faster on CPUs when more than one
+            row or position is multiplied. It is made when the program is loaded and is not in the file.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:

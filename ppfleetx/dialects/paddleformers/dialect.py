@@ -271,7 +271,7 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a file, and arguments, which override the file."""
+    """Translate a file and arguments. The arguments override the file."""
     given = list(given_in_file(path))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 

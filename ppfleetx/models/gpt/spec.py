@@ -22,8 +22,8 @@ from ppfleetx.nn.init import Normal
 from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, parameters_within
 from ppfleetx.nn.mlp_spec import MLPSpec, MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
+from ppfleetx.nn.param_spec_transforms import transformed
 from ppfleetx.nn.rope_scaling import score_factor
-from ppfleetx.nn.spec_transforms import transformed
 from ppfleetx.nn.tape import Step, Tape
 from ppfleetx.utils.log import get_logger
 

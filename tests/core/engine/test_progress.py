@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.ownership import Ownership
+from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.callbacks.build import CallbackList

@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import delete_checkpoint
-from ppfleetx.checkpoint.ownership import RunRecord, read_run, run_of, write_run
+from ppfleetx.checkpoint.run_ownership import RunRecord, read_run, run_of, write_run
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig

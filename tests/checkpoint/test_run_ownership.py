@@ -8,9 +8,9 @@ import pytest
 from ppfleetx.checkpoint.directory import newest_good
 from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manifest import marker_of
-from ppfleetx.checkpoint.ownership import Ownership, RunRecord, new_run, read_run, run_of, write_run
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import merge, reshard
+from ppfleetx.checkpoint.run_ownership import Ownership, RunRecord, new_run, read_run, run_of, write_run
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import ParallelPlan
 from tests.checkpoint.checkpoints import RANK, save
