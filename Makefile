@@ -58,7 +58,7 @@ $(REAL): | $(VENV)/.run
 chat: $(REAL)  ## Talk to a real model of 135 million parameters
 	@$(PY) -m ppfleetx chat $(REAL) $(ARGS)
 
-test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
+test: $(VENV)/.test  ## Check style and layers, and run all but the long tests (what CI runs)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports

@@ -12,6 +12,7 @@ import numpy as np
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.data.blended import (
+    MAX_CORPORA,
     BlendedDataset,
     blend_sizes,
     exhaustive_order,
@@ -238,6 +239,11 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts
+    if len(parts) > MAX_CORPORA:
+        raise DataError(
+            f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
+            "can be blended: write them as fewer with ppfleetx merge-data"
+        )
     # The corpora of a directory share its weight in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]

@@ -68,6 +68,15 @@ def memory(target: Target) -> Iterator[Row]:
         yield skipped("memory", f"Paddle does not report how much memory a {target.device} device has")
     else:
         yield memory_row(needed, *there, cpu=not is_card(target.device))
+    host, free = max(stage.host for stage in prediction.memory), available_bytes()
+    if is_card(target.device) and host and free is not None:
+        of_node = host * target.local_size
+        text = f"{of_node / GIB:.1f} GiB of host memory for states and copies while saving, "
+        text += f"{free / GIB:.1f} GiB free"
+        if of_node > free:
+            yield warn("host memory", text, "switch Distributed.sharding.sharding_offload off, or save less")
+        else:
+            yield ok("host memory", text)
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:

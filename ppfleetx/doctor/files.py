@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint, weight_sources
@@ -23,6 +23,7 @@ from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.corpus_checks import token_id_lines
+from ppfleetx.data.gpt_dataset import MODES, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.prediction import run_prediction
@@ -73,6 +74,7 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
     corpora = corpora_of(cfg, mode)
+    _has_a_sample(corpora, cfg, mode)
     end = time.monotonic() + _READ_SECONDS
     for corpus in corpora:
         sums = read_checksums(corpus.prefix)
@@ -85,6 +87,18 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
         ends = corpus.flat(0, 1).sum() + corpus.flat(corpus.num_tokens - 1, corpus.num_tokens).sum()
         assert ends >= 0
         yield f"{corpus.prefix}: {corpus.num_tokens:,} tokens in {len(corpus):,} sequences{kept}"
+
+
+def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> None:
+    options = getattr(cfg.Data, mode).dataset
+    ranges = [split_ranges(len(corpus), options.split)[MODES.index(mode)] for corpus in corpora]
+    most = max(int(one.sizes[first:last].sum()) for one, (first, last) in zip(corpora, ranges, strict=True))
+    if most <= options.max_seq_len:
+        raise DataError(
+            f"{corpora[0].prefix}: the {mode} split has {counted(most, 'token', ',')}, and one sample needs "
+            f"{options.max_seq_len + 1:,}. Give {mode} a larger share of `split`, more text, or a shorter "
+            "max_seq_len"
+        )
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from ppfleetx import __version__
 from ppfleetx.config.formatting import ranks_text
 from ppfleetx.config.yaml_dump import flat_values
-from ppfleetx.doctor.check import Row, Target, fail, ok
+from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
 from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.utils.installed import LIBRARIES
 
@@ -30,6 +30,8 @@ _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # names of interfaces 
 # These may differ between machines without harm: logs, cards, wiring.
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _SHOWN = 4
+_UNREAD: Values = {"unread": True}
+_READ_SECONDS = 40.0  # seconds to read one fact; less than other processes wait
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class Fact:
         """The fact's value in this process; None if another process of the node reads it."""
         if self.of_node and target.local_rank != 0:
             return None
-        return self.read(target)
+        try:
+            return within(_READ_SECONDS, lambda: self.read(target))
+        except TimeoutError:  # such as on a dead network file system
+            return _UNREAD
 
 
 def _versions(target: Target) -> Values:
@@ -118,9 +123,9 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """The names of the facts that differ between processes."""
+    """The names of the facts that differ between processes, or that a process could not read."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
-    return [name for name, those in hashes.items() if len(those) > 1]
+    return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
 
 def in_full(
@@ -140,7 +145,11 @@ def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Se
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}
-        if fact.name in names and (differences := "; ".join(_differences(values))):
+        unread = [rank for rank, mine in values.items() if mine == _UNREAD]
+        if fact.name in names and unread:
+            text = f"not compared: {ranks_text(unread)} could not read it within {_READ_SECONDS:g} s"
+            yield warn(fact.name, text, "is the file system slow, or dead? (ls, df)")
+        elif fact.name in names and (differences := "; ".join(_differences(values))):
             yield fail(fact.name, differences, fact.fix)
         else:
             yield ok(fact.name, "equal on all processes")

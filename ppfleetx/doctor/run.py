@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Self
 
@@ -21,7 +23,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
-from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped
+from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
 from ppfleetx.doctor.exchange import Answer, Guest, Host, open_meeting
 from ppfleetx.doctor.files import nearest_directory
 from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, in_full
@@ -30,7 +32,7 @@ from ppfleetx.doctor.registry import CHECKS, Check, examine
 LOCAL_SECONDS = 1200.0
 """Time limit for all checks that a process runs on its own; each check also has its own limit."""
 _CHECK_SECONDS = 360.0  # seconds, longer than any single check may take
-_SHORT_SECONDS = 60.0
+_SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # After a failure under one of these headings the process groups would fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
@@ -138,16 +140,22 @@ class Job:
         """Check for a shared output directory: rank 0 creates a temporary file there, and the others look for
         it.
         """
-        place = nearest_directory(output_dir_of(self.target.cfg))
+        place = output_dir_of(self.target.cfg)
+        with contextlib.suppress(TimeoutError, OSError):  # another check reports them, here and below
+            place = within(_LOOK_SECONDS, lambda: nearest_directory(output_dir_of(self.target.cfg)))
         with contextlib.ExitStack() as stack:
             mark = ""
             if self.target.rank == 0:
-                with contextlib.suppress(OSError):  # another check reports it
-                    made = stack.enter_context(NamedTemporaryFile(dir=place, prefix=".ppfleetx-doctor-"))
-                    mark = os.path.basename(made.name)  # noqa: PTH119
+                with contextlib.suppress(TimeoutError, OSError):
+                    made = within(
+                        _LOOK_SECONDS, partial(NamedTemporaryFile, dir=place, prefix=".ppfleetx-doctor-")
+                    )
+                    mark = Path(stack.enter_context(made).name).name
             names = self.meeting.exchange([mark, host_of(self.target)], _SHORT_SECONDS)
             mark = names[0].value[0]
-            is_there = bool(mark) and os.path.exists(place / mark)  # noqa: PTH110 - Path.exists may raise
+            is_there = False
+            with contextlib.suppress(TimeoutError, OSError):
+                is_there = bool(mark) and within(_LOOK_SECONDS, (place / mark).exists)
             seen = self.meeting.exchange(is_there, _SHORT_SECONDS)
         blind = [rank for rank, answer in enumerate(seen) if not answer.problem and not answer.value]
         hosts = {answer.value[1] for answer in names if not answer.problem}

@@ -26,7 +26,7 @@ _LONGEST = 600  # characters of an error
 _IMPORTS = "<frozen importlib._bootstrap>"
 _WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "_base.py")
 # Files in which the main thread waits for other threads, and prefixes of the names of these threads.
-_HELPERS = {"loader.py": "data", "save.py": "checkpoint", "coordination.py": "first-on-node"}
+_HELPERS = {"loader.py": "data", "manager.py": "checkpoint", "coordination.py": "first-on-node"}
 _IDLE = "_worker"  # the function in which a pool's thread waits for work
 _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", "__int__", "__bool__")
 

@@ -7,8 +7,10 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.doctor import files
 from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.configuration import memory, memory_row, plan, start
@@ -179,3 +181,10 @@ def test_memory_against_what_is_there(target):
     assert by_name(memory(target()))["memory"].status is Status.OK
     assert memory_row(2e10, 1e10, "A100", cpu=False).status is Status.FAIL
     assert memory_row(2e10, 1e10, "this machine", cpu=True).status is Status.WARN
+
+
+def test_a_corpus_without_one_sample_is_named(target, tmp_path):
+    with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
+        writer.add_document(np.arange(5), [5])
+    row = by_name(files.data(target(f"Data.Train.dataset.input_dir={tmp_path / 'tiny'}")))["Data.Train"]
+    assert row.status is Status.FAIL and "5 tokens" in row.found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 from ppfleetx.doctor import files, rank_agreement
 from ppfleetx.doctor.check import Status
-from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, in_full
+from ppfleetx.doctor.rank_agreement import Fact, agreement_rows, differing, digests, in_full
 from tests.doctor.conftest import by_name, write_corpus
 
 
@@ -85,3 +86,15 @@ def test_other_versions_and_sources_are_named(target, monkeypatch, tmp_path):
     rows = by_name(agreement_rows({0: full, 2: in_full(cases[2], names, print)}, names))
     assert "ppfleetx is 0.1.0 on rank 0, 0.0.9 on rank 2" in rows["versions"].found
     assert "more" in rows["sources"].found and "on rank 2" in rows["sources"].found
+
+
+def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(target, monkeypatch):
+    monkeypatch.setattr(rank_agreement, "_READ_SECONDS", 0.2)
+    released, cases = threading.Event(), [target(), target(rank=1)]
+    slow = Fact("data and tokenizer", lambda target: {"corpus": str(released.wait(20.0))}, "copy it")
+    monkeypatch.setattr(rank_agreement, "FACTS", (slow,))
+    for status in (Status.WARN, Status.OK):
+        names = differing([digests(one, print) for one in cases])
+        full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
+        assert by_name(agreement_rows(full, names))["data and tokenizer"].status is status
+        released.set()

@@ -435,7 +435,7 @@ class Comparison:
             return ""
         if self._teacher is None:
             self._teacher = str(self._directory / "teacher")
-            self._pools(1).run("tests.compress.distilling:save_teacher", place=self._teacher)
+            self._pools(1).run("tests.compress.plans:save_teacher", place=self._teacher)
         return self._teacher
 
 

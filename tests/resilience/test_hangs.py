@@ -14,6 +14,7 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
+from ppfleetx.resilience import hang_report
 from ppfleetx.resilience.flight_recorder import CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
@@ -344,3 +345,8 @@ def test_each_micro_batch_is_progress(monkeypatch):
     runner.train_step([batch] * 3, step=1, lr=0.0, weight_decay=0.0)
     runner.eval_step([batch] * 2)
     assert seen == [True] * 5
+
+
+def test_files_whose_threads_are_followed_exist():
+    there = {file.name for file in (Path(hang_report.__file__).parents[1]).rglob("*.py")}
+    assert set(hang_report._HELPERS) <= there
