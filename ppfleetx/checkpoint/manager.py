@@ -187,7 +187,11 @@ class BackgroundManager(CheckpointManager):
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
         self._save = save = self._begin(epoch, step, state)
         self._is_written = self._ctx.world_size == 1  # no other rank is waited for before the publication
-        copied, copy = self._copier.prepare(pieces)
+        try:
+            copied, copy = self._copier.prepare(pieces)
+        except BaseException:
+            self._close()  # frees the lock of the output directory for the next save
+            raise
 
         def write() -> Any:
             index = save.write(copied)

@@ -34,6 +34,7 @@ from ppfleetx.compress.prune import (
     parts_of,
 )
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
@@ -44,7 +45,7 @@ from ppfleetx.utils.log import get_logger
 
 class PruningInTraining:
     """Prunes a runner's model as ``Compress.Prune`` says. All ranks of a job must call its methods together.
-    Raises ConfigError if the network cannot be pruned."""
+    Raises ConfigError if the network cannot be pruned, or its activation is not zero at zero."""
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None
@@ -52,6 +53,7 @@ class PruningInTraining:
         self._cfg = cfg
         self._begun, self._out, self._step = False, (0, 0), -1
         check_network(cfg.Model)
+        _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
         """Prune the share that the schedule has for ``step``; in most steps there is nothing to do.
@@ -196,3 +198,19 @@ class _Piece:
     @property
     def is_matrix(self) -> bool:
         return len(self.parameter.info.global_shape) > 1
+
+
+def _check_activation(cfg: RunConfig) -> None:
+    """Refuse an activation that is not zero at zero, or has no finite slope there."""
+    name = cfg.Model.hidden_act
+    given = paddle.zeros([1, 1, 8])
+    given.stop_gradient = False
+    output = ACTIVATIONS.make(name, given, gives=paddle.Tensor)
+    (slope,) = paddle.grad(output, given, paddle.zeros_like(output))
+    if bool((output != 0).any()) or bool((slope != 0).any()):
+        raise ConfigError(
+            "is not zero at zero: units that are taken out while training would come back. Train without, "
+            "and prune the checkpoint (ppfleetx prune)",
+            key="Model.hidden_act",
+            value=name,
+        )

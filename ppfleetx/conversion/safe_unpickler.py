@@ -113,6 +113,8 @@ def reading(path: Path) -> Iterator[None]:
         raise refused from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except OSError:  # the disk failed, not the file
+        raise
     except Exception as error:  # the standard library and NumPy raise almost any for damaged pickles
         raise CheckpointError(f"{path} is damaged, or not a file of weights") from error
 

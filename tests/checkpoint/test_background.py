@@ -140,6 +140,19 @@ def test_no_memory_for_the_copy(tmp_path, monkeypatch):
         manager.wait()
 
 
+def test_a_save_that_cannot_be_prepared_does_not_block_the_next(tmp_path, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    manager = BackgroundManager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("ppfleetx.checkpoint.manager.HostCopier.prepare", fail)
+        with pytest.raises(MemoryError):
+            save(manager, 1)
+    save(manager, 2)
+    assert manager.wait() == resolve_checkpoint(tmp_path)
+
+
 def test_an_abandoned_save_is_completed_when_nobody_else_is_needed(tmp_path, held_back):
     manager = BackgroundManager(tmp_path)
     path = save(manager, 1)

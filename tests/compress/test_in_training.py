@@ -7,6 +7,7 @@ import pytest
 from ppfleetx.compress.prune_in_training import PruningInTraining
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.registries import ACTIVATIONS, ActivationTraits
 from ppfleetx.config.sections.compress import PruneConfig
 from tests.parity.training import CONFIG, build
 
@@ -79,3 +80,11 @@ def pruning(extra):
         made = PruningInTraining(cfg, ctx, runner)
         made.runner = runner
         return made
+
+
+@pytest.mark.parametrize("own", [paddle.nn.functional.softplus, paddle.sqrt], ids=["softplus", "sqrt"])
+def test_an_activation_that_is_not_zero_at_zero_is_refused(monkeypatch, own):
+    monkeypatch.setattr(ACTIVATIONS, "_entries", {**ACTIVATIONS._entries})
+    ACTIVATIONS.register("own", own, traits=ActivationTraits(gated=False))
+    with pytest.raises(ConfigError, match=r"Model.hidden_act = 'own': .* would come back"):
+        pruning({"Model.hidden_act": "own"})

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.huggingface.directory import read_hf
@@ -70,7 +71,12 @@ def test_an_index_that_lies(tmp_path):
     index.write_text(json.dumps(sound))
     read_hf(directory)
 
-    (directory / "model-00002-of-00003.safetensors").unlink()
+    second = directory / "model-00002-of-00003.safetensors"
+    kept = load_file(second)
+    save_file(kept | load_file(directory / "model-00001-of-00003.safetensors"), second)
+    with pytest.raises(CheckpointError, match=r"which another file holds too"):
+        read_hf(directory)
+    second.unlink()
     words = r"index\.json names 'model-00002-of-00003\.safetensors', which is missing beside it"
     with pytest.raises(CheckpointError, match=words):
         read_hf(directory)

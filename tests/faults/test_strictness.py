@@ -142,7 +142,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("case", CASES)
 def test_each_difference_has_its_message_and_its_way_to_go_on(pools, corpus, trained, tmp_path, case):
     change, overrides, message, way = CASES[case]

@@ -100,7 +100,10 @@ def _indexed(
             raise CheckpointError(f"{directory / index} names {shown(name)}, which is not a file beside it")
         if not (directory / name).exists():
             raise CheckpointError(f"{directory / index} names {shown(name)}, which is missing beside it")
-        tensors |= read(directory / name)
+        found = read(directory / name)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"{directory / name} holds {shown(twice[0])}, which another file holds too")
+        tensors |= found
         formats.add(format_of(directory / name))
     if absent := [name for name in where if name not in tensors]:
         raise CheckpointError(
