@@ -1,13 +1,32 @@
-"""How often a step waits for the device."""
+"""How often a step waits for the device: numbers that may only fall."""
 
 import paddle
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.step_sums import sum_of
-from tests.parity.training import build, micro_batches
+from tests.parity.training import build, micro_batches, take_step
+
+
+def test_a_step_reads_once(monkeypatch):
+    """The loss and the gradient norm together, whatever the number of micro batches."""
+    cfg, ctx, runner = build({}, 1, "gpt", "adamw", 4, {"Model.num_layers": 1})
+    take_step(runner, 0, cfg, ctx)
+    reads = []
+    for name in ("item", "numpy", "tolist"):
+        original = getattr(paddle.Tensor, name)
+
+        def counting(self, *args, original=original, name=name):
+            reads.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(paddle.Tensor, name, counting)
+    take_step(runner, 1, cfg, ctx)
+    assert cfg.batch.accumulate_steps == 4
+    assert reads == ["numpy"]
 
 
 def test_counts_that_are_known_are_not_asked_for_again(monkeypatch):
+    """The engine sends the divisors of all metrics along with what the ranks tell each other anyway."""
     import examples.penalized_gpt  # noqa: F401 registers the architecture
 
     cfg, ctx, runner = build({}, 1, "gpt", "sgd", 4, {"Model.name": "PenalizedGPT", "Model.num_layers": 1})
