@@ -271,12 +271,15 @@ class HostCopier:
         live, copies = [], []
         for piece in pieces:
             if piece.is_live:
-                data = partial(lambda number: self._kept[number], len(live))
+                data = partial(self._copy_of, len(live))
                 live.append(piece.array())
             else:
                 data = piece.array() if piece.fetch is None else piece.fetch()
             copies.append(replace(piece, data=data, is_live=False, fetch=None))
         return copies, partial(self._copy, live)
+
+    def _copy_of(self, number: int) -> np.ndarray:
+        return self._kept[number]
 
     def _copy(self, live: Sequence[np.ndarray]) -> None:
         if [(a.shape, a.dtype) for a in live] != [(a.shape, a.dtype) for a in self._kept]:

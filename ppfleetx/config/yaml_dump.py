@@ -60,8 +60,8 @@ def dump_config(cfg: RunConfig) -> str:
 
 
 def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for everything in nested mappings."""
-    if not isinstance(tree, dict):
+    """Yield (dotted key, value) for everything in nested mappings. An empty mapping is a value."""
+    if not isinstance(tree, dict) or (prefix and not tree):
         yield prefix, tree
         return
     for key, value in tree.items():

@@ -142,7 +142,7 @@ class Job:
         """
         place = output_dir_of(self.target.cfg)
         with contextlib.suppress(TimeoutError, OSError):  # another check reports them, here and below
-            place = within(_LOOK_SECONDS, lambda: nearest_directory(output_dir_of(self.target.cfg)))
+            place = within(_LOOK_SECONDS, partial(nearest_directory, place))
         with contextlib.ExitStack() as stack:
             mark = ""
             if self.target.rank == 0:

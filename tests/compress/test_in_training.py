@@ -82,9 +82,22 @@ def pruning(extra):
         return made
 
 
-@pytest.mark.parametrize("own", [paddle.nn.functional.softplus, paddle.sqrt], ids=["softplus", "sqrt"])
-def test_an_activation_that_is_not_zero_at_zero_is_refused(monkeypatch, own):
+@pytest.mark.parametrize(
+    ("own", "gated"),
+    [
+        (paddle.nn.functional.softplus, False),
+        (paddle.sqrt, False),
+        (lambda x: paddle.nn.functional.sigmoid(x[..., : x.shape[-1] // 2]), True),
+    ],
+    ids=["softplus", "sqrt", "gate"],
+)
+def test_an_activation_that_is_not_zero_at_zero_is_refused(monkeypatch, own, gated):
     monkeypatch.setattr(ACTIVATIONS, "_entries", {**ACTIVATIONS._entries})
-    ACTIVATIONS.register("own", own, traits=ActivationTraits(gated=False))
+    ACTIVATIONS.register("own", own, traits=ActivationTraits(gated=gated))
     with pytest.raises(ConfigError, match=r"Model.hidden_act = 'own': .* would come back"):
         pruning({"Model.hidden_act": "own"})
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS.names())
+def test_every_activation_that_ships_is_taken(name):
+    pruning({"Model.hidden_act": name})

@@ -348,3 +348,16 @@ def test_no_thread_keeps_the_process_alive(how: str) -> None:
         _, errors = process.communicate(timeout=20)
     assert ("KeyboardInterrupt" in errors) == (how == "wait")
     assert process.returncode == (0 if how == "leave" else -signal.SIGINT)
+
+
+def test_sizes_that_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match="8 samples cannot be shared by 3 data ranks in micro batches of 1"):
+        GlobalBatchSampler(10, 8, 1, 0, 3)
+
+
+def test_data_ranks_share_the_same_global_batch(tmp_path: Path, toy_prefix: str) -> None:
+    cfg = make_config(tmp_path, toy_prefix)
+    whole = take(build_dataloader(cfg, "Train"), 4)
+    ranks = [take(build_dataloader(cfg, "Train", rank, 4), 4) for rank in range(4)]
+    for step in range(4):
+        assert sorted(np.concatenate([ids(rank[step]) for rank in ranks]).tolist()) == ids(whole[step])

@@ -187,4 +187,4 @@ def test_a_corpus_without_one_sample_is_named(target, tmp_path):
     with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
         writer.add_document(np.arange(5), [5])
     row = by_name(files.data(target(f"Data.Train.dataset.input_dir={tmp_path / 'tiny'}")))["Data.Train"]
-    assert row.status is Status.FAIL and "5 tokens" in row.found
+    assert row.status is Status.FAIL and "the Train split has 5 tokens, and one sample needs 33" in row.found

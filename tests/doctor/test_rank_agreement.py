@@ -90,11 +90,15 @@ def test_other_versions_and_sources_are_named(target, monkeypatch, tmp_path):
 
 def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(target, monkeypatch):
     monkeypatch.setattr(rank_agreement, "_READ_SECONDS", 0.2)
-    released, cases = threading.Event(), [target(), target(rank=1)]
+    released, cases, asked = threading.Event(), [target(), target(rank=1)], []
     slow = Fact("data and tokenizer", lambda target: {"corpus": str(released.wait(20.0))}, "copy it")
     monkeypatch.setattr(rank_agreement, "FACTS", (slow,))
-    for status in (Status.WARN, Status.OK):
-        names = differing([digests(one, print) for one in cases])
-        full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
-        assert by_name(agreement_rows(full, names))["data and tokenizer"].status is status
-        released.set()
+    told = [digests(one, asked.append) for one in cases]
+    names = differing(told)
+    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
+    row = by_name(agreement_rows(full, names))["data and tokenizer"]
+    assert asked == ["data and tokenizer"] * 2 and row.status is Status.WARN
+    assert row.found == "not compared: ranks 0, 1 could not read it within 0.2 s"
+    released.set()
+    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
+    assert by_name(agreement_rows(full, names))["data and tokenizer"].status is Status.OK

@@ -198,3 +198,15 @@ def test_open_files(soft, hard, status, fix):
     row = open_files_row(soft, hard)
     assert row.status is status and fix in row.fix
     assert bool(row.fix) == (status is not Status.OK)
+
+
+def test_limits_of_a_real_process_are_found():
+    text = (
+        "import json; from ppfleetx.doctor.check import Target; "
+        "from ppfleetx.doctor.environment import limits; "
+        "print(json.dumps({row.name: row.status for row in limits(Target())}))"
+    )
+    command = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-c", text]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    assert found["open files"] == "fail" and "shared memory" in found
