@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import itemgetter
 
@@ -258,26 +258,26 @@ def _spec_of(same: ModelKey) -> ModelSpec:
     return model_spec(same.model)
 
 
-class PassKey:
-    """A cache key that compares jobs by everything that affects the time of a layer's passes."""
+@dataclass(frozen=True)
+class CacheKey:
+    """A job that equals another if what they are compared by is equal."""
 
-    __slots__ = ("_key", "job")
+    compared_by: tuple[object, ...]
+    job: Job = field(compare=False)
 
-    def __init__(self, job: Job) -> None:
-        plan = job.plan
-        fetched = (
-            (plan.sharding, plan.pp, job.overlap.values)
-            if plan.sharding_stage == 3 and plan.sharding > 1
-            else None
-        )
-        layout = (plan.pp > 1, plan.sharding, plan.stage_size) if plan.ep > 1 else None
-        self.job, self._key = job, (job.model_key, job.work, job.precision.compute, fetched, layout)
 
-    def __hash__(self) -> int:
-        return hash(self._key)
+def operations_key(job: Job) -> CacheKey:
+    """Compares jobs by everything that affects the time of a rank's operations."""
+    return CacheKey((job.model_key, job.work, job.precision.compute), job)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PassKey) and self._key == other._key
+
+def passes_key(job: Job) -> CacheKey:
+    """Compares jobs by everything that affects the time of a layer's passes: operations and messages."""
+    plan = job.plan
+    is_fetched = plan.sharding_stage == 3 and plan.sharding > 1
+    fetched = (plan.sharding, plan.pp, job.overlap.values) if is_fetched else None
+    layout = (plan.pp > 1, plan.sharding, plan.stage_size) if plan.ep > 1 else None
+    return CacheKey((*operations_key(job).compared_by, fetched, layout), job)
 
 
 def job_of(cfg: RunConfig, card: Card) -> Job:

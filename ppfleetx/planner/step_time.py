@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -29,7 +29,7 @@ from ppfleetx.planner.communication import (
     message_seconds,
     rival_groups,
 )
-from ppfleetx.planner.job import Job, PassKey
+from ppfleetx.planner.job import CacheKey, Job, operations_key, passes_key
 from ppfleetx.planner.parameters import Held, embedding_bytes, held_parameters, largest_layer
 from ppfleetx.planner.timeline import Messages, Timeline, simulate
 
@@ -210,7 +210,7 @@ def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
     """Estimate the passes: the busiest stage sets the pace; the passes of the others fill and drain the
     pipeline once.
     """
-    plan, same = job.plan, PassKey(job)
+    plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
     ways: dict[int, PassSeconds] = {}
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
@@ -263,7 +263,7 @@ def _after_passes(
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
     """The times ``[stage][virtual stage]`` of forward passes, backward passes, and the recomputation
     within the latter."""
-    same = PassKey(job)
+    same = passes_key(job)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
     forward, backward, again = [], [], []
     last = job.plan.pp - 1
@@ -291,7 +291,7 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
     """For each stage, the share of a backward pass that computes weight gradients, in seconds: half of its
     products with weights.
     """
-    same, stages = PassKey(job), range(job.plan.pp)
+    same, stages = operations_key(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
     kinds = [job.layer_kinds(stage).items() for stage in stages]
     seconds = [sum(layer[block] * count for (block, _), count in here) for here in kinds]
@@ -300,7 +300,7 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 
 @lru_cache(maxsize=4096)
-def _products_seconds(same: PassKey, cluster: Cluster, block: BlockSpec | None) -> float:
+def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
     """The seconds of the forward products with weights; with ``block`` None, of the products at the end of
     the model. Each of the two backward products takes as long.
     """
@@ -311,18 +311,16 @@ def _products_seconds(same: PassKey, cluster: Cluster, block: BlockSpec | None) 
 
 @lru_cache(maxsize=4096)
 def _layer_passes(
-    same: PassKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
+    same: CacheKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
     job = same.job
-    operations = list(block.operations(job.work))
+    forward, backward, again = _layer_computation(operations_key(job), cluster, block, recompute)
     communication = _layer_communication(job, cluster, block)
-    forward = _forward(operations, job, cluster) + communication
-    again = _forward([one for one in operations if one.is_repeated(recompute)], job, cluster)
+    forward += communication
     if recompute == "full":
         again += communication
     elif recompute == "full_attn":
         again += communication.times(0.5)
-    backward = _backward(operations, job, cluster)
     backward += _layer_communication(job, cluster, block, backward=True) + again
     fetch = _fetch_seconds(job, cluster)
     before, later = (waited_for_layer(job, fetch, passes.total) for passes in (forward, backward))
@@ -330,41 +328,57 @@ def _layer_passes(
 
 
 @lru_cache(maxsize=4096)
-def _edge_passes(same: PassKey, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
+def _layer_computation(
+    same: CacheKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
+) -> tuple[Passes, Passes, Passes]:
+    """The operations of a layer without messages: forward, backward, and those that recompute repeats."""
+    job = same.job
+    operations = list(block.operations(job.work))
+    repeated = (one for one in operations if one.is_repeated(recompute))
+    return tuple(
+        of(each, job, cluster)
+        for of, each in ((_forward, operations), (_backward, operations), (_forward, repeated))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _edge_passes(same: CacheKey, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
     job, spec, work = same.job, same.job.spec, same.job.work
     operations = spec.embedding.operations(work) if edge == "first" else spec.end_operations(work)
     sums = Passes(tensor_parallel=_activation_sum(job, cluster))
     return _forward(operations, job, cluster) + sums, _backward(operations, job, cluster) + sums, Passes()
 
 
-def _forward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
-    return sum((_price(o, o.flops, o.num_bytes, o.kernels, job, cluster) for o in operations), Passes())
+def _forward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Passes:
+    return _priced(((o, o.flops, o.num_bytes, o.kernels) for o in operations), job, cluster)
 
 
-def _backward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
+def _backward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Passes:
     """The time of the backward products: two for each forward product, which compute the gradients of its
     input and its weight.
     """
-    total = Passes()
-    for o in operations:
-        total += _price(o, o.backward_flops, o.backward_bytes, 2 * o.kernels, job, cluster)
-    return total
+    costs = ((o, o.backward_flops, o.backward_bytes, 2 * o.kernels) for o in operations)
+    return _priced(costs, job, cluster)
 
 
 _SCORES_STREAMED = 0.2
 """Share of the attention scores' memory traffic that the products do not hide (fitted)."""
 
 
-def _price(o: Operation, flops: float, moved: float, kernels: int, job: Job, cluster: Cluster) -> Passes:
+def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
+    """The time of operations with their flops, bytes moved and kernels."""
     card, dtype = cluster.card, job.precision.compute
-    if o.kind == "elementwise":
-        return Passes(memory=card.memory_seconds(moved, kernels))
-    if o.kind == "flash":
-        latency = kernels * card.matmul_latency_us * 1e-6
-        return Passes(matmul=flops / (card.peak(dtype) * card.flash_efficiency) + latency)
-    seconds = card.matmul_seconds(flops, dtype, o.narrowest, kernels)
-    streamed = _SCORES_STREAMED * moved / (card.memory_gb_s * 1e9) if o.kind == "scores" else 0.0
-    return Passes(matmul=seconds + streamed)
+    matmul = memory = 0.0
+    for o, flops, moved, kernels in costs:
+        if o.kind == "elementwise":
+            memory += card.memory_seconds(moved, kernels)
+        elif o.kind == "flash":
+            latency = kernels * card.matmul_latency_us * 1e-6
+            matmul += flops / (card.peak(dtype) * card.flash_efficiency) + latency
+        else:
+            streamed = _SCORES_STREAMED * moved / (card.memory_gb_s * 1e9) if o.kind == "scores" else 0.0
+            matmul += card.matmul_seconds(flops, dtype, o.narrowest, kernels) + streamed
+    return Passes(matmul, memory)
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
