@@ -15,9 +15,9 @@ import yaml
 
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.loader import CONFIG_FILE
+from ppfleetx.config.registries import DATASETS
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
-from ppfleetx.data.chat.templates import CHAT_DATASET, DEFAULT, template_of
 from ppfleetx.data.tokenizer.files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
@@ -63,8 +63,10 @@ def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """The chat template that the model is trained with, as a document; none if the tokenizer has it."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
-    if dataset is None or dataset.name != CHAT_DATASET:
+    if dataset is None or "chat_template" not in DATASETS.traits(dataset.name).options:
         return {}
+    from ppfleetx.data.chat.templates import DEFAULT, template_of  # Jinja is for chats alone
+
     template = template_of(dataset, tokenizer)
     return (
         {} if template.source == tokenizer.chat_templates.get(DEFAULT) else {CHAT_TEMPLATE: template.source}

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from ppfleetx.config.fields import Says, Section
+from ppfleetx.config.reading.parse import shipped_yaml
 from ppfleetx.config.registry import Registered
 
 
@@ -146,8 +145,8 @@ def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
 @cache
 def names_of_others() -> dict[str, str]:
     """Our key for each name of another toolkit."""
-    text = Path(__file__).with_name("foreign_names.yaml").read_text("utf-8")
-    return {name: key for key, names in yaml.safe_load(text).items() for name in names.split()}
+    names_of_key = shipped_yaml(Path(__file__).with_name("foreign_names.yaml"))
+    return {name: key for key, names in names_of_key.items() for name in names.split()}
 
 
 def our_key(name: str) -> str | None:

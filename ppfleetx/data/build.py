@@ -23,7 +23,6 @@ from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
-from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tokenizer.files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
@@ -32,6 +31,7 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
+    from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
 
 Mode = Literal["Train", "Eval", "Test"]
 
@@ -147,16 +147,22 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
     """Make a dataset of prompts and responses. Only the responses count in the loss."""
+    from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # Jinja is for finetuning alone
+
     return PromptResponseDataset(*_encoding(cfg, mode))
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
     """Make a dataset of conversations. Only the assistant's turns count in the loss."""
+    from ppfleetx.data.tasks.finetuning import ChatDataset
+
     return ChatDataset(*_encoding(cfg, mode))
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
     """Make a dataset of a GLUE task. Examples of ``Data.Test``, which are predicted, have no labels."""
+    from ppfleetx.data.tasks.finetuning import GlueDataset
+
     dataset_cfg, tokenizer, multiple = _encoding(cfg, mode)
     require_libraries()
     task = TASKS[dataset_cfg.name]

@@ -25,9 +25,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ppfleetx.config.errors import shown, shown_key
+from ppfleetx.config.reading.parse import shipped_yaml
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
 """Converts the value of a key to a mapping of native keys, or to a single value for ``Key.to``."""
@@ -217,8 +216,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def read_file(dialect: str) -> dict[str, Any]:
-    text = (Path(__file__).parent / dialect / "keys.yaml").read_text("utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe, both of them
+    return shipped_yaml(Path(__file__).parent / dialect / "keys.yaml")
 
 
 def tables_of(

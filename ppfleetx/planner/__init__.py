@@ -1,4 +1,4 @@
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 ANY_CARD = "A100-80GB"
@@ -6,6 +6,6 @@ ANY_CARD = "A100-80GB"
 
 
 def shipped_cards() -> dict[str, Any]:
-    import yaml
+    from ppfleetx.config.reading.parse import shipped_yaml
 
-    return yaml.safe_load((resources.files(__package__) / "cards.yaml").read_text("utf-8"))
+    return shipped_yaml(Path(__file__).with_name("cards.yaml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,7 +143,9 @@ def device_for_recipe(kind: str) -> tuple[str, str]:
 def _kinds_of_cards() -> list[str]:
     """The kinds of cards that installed builds and plugins support. ``auto`` takes the first."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
-    names = {str(one.metadata["Name"]).lower().replace("_", "-") for one in metadata.distributions()}
+    # Names of directories, because reading the metadata of all packages takes a tenth of a second.
+    packages = (file for place in sys.path for file in Path(place).glob("paddle[_-]custom[_-]*-info"))
+    names = {file.name.partition("-")[0].lower().replace("_", "-") for file in packages}
     plugins = Path(os.environ.get(PLUGINS_ROOT) or os.devnull).glob(f"lib{_PLUGIN}*.so")
     names |= {file.stem.removeprefix("lib") for file in plugins}
     return builds + sorted(name.removeprefix(_PLUGIN) for name in names if name.startswith(_PLUGIN))

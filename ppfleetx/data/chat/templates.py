@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """``role``, ``content`` (a text, or None) and any other keys that a template reads."""
 DEFAULT = "default"
-CHAT_DATASET, TEMPLATE_OPTION = "ChatDataset", "chat_template"
+TEMPLATE_OPTION = "chat_template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
