@@ -19,8 +19,8 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear
 
 
 class Adapters:
-    """Named LoRA adapters for ``model``, all of whose layers are in this process. Without an active adapter,
-    it computes as before."""
+    """Named LoRA adapters for a model that is not sliced over ranks. Without an active adapter, the model is
+    unchanged."""
 
     def __init__(self, model: NextTokenModel) -> None:
         self._model = model
@@ -31,8 +31,12 @@ class Adapters:
         return tuple(self._branches)
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
-        """Add an adapter: float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each linear X.
-        Raises CheckpointError if the adapter is for experts, or for layers that this model does not have."""
+        """Add an adapter.
+
+        ``tensors`` are float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` for each linear X;
+        ``scale`` multiplies their product. Raises CheckpointError if the adapter is for experts, or for
+        layers that the model does not have.
+        """
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")
@@ -63,7 +67,7 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """Context in which the model computes with this adapter; None: without one."""
+        """Context manager in which the model uses the adapter ``name``; None: no adapter."""
         if name is None:
             yield
             return

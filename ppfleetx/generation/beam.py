@@ -1,18 +1,16 @@
-"""Beam search, plain and diverse.
+"""Beam search, plain and diverse, with the rules of Hugging Face transformers 5.
 
-The rules are the same as in Hugging Face transformers 5. With N beams and E end tokens, each step considers
-the max(2, 1 + E) N likeliest continuations of a prompt. Continuations that end, and are among the first N,
-become results; the first N that do not end continue. Results are ranked by log-probability / length **
-length_penalty.
+With N beams and E end tokens, each step considers the max(2, 1 + E) N likeliest continuations of a prompt.
+Among the first N of these, those that end become results. The first N that do not end are the next beams.
+Results are ranked by log-probability / length ** length_penalty.
 
-Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. Each group
-searches by these rules. In every step the groups take turns, and a token's score is lowered by
-``diversity_rate`` for each beam of an earlier group that has just taken the token; the lowered scores are the
-ones that accumulate. The results of all groups are ranked together. ``num_beam_groups`` and
-``diversity_penalty`` meant the same in Hugging Face transformers 4, except that there a finished group went
-on to count as N beams that take the padding token.
+Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. In each
+step the groups advance one after the other. A token's score drops by ``diversity_rate`` for each beam of an
+earlier group that took the token in this step, and the reduced score accumulates. The results of all groups
+are ranked in one list. These are the rules of ``num_beam_groups`` and ``diversity_penalty`` in transformers
+4, except that a finished group there still counts as N beams that take the padding token.
 
-Shape letters: b prompts, N beams of a group, V vocabulary.
+Shape letters: b prompts, N beams per group, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ppfleetx.generation.processors import largest, log_probabilities
 from ppfleetx.generation.session import DecodingSession
 from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
-# While a group's beams are still copies of each other, only the first one counts.
+# The initial score of all beams of a group but the first, because all start as copies of the same prompt.
 _COPY = -1e9
 
 
@@ -38,12 +36,13 @@ class BeamOptions:
     """Options of beam search.
 
     Attributes:
-        num_beams: beams per prompt, in all groups together; ``num_groups`` divides it.
-        length_penalty: log-probabilities are divided by length to the power of this; above 0 favors long
+        num_beams: beams per prompt in all groups; a multiple of ``num_groups``.
+        length_penalty: log-probabilities are divided by length ** length_penalty; values above 0 favor long
             results.
-        early_stopping: True stops a group as soon as it has N results. False stops it when its best beam
-            would not be among the results if it ended now; "never" only when that holds for any length.
-        diversity_rate: how much a token's score drops for each beam of an earlier group that took it.
+        early_stopping: when a group that has N results stops: True: at once; False: when its best beam, ended
+            now, would not be among the results; "never": when that is true for any length.
+        num_groups: groups per prompt; 1 is plain beam search.
+        diversity_rate: how much a token's score drops for each beam of an earlier group that took the token.
     """
 
     num_beams: int
@@ -64,8 +63,10 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """Find the best continuations of every prompt, ``num_results`` rows each, best first. ``rules`` act on
-    log-probabilities; limits of new tokens are at least 1."""
+    """Find the ``num_results`` best continuations of every prompt, best first.
+
+    ``rules`` act on log-probabilities. ``max_new_tokens`` are the limits of each prompt, at least 1.
+    """
     assert 1 <= num_results <= options.num_beams
     assert options.num_beams % options.num_groups == 0
     logits = session.next_logits()
@@ -92,7 +93,8 @@ def beam_search(
 
 
 _Move = tuple[list[int], list[int]]
-"""The beams of a group that continue (even in the last step), and the new token of each."""
+"""(the indices of the beams to extend, the new token of each), for one group; also filled in the last
+step."""
 
 
 def _take_step(
@@ -102,9 +104,12 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all groups: the first group of every prompt, then the second of every prompt, and so on.
-    ``active`` are groups that are not finished; ``log_probs [groups * N, V]`` of the next token after each
-    beam; ``step`` new tokens so far."""
+    """Advance all unfinished groups by one token: the first group of every prompt, then the second, and so
+    on.
+
+    ``log_probs [groups * N, V]`` are for the next token of each beam; ``step`` is the number of new tokens so
+    far.
+    """
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
     taken: dict[int, list[int]] = {group.prompt: [] for group in active}
@@ -206,5 +211,5 @@ class _Group:
         if options.early_stopping is True:
             return False
         if options.early_stopping == "never" and options.length_penalty > 0:
-            length = self.max_new_tokens  # where log-probabilities, which are negative, are divided by most
+            length = self.max_new_tokens  # the length with the best score: the penalty divides by most there
         return self.scores[0] / length**options.length_penalty > self.finished[-1][0]

@@ -1,6 +1,7 @@
 """The key/value cache: keys and values of past positions.
 
-Shape letters: b rows, g key/value heads, n columns held, k columns allocated, d head size.
+A column of the cache is one position. Shape letters: b rows, g key/value heads, n columns in use, k columns
+allocated, d head size.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import paddle
 from ppfleetx.nn.masks import cached_mask, penalty_of
 
 ROOM = 32
-"""The number of columns that are allocated in advance."""
+"""How many spare columns each allocation adds."""
 
 Pair = tuple[paddle.Tensor, paddle.Tensor]
 Layers = dict[int, Pair]
@@ -19,27 +20,31 @@ Layers = dict[int, Pair]
 
 
 class GrowingCache:
-    """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that are extended together.
+    """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that grow by the same number of columns per
+    pass.
 
-    Memory is allocated for several passes at a time, and each pass writes only its new columns. Copying all
-    keys and values in every pass would cost a batch of 8 a sixth of its time on a CPU.
+    Spare columns are allocated, so most passes write only their new columns. Copying all keys and values in
+    every pass would take a sixth of the time of a batch of 8 on a CPU.
     """
 
     def __init__(self) -> None:
-        self._layers: Layers = {}  # [b, g, k, d], contiguous; columns after the first n are finite
-        self._past = self.length = 0  # columns held, n
+        self._layers: Layers = {}  # [b, g, k, d], contiguous; unused columns hold finite numbers
+        self._past = self.length = 0  # columns in use (n) before and after this pass
         self._num_new, self._visible = 0, np.zeros((0, 0), dtype=bool)
         self._row_lengths: np.ndarray | None = None
         self._penalties: dict[int | None, paddle.Tensor] = {}  # masks of this pass, by window
         self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
     def extend(self, num_new: int, visible: np.ndarray, row_lengths: np.ndarray | None = None) -> None:
-        """Prepare a pass of the model that extends each row by ``num_new`` columns, which every layer will
-        pass to :meth:`update`.
+        """Start a forward pass that adds ``num_new`` columns to each row. Every layer then calls
+        :meth:`update`.
 
-        ``visible [b, n + num_new]`` bool are the columns that the new positions of each row may attend to
-        (apart from columns after the position itself). In the first pass the layers handle this.
-        ``row_lengths [b]`` are the lengths of the rows, if they are not the numbers of their columns.
+        Args:
+            num_new: number of new columns.
+            visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to
+                (the causal mask is applied in addition). In the first pass, the layers handle this
+                themselves.
+            row_lengths: ``[b]`` number of tokens of each row; None: its number of visible columns.
         """
         self._past, self.length = self.length, self.length + num_new
         if self._past:
@@ -49,19 +54,19 @@ class GrowingCache:
         self._row_lengths = row_lengths
 
     def row_lengths(self) -> paddle.Tensor:
-        """See ``KeyValueCache``."""
+        """The number of tokens of each row, ``[b, 1]`` int64; see ``KeyValueCache``."""
         lengths = self._visible.sum(axis=1) if self._row_lengths is None else self._row_lengths
         return paddle.to_tensor(lengths.astype(np.int64)[:, None])
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
-        """Allocate the :meth:`memory` of a first pass, for code that computes all layers at once."""
+        """Allocate :meth:`memory` in the first pass, for an operator that computes all layers at once."""
         shape = [rows, groups, self.length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append ``key, value [b, g, s, d]`` of the new columns; see ``KeyValueCache``."""
+        """Append ``key`` and ``value``, ``[b, g, s, d]``, of the s new columns; see ``KeyValueCache``."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             return key, value, None
@@ -72,21 +77,24 @@ class GrowingCache:
 
     @property
     def follows(self) -> bool:
-        """Whether the cache held columns before this pass."""
+        """Whether the cache had columns before this pass."""
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at once.
-        After :meth:`begin`, and from the second pass on, they have room for the new columns, which this code
-        fills."""
+        """Keys and values ``[b, g, k, d]`` of layer 0, then layer 1, and so on, for an operator that computes
+        all layers at once.
+
+        After :meth:`begin`, and from the second pass on, the tensors have room for the new columns, which the
+        operator fills.
+        """
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:
         return paddle.to_tensor(np.array([self._past]))
 
     def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
-        """The mask to add to the attention scores of a layer with this window; None if each position may
-        attend to itself and all earlier positions."""
+        """The additive attention mask for a layer with this sliding window; None if the causal mask is
+        enough."""
         if window is None and self._visible.all():
             return None
         return self._penalty(window, self.memory()[0].shape[2])
@@ -101,12 +109,13 @@ class GrowingCache:
         self.length = min(self.length, length)
 
     def select(self, rows: paddle.Tensor) -> None:
-        """Keep, repeat or reorder batch rows: row ``i`` becomes what row ``rows[i]`` was (``rows`` int64)."""
+        """Keep, repeat or reorder rows: new row ``i`` is old row ``rows[i]`` (``rows`` int64)."""
         for index, (key, value) in self._layers.items():
             self._layers[index] = (key.index_select(rows, axis=0), value.index_select(rows, axis=0))
 
     def _write(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
-        """Write ``new [b, g, s, d]`` into its columns of ``memory [b, g, k, d]``, faster than by index."""
+        """Write ``new [b, g, s, d]`` into the new columns of ``memory [b, g, k, d]``. A scatter is faster
+        than slice assignment here."""
         rows, groups, num_columns, size = memory.shape
         if self._places is None:
             first = np.arange(rows * groups)[:, None] * num_columns

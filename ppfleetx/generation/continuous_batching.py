@@ -1,6 +1,7 @@
 """Continuous batching (Yu et al., 2022, "Orca"): rows join and leave the batch between steps.
 
-Shape letters: b rows, n columns of the cache, V true vocabulary, g key/value heads, d head size.
+A column of the cache is one position. Shape letters: b rows, n columns, V vocabulary size without padding, g
+key/value heads, d head size.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from ppfleetx.generation.cache import GrowingCache, Layers
 from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, shared
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
-# How many columns of a prompt are run at a time. Otherwise attention scores and their masks would grow with
-# the square of the length, mostly for keys that are masked.
+# The number of prompt columns per pass. It bounds the size of attention scores and masks, which would
+# otherwise grow with the square of the prompt's length.
 _PREFILL_COLUMNS = 512
-# Wrong guesses leave unused columns. When there are more than this, and more than a quarter of the longest
-# row, they are removed before the next pass.
+# Rejected draft tokens leave unused columns. These are removed before the next pass when there are more than
+# this, and more than a quarter of the longest row.
 _MOST_UNUSED = 64
 
 
 class JoinableCache(GrowingCache):
-    """A cache whose rows all have the same columns, though not every row uses every column.
+    """A key/value cache to which rows can be added. All rows have the same number of columns, some of them
+    unused.
 
-    A shorter row has unused columns on its left, and wrong guesses leave unused columns in between. The
-    caller of the model specifies which columns a row may attend to.
+    A short row has unused columns on its left, and rejected draft tokens leave unused columns in the middle.
+    The caller of the model specifies which columns each row may attend to.
     """
 
     def forget_first(self, columns: int) -> None:
@@ -40,7 +42,8 @@ class JoinableCache(GrowingCache):
             self.length -= columns
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
-        """Start ``rows`` equal rows from the first ``columns`` of one row's ``layers``."""
+        """Start ``rows`` identical rows from the first ``columns`` of a single row's keys and values,
+        ``layers``."""
         index = paddle.zeros([rows], dtype="int64")
         self._layers = {
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
@@ -49,7 +52,7 @@ class JoinableCache(GrowingCache):
         self.length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
-        """Copy the keys and values ``[1, g, m, d]`` of one row's ``columns [m]``."""
+        """Copy the keys and values ``[1, g, m, d]`` of the ``columns [m]`` of one row."""
         index = paddle.to_tensor(columns)
         return {
             layer: tuple(held[row : row + 1].index_select(index, axis=2) for held in pair)
@@ -57,7 +60,7 @@ class JoinableCache(GrowingCache):
         }
 
     def keep_columns(self, columns: np.ndarray) -> None:
-        """Keep the given ``columns [b, m]`` of each row, in this order."""
+        """Keep only ``columns [b, m]`` of each row, in this order."""
         indices = [paddle.to_tensor(row) for row in columns]
         for layer, pair in self._layers.items():
             key, value = (
@@ -68,7 +71,7 @@ class JoinableCache(GrowingCache):
         self.length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
-        """Append the rows of ``other``, aligned so that all rows end at the same column."""
+        """Append the rows of ``other``, right-aligned, so that all rows end at the same column."""
         columns = max(self.length, other.length)
         for layer, theirs in other._layers.items():
             mine = self._layers.get(layer, ())
@@ -82,7 +85,7 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """Copy the first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left."""
+    """Copy the first ``length`` columns of ``tensor [b, g, k, d]``, left-padded with zeros to ``columns``."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape
@@ -91,11 +94,11 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 
 
 class ContinuousBatch:
-    """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
+    """A :class:`~ppfleetx.generation.session.DecodingSession` that rows can join at any step.
 
-    A row gets the logits that it would get if it were alone, up to float rounding. Prompts with the prefix of
-    an earlier row reuse its keys and values, which ``prefixes`` stores. With LongRoPE, a row that becomes
-    long is recomputed, because its cached keys have the angles of short rows.
+    Each row gets the logits it would get alone, up to float rounding. ``prefixes`` stores keys and values of
+    earlier rows, which prompts with the same prefix reuse. With LongRoPE, a row that exceeds the model's
+    ``switch_length`` is recomputed, because its cached keys have the rotary angles of short rows.
     """
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
@@ -110,23 +113,23 @@ class ContinuousBatch:
 
     @property
     def most_guesses(self) -> int:
-        """The most guesses for a row, so that no row crosses ``switch_length`` in the middle of a pass."""
+        """The maximum number of draft tokens per row, so that no row exceeds ``switch_length`` in the middle
+        of a pass."""
         switch = self._model.switch_length
         if switch is None:
             return sys.maxsize
         return min((switch - len(row) for row in self.history if len(row) <= switch), default=sys.maxsize)
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> None:
-        """Append ``copies[i]`` rows that start from ``prompts[i]`` at the next step, which runs each prompt
-        once."""
+        """Add ``copies[i]`` rows that start from ``prompts[i]``. The next step runs each prompt once."""
         assert all(prompts), "a row starts from at least one token"
         for prompt, count in zip(prompts, copies, strict=True):
             self._newcomers.append((list(prompt), count))
             self.history += [list(prompt) for _ in range(count)]
 
     def next_logits(self) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the next token of each row, in one pass over the prompts of new rows
-        and one over the last tokens of the others."""
+        """Logits ``[b, V]`` float32 for the next token of each row. Runs one pass for the new rows' prompts
+        and one for the last tokens of the other rows."""
         parts = []
         if len(self._visible):
             parts.append(self._step([()] * len(self._visible)))
@@ -135,19 +138,22 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def logits_with_guesses(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Logits ``[1 + s, b, V]`` float32: after the last token of each row, and after each of its guesses.
+        """Run draft tokens. Returns logits ``[1 + s, b, V]`` float32: after each row's last token, then after
+        each of its draft tokens.
 
-        s is the largest number of guesses; rows with fewer guesses have meaningless logits after these.
-        Guesses do not become part of a row: the tokens appended next decide which were right. A row has at
-        most :attr:`most_guesses`.
+        s is the largest number of draft tokens of a row, at most :attr:`most_guesses`; a row with fewer has
+        meaningless logits at the end. Draft tokens are not yet part of the row: :meth:`append` then receives
+        the accepted tokens.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         assert max(map(len, guesses)) <= self.most_guesses
         return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the next tokens of ``rows``, which replace the rows of the batch and
-        may differ from them at the end. Only tokens that are not in the cache are run."""
+        """Replace the rows of the batch by ``rows``, and return their next-token logits ``[b, V]`` float32.
+
+        The new rows may differ from the old ones at the end. Only tokens that are not in the cache are run.
+        """
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -167,16 +173,16 @@ class ContinuousBatch:
         return paddle.stack([logits[len(own), i] for i, own in enumerate(new)])
 
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append each row's new tokens: its correct guesses, and one more token."""
+        """Append each row's new tokens: its accepted draft tokens, and one more token."""
         for row, new in enumerate(tokens):
-            # The cache now has the last token and the guesses; only correct guesses are kept.
+            # The cache has the last token and all draft tokens; only accepted draft tokens stay visible.
             self._visible[row, self._before + len(new) :] = False
             self.history[row] += new
         self._free_end()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, and free columns that no row needs any more. The other rows go into
-        the store of prefixes, if there is one."""
+        """Keep only ``rows``, in this order, and free columns that no remaining row uses. The removed rows go
+        into the prefix store, if there is one."""
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -192,11 +198,11 @@ class ContinuousBatch:
 
     def _clear(self) -> None:
         self._cache = JoinableCache()
-        # [b, n] for the rows in the cache: whether a column holds a key of the row.
+        # [b, n] for the rows in the cache: whether the row uses the column.
         self._visible = np.zeros((0, 0), dtype=bool)
-        # [b] for the same rows: whether its keys have the angles of long rows.
+        # [b] for the same rows: whether the row's keys have LongRoPE's angles for long rows.
         self._is_long = np.zeros(0, dtype=bool)
-        self._before = 0  # number of columns before the last pass over these rows
+        self._before = 0  # the cache's number of columns before the last pass
         self._newcomers: list[tuple[list[int], int]] = []
 
     def _step(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
@@ -211,7 +217,7 @@ class ContinuousBatch:
                 for row, own in zip(rows, guesses, strict=True)
             ]
         )
-        # The filler in rows with fewer guesses must have valid positions, too.
+        # The padding of rows with fewer draft tokens needs valid positions, too.
         filled = np.minimum(np.arange(width), np.array([[len(own)] for own in guesses]))
         positions = filled + np.array([[len(row) - 1] for row in rows])
         self._before = self._cache.length
@@ -221,7 +227,7 @@ class ContinuousBatch:
         )
 
     def _renew(self, lengths: np.ndarray) -> None:
-        """Recompute the rows whose keys in the cache have angles that do not go with ``lengths [b]``."""
+        """Recompute rows whose cached keys have the wrong LongRoPE angles for their new ``lengths [b]``."""
         is_long = self._are_long(lengths)
         turned = (is_long != self._is_long) & self._visible.any(axis=1)
         self._is_long = is_long
@@ -252,7 +258,7 @@ class ContinuousBatch:
     def _take_out_unused(self) -> None:
         longest = int(self._visible.sum(axis=1).max())
         if self._cache.length - longest > max(_MOST_UNUSED, longest // 4):
-            # For each row the unused columns first, then the used ones in order.
+            # A stable sort puts unused columns first and keeps the order of used columns.
             columns = np.argsort(self._visible, axis=1, kind="stable")[:, -longest:]
             self._cache.keep_columns(columns)
             self._visible = np.take_along_axis(self._visible, columns, axis=1)
@@ -269,7 +275,7 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def _run_prompts(self, group: SeededPrompts, copies: Sequence[int]) -> paddle.Tensor:
-        """Run a group of prompts together, add them to the cache, and return the logits ``[copies, V]``."""
+        """Run a group of prompts, add their rows to the cache, and return the logits ``[sum(copies), V]``."""
         cache, lengths = JoinableCache(), np.array([len(prompt) for prompt in group.prompts])
         if group.length:
             cache.seed(group.layers, group.length, len(group.prompts))
@@ -291,8 +297,8 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Extend the rows of ``cache``, which are equal, by the tokens of ``rows``. Returns the logits ``[b,
-        V]`` after the last tokens, and the columns ``[b, n]`` that rows may attend to."""
+        """Append the tokens of ``rows`` to ``cache``, whose rows are identical so far. Returns the logits
+        ``[b, V]`` after the last tokens, and the columns that each row may attend to, ``[b, n]`` bool."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

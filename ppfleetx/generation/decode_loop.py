@@ -1,6 +1,6 @@
 """The decoding loop of greedy search and sampling.
 
-Shape letters: b rows, V vocabulary.
+Shape letters: b rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
 Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]
-"""(logits ``[b, V]``, row numbers ``[b]``, index of the step) -> token ids ``[b]``."""
+"""Chooses tokens: (logits ``[b, V]``, row indices ``[b]``, step index) -> token ids ``[b]``."""
 OnToken = Callable[[int, int], bool]
-"""(row, token id) -> whether the row should stop after this token."""
+"""Callback for new tokens: (row index, token id) -> whether to end the row after this token."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,11 @@ class Rules:
     """The rules that change logits before a token is chosen, and the tokens that end a row.
 
     Attributes:
-        min_new_tokens: smallest number of tokens before an end token.
-        forced_bos_id, forced_eos_id: the first new token, and the last token of a row that reaches its limit;
-            None: these are chosen like the others.
+        end_ids: the tokens that end a row.
+        min_new_tokens: the number of tokens a row must have before an end token is allowed.
+        options: the logit processors' options.
+        forced_bos_id: the first new token; None: chosen like any other token.
+        forced_eos_id: the last token of a row that reaches its limit; None: chosen like any other token.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -44,7 +46,8 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether the rules may change the logits of a row with ``num_new`` of its ``limit`` tokens."""
+        """Whether the rules may change the logits of a row that has ``num_new`` of at most ``limit`` new
+        tokens."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)
@@ -55,7 +58,7 @@ class Rules:
 
 @dataclass
 class Row:
-    """The new tokens of a row, including the end token, and why it ended. Beam search ranks results by
+    """The new tokens of a row, including the end token, and why the row ended. Beam search ranks results by
     ``rank_score``."""
 
     max_new_tokens: int
@@ -84,9 +87,18 @@ def decode(
     on_token: OnToken | None = None,
     num_top: int | None = None,
 ) -> list[Row]:
-    """Extend every row of the session until it ends; finished rows leave the batch. ``max_new_tokens`` are
-    limits of each prompt, at least 1. A prompt is run only once for its ``copies``, rows from ``i * copies``
-    on. ``num_top`` alternatives are listed with each token's score; None: no scores."""
+    """Extend every row of the session until it ends, and return the rows.
+
+    Args:
+        session: the prompts; finished rows leave its batch.
+        choose: chooses the next tokens from the processed logits.
+        rules: logit processors, and the tokens that end a row.
+        max_new_tokens: the limit of new tokens of each prompt, at least 1.
+        copies: continuations per prompt. The prompt runs once; its rows are ``i * copies`` to ``(i + 1) *
+            copies - 1``.
+        on_token: called with each new token; can end a row.
+        num_top: alternatives to list with each token's log-probability; None: no log-probabilities.
+    """
     logits = session.next_logits()
     if copies > 1:
         repeated = np.repeat(np.arange(session.num_rows), copies)
@@ -126,9 +138,11 @@ def process(
     limits: np.ndarray,
     rules: Rules,
 ) -> paddle.Tensor:
-    """Apply the rows' options, then the minimum length, then forced tokens to ``logits [b, V]`` (beam search:
-    log-probabilities). ``tokens``, called only if an option depends on them, returns the ids of each row with
-    its prompt; ``limits [b]`` of new tokens."""
+    """Apply the logit processors, then the minimum length, then forced tokens to ``logits [b, V]``.
+
+    Beam search passes log-probabilities instead of logits. ``tokens`` returns the ids of each row, with its
+    prompt; it is called only if an option needs them. ``limits [b]`` are the limits of new tokens.
+    """
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
     if rules.end_ids and num_new < rules.min_new_tokens:
@@ -147,8 +161,8 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 
 class Sampler:
-    """Samples tokens. Each row has random numbers that are independent of the other rows; ``streams`` are the
-    (prompt number, copy number) of each row."""
+    """Samples tokens. Each row has its own random numbers, identified by its (prompt index, copy index) in
+    ``streams``, so a row's result does not depend on the other rows."""
 
     def __init__(
         self,

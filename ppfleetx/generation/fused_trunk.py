@@ -1,6 +1,6 @@
-"""Run all blocks of a model in one operation, if our own operator supports the layers.
+"""Run all transformer blocks in one C++ operation, if the operator supports the layers.
 
-Apart from reading weights, most of the time per token goes into starting about thirty operations per block.
+Per token, starting about thirty small operations per block takes most of the time besides reading weights.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
 _MOST_SMALL_ROWS, _MOST_COLUMNS = 1024, 1024
-"""Limits for low-bit weights: up to this many rows, with up to this many columns to attend to, run in one
-operation. Beyond these limits Paddle's operations are used, which compute attention faster."""
+"""Limits of the fused operation for low-bit weights: rows, and columns to attend to. Beyond these, Paddle's
+operations are used, which compute attention faster."""
 AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]
-"""Adds the matrix of a linear to the weights. Returns False if it is not available."""
+"""Adds the matrix of a linear layer to the operator's weights. Returns False if the matrix is not
+available."""
 
 
 class FusedBlocks:
-    """The blocks and the final norm of a model, for passes with a cache; :func:`can_fuse` must be true for
-    them.
+    """The blocks and the final norm of a model as one operation with a cache. :func:`can_fuse` must accept
+    the layers.
 
-    Prompts are run like this (``takes_prompts``) only with low-bit weights, where separate operations would
-    take a quarter of the time; in float32, MKL is faster for prompts.
+    ``takes_prompts`` says whether prompts run in this operation as well. They do only with low-bit weights;
+    for float32, MKL is faster.
     """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
@@ -48,8 +49,8 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """The weights in the form for this many rows and columns. None if memory does not suffice, or if
-        there are too many rows for an operation that processes them one by one."""
+        """The weights in the layout for this many rows and columns. None if memory is too small, or if there
+        are too many rows for the operator."""
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
             return None
@@ -59,14 +60,15 @@ class FusedBlocks:
         return self._forms[is_single]
 
     def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
-        """cos and sin of the positions ``[b, s]``; None if the model has no rotary embedding."""
+        """cos and sin of the rotary angles at positions ``[b, s]``; None if the model has no rotary
+        embedding."""
         return None if self._rotary is None else self._rotary.cos_sin(position_ids)
 
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]``; None if this is not
-        possible."""
+        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]``. Returns None if the
+        operator cannot."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -93,12 +95,13 @@ class FusedBlocks:
         penalty: paddle.Tensor | None,
         memory: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Call :func:`ppfleetx.nn.cpu_ops.fused_blocks.run` with the angles of the positions."""
+        """Call :func:`ppfleetx.nn.cpu_ops.fused_blocks.run` with the rotary angles of the positions."""
         angles = self.angles(position_ids)
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """Pass all weights in order to ``add_linear``; None if it fails."""
+        """Collect the operator's weights, passing each linear layer to ``add_linear``. Returns None if it
+        returns False."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
@@ -112,7 +115,7 @@ class FusedBlocks:
 
 
 def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """The blocks and the final norm of a model as one operation; None if this is not supported."""
+    """Build the fused blocks of a model; None if the operator does not support its layers."""
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -120,7 +123,7 @@ def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
-    """Whether the operator supports these layers, regardless of how their matrices are stored."""
+    """Whether the operator supports these layers, regardless of the format of their matrices."""
     *blocks, final_norm = layers
     if not blocks or type(final_norm) is not FinalNorm or final_norm.multiplier != 1.0:
         return False
@@ -148,7 +151,7 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         and not layer.attention.has_biases
         and layer.attention.query_factor == 1.0
         and layer.attention.options.softcap is None
-        # Ranks that share a layer or a sequence must communicate within it.
+        # The operator cannot communicate inside a block, as tensor and sequence parallelism need.
         and layer.attention.factory.group is None
         and layer.attention.strategy.group is None
     )
@@ -175,7 +178,7 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
 
 
 def linears_of(block: Block) -> tuple[nn.Layer, ...]:
-    """The linears of a block in the order of `BlockWeights.add_linear`."""
+    """The linear layers of a block, in the order of `BlockWeights.add_linear`."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 

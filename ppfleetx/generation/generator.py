@@ -1,4 +1,5 @@
-"""Continue prompts: options, limits and batches around the decoding loops."""
+"""Generate continuations of prompts: the public generator, which checks options and limits and runs
+batches."""
 
 from __future__ import annotations
 
@@ -27,13 +28,18 @@ from ppfleetx.models.staged import StagedModel
 from ppfleetx.utils.log import get_logger
 
 OnText = Callable[[int, int, str], None]
-"""A function called with (prompt number, continuation number, new piece of text)."""
+"""Callback for streamed text: (prompt index, continuation index, new text)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of prompts, whose first one has number ``first_prompt`` in the whole list. ``default_seed`` is
-    the seed if ``cfg.seed`` is None."""
+    """A batch of prompts and the options to continue them.
+
+    Attributes:
+        default_seed: the seed to use if ``cfg.seed`` is None.
+        first_prompt: the index of the batch's first prompt in the caller's list.
+        max_new_tokens: limit of new tokens of each prompt.
+    """
 
     cfg: GenerationConfig
     default_seed: int
@@ -55,7 +61,8 @@ class Batch:
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether to guess tokens. This pays for few rows and greedy search, whose text repeats itself."""
+        """Whether to use speculative decoding. Prompt lookup pays off only for greedy search of a few
+        rows."""
         cfg = self.cfg
         if cfg.assistant_model is not None:
             return True
@@ -90,16 +97,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of a prompt.
+    """One continuation of a prompt. Comparison ignores ``logprobs`` and ``score``, which depend on rounding.
 
     Attributes:
-        text: without the prompt, the end token and the stop string.
-        ids: as the model gave them, including the end token.
+        text: the new text, without the prompt, the end token and the stop string.
+        ids: the generated token ids, including the end token.
         finish_reason: ``stop`` (end token or stop string) or ``length``.
-        logprobs: the score of each id, if ``cfg.logprobs`` asks for them.
-        score: in beam search the log-probability divided by the length penalty.
-
-    Comparison ignores ``logprobs`` and ``score``, which rounding changes.
+        logprobs: the score of each id, if ``cfg.logprobs`` asks for scores.
+        score: in beam search, the log-probability divided by the length penalty.
     """
 
     text: str
@@ -110,11 +115,13 @@ class Generation:
 
 
 class TextGenerator(ABC):
-    """Base class of generators: token ids, limits, batches and text. ``max_positions`` limits a prompt and
-    its continuation together."""
+    """Base class of generators. Subclasses decode one batch; this class handles prompts, limits and text.
+
+    ``max_positions`` limits the length of a prompt plus its continuation, in tokens.
+    """
 
     takes_assistant = False
-    """Whether `Generation.assistant_model` can be used."""
+    """Whether this generator supports `Generation.assistant_model`."""
 
     def __init__(self, tokenizer: Tokenizer | NoTokenizer, max_positions: int) -> None:
         self.tokenizer, self.max_positions = tokenizer, max_positions
@@ -129,14 +136,20 @@ class TextGenerator(ABC):
         batch_rows: int = 16,
         first_prompt: int = 0,
     ) -> list[list[Generation]]:
-        """Continue each prompt, a text for `Tokenizer.encode_prompt` or token ids,
-        ``cfg.num_return_sequences`` times. An empty prompt starts from BOS or the end-of-text token.
+        """Continue each prompt ``cfg.num_return_sequences`` times.
 
-        ``seed`` is used if ``cfg.seed`` is None; random numbers also depend on ``first_prompt``, the number
-        of the first prompt in a larger list. ``batch_rows`` sequences are generated at the same time (at
-        least all of one prompt), which apart from float rounding does not affect the result. Raises
-        ConfigError if an option does not fit the model or the prompts, DataError if a prompt is neither a
-        text nor a list of ids.
+        Args:
+            prompts: texts (encoded by `Tokenizer.encode_prompt`) or lists of token ids. An empty prompt
+                starts from the BOS or end-of-text token.
+            seed: the seed if ``cfg.seed`` is None.
+            on_text: called with each new piece of text.
+            batch_rows: sequences to generate in one batch; all continuations of one prompt always share a
+                batch. Apart from float rounding, results do not depend on it.
+            first_prompt: the index of the first prompt in a larger list; random numbers depend on it.
+
+        Raises:
+            ConfigError: an option does not fit the model or the prompts.
+            DataError: a prompt is neither a text nor a list of valid token ids.
         """
         if cfg.stop is not None and isinstance(self.tokenizer, NoTokenizer):
             raise ConfigError(
@@ -174,7 +187,8 @@ class TextGenerator(ABC):
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Generate the rows in the order of ``batch.streams``, feeding each token to the row's text."""
+        """Generate the rows in the order of ``batch.streams``, and feed each new token to the row's
+        `RowText`."""
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
@@ -196,7 +210,8 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """The limit of new tokens of a prompt: ``max_dec_len`` if it was set, or else as many as fit."""
+        """The limit of new tokens of a prompt. A default ``max_dec_len`` shrinks to the positions that are
+        left; an explicit one that does not fit raises ConfigError."""
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
@@ -211,12 +226,12 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Continues prompts with a model that is whole in this process, with its weights at the time of creation.
+    """Generates with a model in this process, using the weights the model had when the generator was created.
 
-    Without a tokenizer, prompts and results are token ids. All ranks of a ``vocab_group`` must generate from
-    the same prompts at the same time, and get the same results. ``load_assistant`` loads the model that
-    ``Generation.assistant_model`` names. Raises DataError if the tokenizer has ids outside the model's
-    vocabulary.
+    Without a tokenizer, prompts and results are token ids. All ranks of a tensor-parallel ``vocab_group``
+    must call `generate` with the same prompts at the same time, and get the same results. ``load_assistant``
+    loads the draft model that ``Generation.assistant_model`` names. Raises DataError if the tokenizer has ids
+    outside the model's vocabulary.
     """
 
     def __init__(
@@ -234,7 +249,7 @@ class Generator(TextGenerator):
         self._model, self._load_assistant = model, load_assistant
         self.takes_assistant = load_assistant is not None
         self._assistants: dict[str, Assistant] = {}
-        # A model may have more ids than its tokenizer; ids without a text are not generated.
+        # The model's vocabulary may be larger than the tokenizer's; only ids with a text are generated.
         self.next_token_model = NextTokenModel(model, known.vocab_size, vocab_group)
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
@@ -285,7 +300,7 @@ class Generator(TextGenerator):
         )
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Run beam search. The final tokens are known only at the end, so all text is emitted then."""
+        """Run beam search. Text is emitted only at the end, because beams can change until then."""
         cfg = batch.cfg
         options = BeamOptions(
             cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate

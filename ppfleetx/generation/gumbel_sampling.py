@@ -1,16 +1,15 @@
-"""Sample tokens reproducibly: the random numbers of a row, and the token they select.
+"""Reproducible sampling with the Gumbel-max trick.
 
-Each token gets an arrival time E / p, with E drawn from Exp(1) and p its probability, and the token with the
-smallest time is selected. This selects each token with its probability; in logarithms it is the Gumbel-max
-trick. Unlike with a search in cumulative sums, a change in the last bits of the probabilities changes the
-result only if two times are almost equal. The frequency of this does not depend on the size of the
-vocabulary; ``docs/generation.md`` gives it.
+Each token with probability p gets a time E / p, where E is drawn from Exp(1), and the token with the smallest
+time is selected. This samples each token with its probability. Rounding changes the result only if two times
+are almost equal, whereas inverse-CDF sampling is sensitive to errors in the cumulative sums.
+``docs/generation.md`` gives the frequency of such changes, which does not depend on the vocabulary size.
 
-There are two rounds, so that a few hundred random numbers suffice for any vocabulary: first blocks of `BLOCK`
-consecutive ids compete, then the tokens of the winning block. Sums are computed in float64, so all devices
-get the same result.
+A draw has two rounds, so that a few hundred random numbers are enough for any vocabulary: first select a
+block of `BLOCK` consecutive ids, then a token in the block. Sums are computed in float64, so all devices get
+the same result.
 
-Shape letters: b rows, V vocabulary, n random numbers per draw.
+Shape letters: b rows, V vocabulary size, n random numbers per draw.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ import paddle
 
 BLOCK = 128
 """The number of tokens in a block."""
-_WORDS_PER_COUNTER = 4  # 64-bit words that Philox makes of each value of its counter
+_WORDS_PER_COUNTER = 4  # 64-bit words that Philox produces per counter value
 _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
 
 def race_size(vocab_size: int) -> int:
-    """The number of random numbers per draw, n: one for each place in a block, and one for each block."""
+    """The number of random numbers per draw, n: one per position in a block, and one per block."""
     return BLOCK + -(-vocab_size // BLOCK)
 
 
 class RandomStream:
-    """The random numbers of one row, a function of seed and numbers of prompt, continuation and step.
+    """The random numbers of one row, a function of the seed and the indices of prompt, copy and step.
 
-    They are computed on the host from the output of Philox 4x64-10, which NumPy guarantees to be stable, so
-    they depend neither on the device, nor on other rows, nor on NumPy's version.
+    They are computed on the host from the raw output of Philox 4x64-10, which NumPy keeps stable, so they do
+    not depend on the device, on other rows, or on NumPy's version.
     """
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
@@ -41,7 +40,8 @@ class RandomStream:
         self._philox, self._step = np.random.Philox(key=self._key), 0
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
-        """``[num_steps, n]`` float32 numbers from Exp(1), all above 0, for the steps from ``step`` on."""
+        """Random numbers from Exp(1), ``[num_steps, n]`` float32, all above 0, for ``num_steps`` steps from
+        ``step`` on."""
         counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)
@@ -52,7 +52,7 @@ class RandomStream:
 
 
 def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """The float32 random numbers in [0, 1) of one row, for programs exported in format 2."""
+    """Random numbers in [0, 1) of one row, ``[count]`` float32, for programs exported in format 2."""
     return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
 
 
@@ -61,9 +61,11 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Draw one token per row, ``[b]`` int64, by ``exponentials [b, n]`` float32 of the rows' `RandomStream`.
+    """Draw one token per row, ``[b]`` int64.
 
-    ``weights [b, V]`` float32 are probabilities up to a factor per row; a token of weight 0 is never drawn.
+    Args:
+        weights: unnormalized probabilities ``[b, V]`` float32; a token with weight 0 is never drawn.
+        exponentials: ``[b, n]`` float32 from each row's `RandomStream`.
     """
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
         return paddle.to_tensor(_draw_on_host(weights.numpy(), exponentials.numpy()))
@@ -71,7 +73,7 @@ def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
 
 
 def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Like :func:`draw`, but works on any device and in an exported program."""
+    """Do the same as :func:`draw` with Paddle operations, on any device and in exported programs."""
     vocab_size = weights.shape[-1]
     num_blocks = -(-vocab_size // BLOCK)
     missing = num_blocks * BLOCK - vocab_size
@@ -83,12 +85,12 @@ def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> p
     rows = paddle.arange(weights.shape[0]) * num_blocks + block
     inside = weights.reshape([-1, BLOCK]).index_select(rows).astype("float64")
     place = (inside / exponentials[:, :BLOCK]).argmax(-1)
-    # NaN weights of a broken model could lead to an index beyond the vocabulary.
+    # Keep the index inside the vocabulary even if a broken model produces NaN.
     return (block * BLOCK + place).clip(max=vocab_size - 1)
 
 
 def _draw_on_host(weights: np.ndarray, exponentials: np.ndarray) -> np.ndarray:
-    """Like :func:`draw`, with NumPy, which needs fewer steps."""
+    """Do the same as :func:`draw` with NumPy, which is faster on a CPU."""
     rows, vocab_size = weights.shape
     missing = -vocab_size % BLOCK
     if missing:

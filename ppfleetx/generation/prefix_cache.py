@@ -1,9 +1,8 @@
-"""Reuse the keys and values of earlier sequences for prompts with the same prefix.
+"""Prefix caching: reuse the keys and values of earlier sequences for prompts that start with the same tokens.
 
-Chats share their system message, and each turn of a chat begins with all turns before it. The keys and values
-of such a prefix do not depend on what follows (with LongRoPE, only on whether the row is long), so they can
-be taken from an earlier sequence, up to float rounding. The store holds a limited number of positions and
-evicts the least recently used sequences.
+Chats share a system message, and each turn repeats all earlier turns. Keys and values of a prefix do not
+depend on later tokens, up to float rounding. (With LongRoPE, they do depend on whether the row is long.) The
+store holds a limited number of positions, and evicts the least recently used sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from ppfleetx.generation.cache import Layers
 
 SHORTEST = 16
-"""The shortest prefix, in positions, whose keys and values are worth copying."""
+"""The shortest prefix, in tokens, that is worth reusing."""
 
 
 @dataclass
@@ -29,8 +28,13 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SeededPrompts:
-    """Prompts that share a known prefix of ``length`` positions and are run together. ``layers`` are keys and
-    values of the prefix, possibly with more positions after it."""
+    """Prompts that start with the same cached prefix and run as one batch.
+
+    Attributes:
+        prompts: the full token ids of each prompt.
+        length: the length of the prefix in tokens.
+        layers: cached keys and values, for at least ``length`` positions.
+    """
 
     prompts: list[Sequence[int]]
     length: int = 0
@@ -42,8 +46,13 @@ class SeededPrompts:
 
 
 class PrefixStore:
-    """A store of the keys and values of earlier sequences that evicts the least recently used. It holds at
-    most ``max_tokens`` positions; ``num_reused`` counts positions that prompts did not have to compute."""
+    """An LRU store of the keys and values of earlier sequences.
+
+    Attributes:
+        max_tokens: the maximum number of positions in the store.
+        num_tokens: the number of positions in the store now.
+        num_reused: the number of prompt positions that did not have to be computed.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.num_tokens, self.num_reused = max_tokens, 0, 0
@@ -52,11 +61,11 @@ class PrefixStore:
     def groups(
         self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
     ) -> list[SeededPrompts]:
-        """Group consecutive prompts (token ids) that begin with the same cached prefix.
+        """Group consecutive prompts (token ids) that start with the same cached prefix.
 
         Args:
-            are_long: for each prompt, whether it uses longrope's factors for long rows; None: the model has
-                no such factors.
+            are_long: for each prompt, whether it uses LongRoPE's factors for long rows; None for models
+                without LongRoPE.
         """
         kinds = are_long or [False] * len(prompts)
         found = [(prompt, *self._longest(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
@@ -66,15 +75,17 @@ class PrefixStore:
         return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
 
     def wants(self, tokens: Sequence[int], is_long: bool = False) -> bool:
-        """Whether ``tokens`` are worth storing: long enough and not known yet."""
-        known = self._longest([*tokens, -1], is_long)[0]  # plus one, because the last token is ignored
+        """Whether ``tokens`` are worth storing: long enough, and not in the store yet."""
+        known = self._longest([*tokens, -1], is_long)[0]  # add a token, because _longest ignores the last
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``, of a row that
-        has the angles of long rows if ``is_long``."""
+        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``.
+
+        ``is_long`` says whether the row uses LongRoPE's factors for long rows.
+        """
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
-        # The new entry replaces those that are prefixes of it.
+        # The new entry replaces entries that are its prefixes.
         self._entries = [one for one in self._entries if _match(one, new.tokens, is_long) < len(one.tokens)]
         self._entries.append(new)
         sizes = [len(one.tokens) for one in self._entries]
@@ -83,7 +94,8 @@ class PrefixStore:
         self.num_tokens = sum(sizes)
 
     def _longest(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
-        """The length of the longest known prefix of a prompt, never its last token, and its entry."""
+        """The length of the longest cached prefix of a prompt, and its keys and values. The last token is
+        never part of the prefix, because its logits must be computed."""
         array = np.array(prompt[:-1], np.int64)
         lengths = [_match(one, array, is_long) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
@@ -94,7 +106,7 @@ class PrefixStore:
 
 
 def _match(entry: _Entry, tokens: np.ndarray, is_long: bool) -> int:
-    """How many of an entry's first keys are those of a row with these ``tokens``."""
+    """How many leading positions of an entry can be reused for a row with these ``tokens``."""
     return shared(entry.tokens, tokens) if entry.is_long == is_long else 0
 
 

@@ -1,9 +1,10 @@
-"""Prompt lookup decoding (Saxena, 2023): guess tokens from the row's own text and verify them in one pass.
+"""Speculative decoding for greedy search. Draft tokens come from the row's own text (prompt lookup decoding,
+Saxena, 2023) or from a smaller assistant model, and one pass verifies them.
 
-Text repeats itself: the tokens that followed an earlier occurrence of the last tokens often follow again. A
-pass over a few positions reads the weights once, just like a pass over one position, and with few rows
-reading them takes most of the time. Wrong guesses are dropped, so the tokens are the same as in greedy
-search, up to float rounding.
+Text often repeats: the tokens that followed an earlier occurrence of the last few tokens often follow again.
+With few rows, reading the weights takes most of the time of a pass, so verifying several positions costs
+little more than computing one. Wrong draft tokens ("guesses" in this file) are dropped, so the result equals
+greedy search, up to float rounding.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
 
 class Assistant:
-    """A model that proposes the next tokens of another model's rows, by greedy search. Rows longer than
+    """A draft model for speculative decoding, which proposes tokens by greedy search. Rows longer than
     ``max_positions`` get no proposals."""
 
     def __init__(self, model: NextTokenModel, max_positions: int, tokenizer: Tokenizer | NoTokenizer) -> None:
         self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
 
     def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
-        """Raise ConfigError unless the model to assist has the same tokens."""
+        """Raise ConfigError unless the target model's ``tokenizer`` has the same tokens as the
+        assistant's."""
         if isinstance(tokenizer, NoTokenizer) or isinstance(self._tokenizer, NoTokenizer):
             raise ConfigError(
                 "both models need a tokenizer: their token ids must mean the same",
@@ -48,14 +50,17 @@ class Assistant:
 
 
 class ProposedRows:
-    """Rows for which an assistant proposes tokens, with the assistant's cache of these rows."""
+    """An assistant's batch: the rows for which it proposes tokens, with its own key/value cache."""
 
     def __init__(self, assistant: Assistant) -> None:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Propose up to ``counts[i]`` tokens after ``rows[i]``, which continue the rows of the previous call,
-        in the same order, without its wrong proposals."""
+        """Propose up to ``counts[i]`` tokens after ``rows[i]``.
+
+        The rows must be those of the previous call in the same order, with their accepted tokens; rejected
+        proposals are dropped from the cache.
+        """
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
         if most < 1:
@@ -77,15 +82,15 @@ class ProposedRows:
 
 
 _WEIGHTS = 32
-"""The fixed cost of a pass (mostly reading weights), in positions that take as long to compute. Measured with
-12 layers of 768: 93 ms for 8 positions, and 3 ms for each further one."""
+"""The fixed cost of a pass, mostly reading weights, in units of the cost of one position. Measured with 12
+layers of hidden size 768: 93 ms for 8 positions, and 3 ms for each additional position."""
 _TRUST = 0.75
-"""The share of guesses that is assumed to be right for the decision how many are worthwhile."""
+"""The assumed acceptance rate of draft tokens, which decides how many to verify."""
 MOST_ROWS = 3
-"""The most rows for which guessing pays. With more, a pass is limited by arithmetic and by the row with the
-worst guesses. Guessing is 1.8 times as fast for two rows, 1.1 for three, 0.95 for four and 0.7 for eight."""
+"""The most rows for which prompt lookup is used. Measured speedups: 1.8 for two rows, 1.1 for three, 0.95 for
+four, 0.7 for eight."""
 LENGTHS = (3, 2)
-"""The numbers of last tokens to look up, largest first. A single token says too little."""
+"""The n-gram sizes to look up, largest first. Single tokens are too ambiguous."""
 
 
 def decode_with_lookup(
@@ -98,8 +103,12 @@ def decode_with_lookup(
     assistant: ProposedRows | None = None,
     on_token: OnToken | None = None,
 ) -> list[Row]:
-    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.decode_loop.decode`, with at most
-    ``most_guesses`` for a row in one pass, from an assistant or the row's own text."""
+    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.decode_loop.decode`, with
+    speculative decoding.
+
+    At most ``most_guesses`` draft tokens per row and pass come from ``assistant`` or, without one, from the
+    row's own text.
+    """
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
     rows = [
@@ -131,7 +140,7 @@ def decode_with_lookup(
 
 
 class _GuessedRow:
-    """A row and the guesses for its next tokens. Good guesses lead to more guesses."""
+    """A row and its draft tokens. Their number grows while they are accepted."""
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, most_guesses: int) -> None:
         self.result, self._number, self.history = result, number, list(prompt)
@@ -140,8 +149,8 @@ class _GuessedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Take the row's new tokens: the correct guesses, and the token after them. Row ``i`` of the batch
-        has ``logits [1 + s, b, V]`` after its last token and after each guess."""
+        """Take the new tokens of row ``i``: the accepted draft tokens, and the next token after these.
+        ``logits [1 + s, b, V]`` follow the row's last token and each draft token."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -165,11 +174,11 @@ class _GuessedRow:
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
 
     def guess(self) -> int:
-        """Guess the next tokens from the row's own text. Returns their number."""
+        """Look up draft tokens in the row's own text. Returns their number."""
         return self.hold(guess(np.array(self.history), self.width).tolist())
 
     def hold(self, guesses: list[int]) -> int:
-        """Keep guesses until the next pass has checked them. Returns their number."""
+        """Set the draft tokens for the next pass to verify. Returns their number."""
         self._guesses = guesses
         return len(guesses)
 
@@ -183,14 +192,19 @@ class _GuessedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """How many tokens to guess next, after ``right`` of at most ``width`` guesses were right.
-    :func:`ppfleetx.deploy.static.token_choice.next_width` does the same for tensors."""
+    """The number of tokens to draft next, after ``right`` of ``width`` draft tokens were accepted.
+
+    :func:`ppfleetx.deploy.static.token_choice.next_width` does the same for tensors.
+    """
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """How many guesses to verify per row, given ``counts [b]`` guesses, to get the most tokens per second.
-    All rows of a pass have the same number of positions, even those with fewer guesses."""
+    """The number of draft tokens per row that gives the most tokens per second, at most the largest of
+    ``counts [b]``.
+
+    All rows of a pass have the same number of positions, even those with fewer draft tokens.
+    """
 
     def rate(most: int) -> float:
         tokens = len(counts) + _TRUST * sum(min(count, most) for count in counts)
@@ -200,8 +214,11 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def guess(history: np.ndarray, count: int) -> np.ndarray:
-    """Guess up to ``count`` tokens after ``history [n]``: those after the last occurrence of its end,
-    repeated if they are too few; none if the end has not occurred before."""
+    """Draft up to ``count`` tokens after ``history [n]``: the tokens after the last earlier occurrence of its
+    final n-gram.
+
+    If there are fewer than ``count``, they are repeated. Returns none if the n-gram has not occurred before.
+    """
     for length in LENGTHS:
         if count < 1 or len(history) <= length:
             continue

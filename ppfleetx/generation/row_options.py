@@ -1,10 +1,10 @@
-"""The options for choosing a row's tokens, and the table of their effects on logits.
+"""Sampling options of a row, and the table of logit processors.
 
-A new option takes a key of :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field of
-:class:`RowOptions` and a row of :data:`PROCESSORS`. The command line, Python, the server and all plans then
-have the option.
+To add an option, add a key to :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field to
+:class:`RowOptions` and an entry to :data:`PROCESSORS`. The command line, the Python API and the server then
+support it.
 
-Shape letters: b rows, V vocabulary.
+Shape letters: b rows, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ from ppfleetx.generation.text import NoTokenizer, text_bytes
 _KEY = "Generation.structured_outputs"
 _MOST_MATCHERS = 256
 _WHITESPACE = r" |\n {0,20}"
-"""White space between the parts of JSON. It is limited, because small models otherwise write only spaces."""
+"""Allowed white space between JSON tokens. It is limited, because small models may otherwise never stop
+writing spaces."""
 
 
 class Grammar:
-    """Determines which tokens may come next in a row, by a grammar of llguidance and its tokenizer. Rows may
-    share it. Raises ConfigError if the grammar is invalid."""
+    """A grammar for structured output, which determines the tokens that may come next. It can be shared by
+    rows.
+
+    ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if the grammar is invalid.
+    """
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
         from llguidance import LLMatcher
@@ -45,14 +49,14 @@ class Grammar:
         if start.is_error():
             raise ConfigError(start.get_error().splitlines()[0], key=_KEY)
         self._start, self._vocab_size = start, vocab_size
-        self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
+        self._matchers: dict[tuple[int, ...], Any] = {}  # key: the new tokens of a row
 
     @classmethod
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for a form of continuation that ends with one of ``end_ids``. Raises ConfigError
-        if the library is missing or does not support the form, or there is no end token."""
+        """Build the grammar for structured output that ends with one of ``end_ids``. Raises ConfigError if
+        llguidance is missing or does not support the grammar, or if there is no tokenizer or no end token."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):
@@ -65,7 +69,7 @@ class Grammar:
         return cls(_grammar(form), _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
-        """Which tokens may follow the new tokens of a row, ``[V]`` bool."""
+        """The tokens that may follow the new tokens of a row, ``[V]`` bool."""
         matcher = self._matchers.pop(new[:-1], None) if new else None
         if matcher is None:
             matcher = self._start.deep_copy()
@@ -73,7 +77,7 @@ class Grammar:
         elif not matcher.is_stopped():
             matcher.consume_token(new[-1])
         self._matchers[new] = matcher
-        if len(self._matchers) > _MOST_MATCHERS:  # matchers of rows that have ended remain
+        if len(self._matchers) > _MOST_MATCHERS:  # finished rows leave theirs behind
             self._matchers.pop(next(iter(self._matchers)))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
@@ -95,7 +99,7 @@ def _grammar(form: StructuredOutputs) -> str:
         raise ConfigError(str(error), key=f"{_KEY}.grammar") from error
 
 
-@lru_cache(maxsize=4)  # a table of the whole vocabulary takes a while to build
+@lru_cache(maxsize=4)  # building the table of the whole vocabulary is slow
 def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -110,10 +114,10 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """The keys of ``TokenOptions`` that act on logits, with texts turned into token ids.
+    """The options of ``TokenOptions`` that act on logits, with texts converted to token ids.
 
-    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` determine the distribution to draw from
-    (:func:`ppfleetx.generation.processors.candidates`); the others change the logits before that.
+    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` determine the distribution
+    (:func:`ppfleetx.generation.processors.candidates`); the other options change the logits before that.
     """
 
     temperature: float = 1.0
@@ -134,8 +138,8 @@ class RowOptions:
     def of(
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> RowOptions:
-        """Build the options of a section or a request. Raises ConfigError if one does not fit the tokenizer,
-        or its library is missing."""
+        """Convert the options of a configuration section or a request. Raises ConfigError if an option does
+        not fit the tokenizer, or needs a library that is not installed."""
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
         words = [one for word in options.bad_words for one in _sequences(word, tokenizer)]
         for key, ids in (
@@ -158,12 +162,14 @@ class RowOptions:
 
 
 PLAIN = RowOptions()
-"""Options that change nothing and draw from all tokens."""
+"""Default options: logits are unchanged, and all tokens can be drawn."""
 
 
 def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray | None) -> paddle.Tensor:
-    """Choose one token per row of processed ``logits [b, V]``, by numbers ``[b, n]`` of the rows'
-    `RandomStream`, which temperature 0 does not need."""
+    """Choose one token per row of processed ``logits [b, V]``: the likeliest at temperature 0, else a sample.
+
+    ``exponentials [b, n]`` are random numbers from the rows' `RandomStream`, not needed at temperature 0.
+    """
     if options.temperature == 0.0:
         return logits.argmax(-1)
     weights = candidates(
@@ -188,15 +194,15 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a row: those in ``options`` and, unless ``ignore_eos`` is set, the model's
-    ``end_ids``. Raises ConfigError if one is not in the tokenizer."""
+    """The tokens that end a row: ``options.stop_token_ids`` and, unless ``ignore_eos`` is set, the model's
+    ``end_ids``. Raises ConfigError if the tokenizer lacks a stop token."""
     check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
     own = () if options.ignore_eos else end_ids
     return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
 
 
 def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
-    """The token sequences of a bad word: inside a text and, if its tokens differ there, after a space."""
+    """The token sequences of a bad word: as in the middle of a word and, if different, as after a space."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (
@@ -208,7 +214,7 @@ def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) 
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The tokens of a row, including its prompt, and the number of new tokens at the end."""
+    """The tokens of a row, including its prompt; the last ``num_new`` of them are new."""
 
     ids: Sequence[int] | np.ndarray
     num_new: int
@@ -219,7 +225,7 @@ class RowTokens:
 
 
 def processed(logits: paddle.Tensor, options: RowOptions, rows: Sequence[RowTokens]) -> paddle.Tensor:
-    """Apply all :data:`PROCESSORS` to ``logits [b, V]``; beam search passes log-probabilities."""
+    """Apply all :data:`PROCESSORS` to ``logits [b, V]``. Beam search passes log-probabilities instead."""
     for name, processor in PROCESSORS.items():
         value = getattr(options, name)
         if value != getattr(PLAIN, name):
@@ -248,7 +254,7 @@ def _penalize_frequency(logits: paddle.Tensor, amount: float, rows: Sequence[Row
 
 
 def _counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
-    """How often each token occurs among the new tokens of each row, ``[b, V]`` float32."""
+    """How often each token occurs in the new tokens of each row, ``[b, V]`` float32."""
     counts = [np.bincount(np.asarray(row.new, np.int64), minlength=vocab_size) for row in rows]
     return np.stack(counts).astype(np.float32)
 
@@ -298,4 +304,5 @@ PROCESSORS: dict[str, Callable[[paddle.Tensor, Any, Sequence[RowTokens]], paddle
     "suppress_tokens": _forbid_tokens,
     "structured_outputs": _follow_grammar,
 }
-"""The effect of each option of :class:`RowOptions` on ``logits [b, V]``, in the order of transformers."""
+"""The logit processor of each option of :class:`RowOptions`, in the order in which transformers applies
+them."""

@@ -1,6 +1,6 @@
-"""Choose the next token of each row of a batch whose rows may have different options.
+"""Sample next tokens for rows with different options, and score tokens.
 
-Shape letters: b rows, V true vocabulary.
+Shape letters: b rows, V vocabulary size without padding.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from ppfleetx.generation.processors import forbid, largest, log_probabilities
 from ppfleetx.generation.row_options import RowOptions, RowTokens, chosen, processed
 from ppfleetx.generation.session import NextTokenModel
 
-_COLUMNS = 128  # positions of a prompt whose logits are held in memory at a time
+_COLUMNS = 128  # prompt positions per pass, which bounds the memory for logits
 
 
 @dataclass(frozen=True)
 class RowChoice:
-    """The inputs for choosing one row's next token: ``[n]`` numbers from its `RandomStream`, which
-    temperature 0 does not need, and ids that are forbidden (the end tokens, before the minimum length)."""
+    """The inputs for sampling one row's next token.
+
+    Attributes:
+        options: the row's sampling options.
+        tokens: the row's tokens so far.
+        exponentials: random numbers ``[n]`` from the row's `RandomStream`; not needed at temperature 0.
+        forbidden: ids that may not be chosen, such as end tokens before the minimum length.
+    """
 
     options: RowOptions
     tokens: RowTokens
@@ -31,7 +37,7 @@ class RowChoice:
 
 
 def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[int]:
-    """Choose one token per row of ``logits [b, V]``. Rows with equal options are processed together."""
+    """Choose one token per row of ``logits [b, V]``. Rows with equal options are processed in one batch."""
     groups: dict[tuple[RowOptions, tuple[int, ...]], list[int]] = {}
     for row, choice in enumerate(choices):
         groups.setdefault((choice.options, choice.forbidden), []).append(row)
@@ -50,8 +56,13 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of a token in the model's own distribution, before any sampling option (None for
-    the first token of a text), and the likeliest tokens at this position, in descending order."""
+    """A token's log-probability and the likeliest tokens at its position.
+
+    Attributes:
+        token: the token id.
+        logprob: the log-probability before any sampling option; None for the first token of a text.
+        top: (token id, log-probability) of the likeliest tokens, in descending order.
+    """
 
     token: int
     logprob: float | None
@@ -59,7 +70,8 @@ class TokenScore:
 
 
 def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Score ``tokens`` by ``logits [b, V]``, each with the ``num_top`` likeliest tokens."""
+    """Compute the log-probabilities of ``tokens`` from ``logits [b, V]``, and the ``num_top`` likeliest
+    tokens of each row."""
     scores = log_probabilities(logits)
     chosen = paddle.take_along_axis(scores, paddle.to_tensor(np.array(tokens)[:, None]), axis=1)
     own = chosen.flatten().numpy().tolist()
@@ -72,7 +84,7 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Score each token of a text, given the tokens before it; the first token has no score."""
+    """Score each token of a text, given the tokens before it. The first token has no score."""
     scores, row_lengths = [TokenScore(tokens[0], None)], np.array([len(tokens) - 1])
     for start, part, *inputs in _parts(tokens[:-1]):
         logits = model.with_cache(*inputs, part, row_lengths)
@@ -81,7 +93,8 @@ def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> 
 
 
 def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
-    """The embedding ``[h]`` float32 of a text: the last hidden state before the head, scaled to length 1."""
+    """The embedding ``[h]`` float32 of a text: the last token's hidden state before the head, scaled to
+    length 1."""
     for _start, _size, *inputs in _parts(tokens):
         hidden = model.hidden_states(*inputs, np.array([len(tokens)]))
     vector = hidden[-1, 0].astype("float32").numpy()
@@ -91,7 +104,8 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
 def _parts(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """Split a text into parts; yield (first token, number of tokens, arguments of the pass...) for each."""
+    """Split a text into chunks. Yields (first position, number of tokens, arguments of the forward
+    pass...)."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

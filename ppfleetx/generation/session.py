@@ -1,6 +1,6 @@
-"""Rows of tokens that are being extended, and the model's logits for their next tokens.
+"""Run a model to get next-token logits, for a batch of sequences that grow.
 
-Shape letters: b rows, n columns so far, h hidden, V true vocabulary.
+Shape letters: b rows, n columns (positions) so far, h hidden size, V vocabulary size without padding.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
 class NextTokenModel:
-    """A staged model that computes only the logits after the last position.
+    """A model that computes logits only for the last positions of each row.
 
-    The logits have no columns for vocabulary padding, so only ids below ``vocab_size`` can be chosen. The
-    matrix of a tied head is copied to ``head_matrix [h, V]`` (its integers if it is quantized; ``small_head``
-    then has the scales), so later changes of the weights have no effect on it. Tensor-parallel ranks of
-    ``vocab_group`` must call all methods together, and all get the same logits. Rows longer than
-    ``switch_length`` have other angles (LongRoPE), which makes their cached keys useless.
+    Logits exclude vocabulary padding, so only ids below ``vocab_size`` can be chosen. Tensor-parallel ranks
+    of ``vocab_group`` must call every method at the same time; all get the same logits.
+
+    Attributes:
+        head_matrix: a copy of the tied head's weights, ``[h, V]`` (integers if quantized); later changes of
+            the weights do not affect it. None for an untied head.
+        small_head: the quantized head with its scales, if the head is tied and quantized.
+        switch_length: LongRoPE uses other rotary angles for rows longer than this, so cached keys from before
+            the switch are invalid. None for other models.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
@@ -38,7 +42,7 @@ class NextTokenModel:
         self.head_matrix: paddle.Tensor | None = None
         self.small_head: QuantizedMatrix | None = None
         if isinstance(model.stages[-1], TiedHead):
-            # Stored as [h, V]: on a CPU the product with [V, h] transposed takes more than twice as long.
+            # On a CPU, multiplying by a transposed [V, h] takes more than twice as long as by [h, V].
             with paddle.no_grad():
                 table, rows = model.stages[-1].word_embeddings, vocab_size if vocab_group is None else None
                 if isinstance(table, QuantizedEmbedding):
@@ -64,10 +68,15 @@ class NextTokenModel:
         num_last: int = 1,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """The logits ``[b, V]`` float32 after new ``tokens [b, s]`` int64, which extend the n columns of
-        ``cache``; with ``num_last`` L, ``[L * b, V]`` for the last L positions, ordered by position.
-        ``visible [b, n + s]`` are the columns that each row may attend to; in the first pass the others must
-        be padding on the left."""
+        """Run new ``tokens [b, s]`` int64 after the n columns of ``cache``, and return logits ``[b, V]``
+        float32.
+
+        Args:
+            visible: ``[b, n + s]`` bool, the columns that each row may attend to. In the first pass, only
+                padding on the left may be hidden.
+            num_last: L: return the logits after the last L positions, ``[L * b, V]``, ordered by position.
+            row_lengths: ``[b]`` number of tokens of each row; None: its number of visible columns.
+        """
         *_, head = self.model.stages
         hidden = self.hidden_states(tokens, position_ids, visible, cache, row_lengths)
         last = hidden[-num_last:].flatten(0, 1) if len(hidden) > num_last else hidden.flatten(0, 1)
@@ -83,7 +92,7 @@ class NextTokenModel:
         cache: GrowingCache,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Compute the hidden states ``[s, b, h]`` before the head; arguments as for :meth:`with_cache`."""
+        """Compute the hidden states ``[s, b, h]`` before the head. Arguments as in :meth:`with_cache`."""
         state = (tokens, position_ids)
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
@@ -92,7 +101,7 @@ class NextTokenModel:
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Context in which the operator for whole blocks is not used, because it skips hooks of layers."""
+        """Context manager that disables the fused operator, which skips the hooks of layers."""
         self._layer_by_layer = True
         try:
             yield
@@ -100,7 +109,7 @@ class NextTokenModel:
             self._layer_by_layer = False
 
     def _run_trunk(self, state: tuple[paddle.Tensor, ...], cache: GrowingCache) -> paddle.Tensor:
-        """The hidden states ``[s, b, h]`` before the head, computed in one operation if possible."""
+        """Compute the hidden states ``[s, b, h]`` before the head, with the fused operator if possible."""
         position_ids = state[1]
         embedding, *rest, _ = self.model.stages
         state = embedding(state, cache)
@@ -118,7 +127,7 @@ class NextTokenModel:
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """Compute the logits in a plain forward pass over all ``tokens [b, n]``, as a reference."""
+        """Compute the next-token logits ``[b, V]`` float32 in one forward pass over all ``tokens [b, n]``."""
         logits = self.model(tokens, position_ids, document_start)
         return self._all_columns(logits[-1])
 
@@ -131,17 +140,18 @@ class NextTokenModel:
 
 
 def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
-    """The first column each position may attend to, ``[b, n]`` int32, with ``padding [b]`` on the left."""
+    """The first column that each position may attend to, ``[b, n]`` int32, for ``padding [b]`` columns on the
+    left."""
     starts = np.broadcast_to(padding[:, None], (len(padding), num_positions))
     return paddle.to_tensor(starts.astype(np.int32))
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Stack prompts as one array ``[b, n]`` int64; also return the padding columns before each, ``[b]``
+    """Left-pad prompts to an array ``[b, n]`` int64. Also returns the number of padding columns, ``[b]``
     int64.
 
-    Padding repeats the row's first token: the model does not attend to it, and the set of tokens that have
-    occurred stays the same.
+    The padding repeats the row's first token, so that the repetition penalty sees no additional tokens. The
+    model does not attend to padding.
     """
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
@@ -153,11 +163,10 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class DecodingSession:
-    """A batch of rows that grow by one token per step.
+    """A batch of rows that all grow by one token per step.
 
-    Prompts of unequal length are padded on the left. Rows do not attend to padding, and their positions count
-    from the first real token, so a row gets the logits that it would get if it were alone. Without
-    ``use_cache``, every step runs a forward pass over all tokens.
+    Prompts are padded on the left. Rows do not attend to padding, and positions count from the first real
+    token, so each row gets the logits it would get alone. Without ``use_cache``, every step runs all tokens.
     """
 
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:
@@ -195,11 +204,11 @@ class DecodingSession:
         return switch is not None and bool((length - self._padding == switch + 1).any())
 
     def append(self, tokens: np.ndarray) -> None:
-        """Add one token ``[b]`` to each row."""
+        """Append one token to each row; ``tokens`` is ``[b]``."""
         self.history = np.concatenate([self.history, tokens[:, None].astype(np.int64)], axis=1)
 
     def select(self, rows: np.ndarray) -> None:
-        """Keep, repeat or reorder rows: row ``i`` becomes what row ``rows[i]`` was."""
+        """Keep, repeat or reorder rows: new row ``i`` is old row ``rows[i]``."""
         self.history, self._padding = self.history[rows], self._padding[rows]
         if self._cache is not None:
             self._cache.select(paddle.to_tensor(rows.astype(np.int64)))

@@ -1,4 +1,4 @@
-"""Read prompts given as texts or token ids, and decode the text of a row as it grows."""
+"""Read prompts given as text or token ids, and decode the text of a row as it grows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """A list of prompts, and whether a single prompt was given: a text, token ids (a list, an array or a
-    tensor ``[n]``), or a list of these (``[b, n]``). Raises DataError for anything else."""
+    """Convert a user's prompts to a list. Also returns whether a single prompt was given.
+
+    Accepts a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``). Raises
+    DataError for anything else.
+    """
     if hasattr(given, "numpy"):  # a tensor
         given = given.numpy()
     if isinstance(given, np.ndarray):
@@ -34,7 +37,7 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
 
 
 def as_texts(given: Any) -> list[str]:
-    """A text, or a list of texts, as a list. Raises DataError for anything else."""
+    """Convert a text or a list of texts to a list. Raises DataError for anything else."""
     if isinstance(given, str):
         return [given]
     texts = list(given) if isinstance(given, Iterable) else [given]
@@ -44,7 +47,8 @@ def as_texts(given: Any) -> list[str]:
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """The token ids of a prompt that is not a text. Raises DataError."""
+    """Convert a prompt given as a list, array or tensor of integers to a list. Raises DataError for anything
+    else."""
     if hasattr(prompt, "numpy"):
         prompt = prompt.numpy()
     if isinstance(prompt, np.ndarray):
@@ -71,8 +75,10 @@ def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class NoTokenizer:
-    """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are empty.
-    Only the length ends a continuation, unless ``Generation.eos_token_id`` is set."""
+    """Replaces the tokenizer for a model without one: prompts and results are ids, and texts are empty.
+
+    Rows end only at the length limit, unless ``Generation.eos_token_id`` is set.
+    """
 
     place = "the model's vocabulary"
     prefix_ids = end_ids = ()
@@ -81,7 +87,7 @@ class NoTokenizer:
         self.vocab_size = vocab_size
 
     def encode_prompt(self, text: str) -> NoReturn:
-        """Refuse a prompt given as text: raises ConfigError."""
+        """Raise ConfigError: without a tokenizer, a prompt cannot be text."""
         raise ConfigError(
             "the model has no tokenizer: give token ids in place of texts, or name a tokenizer with "
             "Data.tokenizer.dir",
@@ -90,7 +96,7 @@ class NoTokenizer:
 
     @property
     def start_id(self) -> NoReturn:
-        """Refuse an empty prompt, because no token can begin it: raises DataError."""
+        """Raise DataError: without a tokenizer, no token is known to start an empty prompt."""
         raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
 
     def stream_decoder(self, **_options: Any) -> NoTokenizer:
@@ -104,8 +110,10 @@ class NoTokenizer:
 
 
 class RowText:
-    """Decodes one row token by token; it ends before the first of its ``stops``. The ids of the prompt may
-    affect how the text begins. ``emit`` gets each piece of text once it is certain to be part of the result.
+    """Decodes one row token by token, up to the first stop string.
+
+    ``prompt`` are the token ids before the row, which can affect how its text begins. ``emit`` receives each
+    piece of text once it cannot become part of a stop string.
     """
 
     def __init__(
@@ -122,14 +130,14 @@ class RowText:
         self._ended = False
 
     def feed(self, token_id: int) -> bool:
-        """Add a token. Returns whether a stop string is complete; tokens after that are ignored."""
+        """Add a token. Returns whether a stop string is complete; later tokens are ignored."""
         if not self._ended:
             self._held += self._decoder.feed(token_id)
             self._release()
         return self._ended
 
     def finish(self) -> str:
-        """End the row: emit the text that was held back, and return the whole text."""
+        """End the row: emit the remaining text, and return the whole text."""
         if not self._ended:
             self._held += self._decoder.finish()
             self._release()
@@ -139,8 +147,7 @@ class RowText:
         return "".join(self._sent)
 
     def _release(self) -> None:
-        """Emit the text that can no longer become part of a stop string; stop before a complete stop
-        string."""
+        """Emit the text that cannot become part of a stop string. End the row at a complete stop string."""
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self._send(self._held[: min(found)])
@@ -151,7 +158,7 @@ class RowText:
         self._held = self._held[safe:]
 
     def _possible_start(self) -> int:
-        """Length of the longest suffix of the held text that is a prefix of a stop string."""
+        """The length of the longest suffix of the pending text that is a prefix of a stop string."""
         return max(
             (
                 size
