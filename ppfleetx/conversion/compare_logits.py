@@ -1,4 +1,4 @@
-"""Logits that check a conversion: from our network and from transformers."""
+"""Compute and compare logits to check a conversion, with our network and with transformers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.utils.process_env import import_paddle
 
 TOLERANCE = 1e-4
-_LENGTH = 32  # tokens of a sequence
-# transformers computes angles in float32, which are off by 2e-5 at this position.
+_LENGTH = 32  # tokens per sequence
+# transformers computes rotary angles in float32; the error is 2e-5 at this position.
 _LAST_POSITION_OF_TRANSFORMERS = 256
 _SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Tokens to compute logits for, [b, s], and their positions, [b, s].
+    """Input for comparing logits: tokens [b, s] and positions [b, s].
 
-    The first sequence has adjacent positions. The second is spread over all positions of the model, because
-    a difference in slow rotary frequencies or in late rows of a position table shows only there.
+    The first sequence has consecutive positions. The second is spread over all positions of the model, which
+    reveals differences in slow rotary frequencies or in late rows of a position table.
     """
 
     tokens: np.ndarray
@@ -36,31 +36,31 @@ class Probe:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Probe:
-        """Make random tokens for a model."""
+        """Random tokens for a model."""
         length = min(_LENGTH, model.max_position_embeddings)
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, length))
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
     def logits(self, weights: Weights) -> np.ndarray:
-        """Compute the logits of our network with these weights."""
+        """The logits of our network with these weights."""
         model = network_of(weights.model, weights.place)
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """The same tokens at positions for which transformers' float32 angles are accurate."""
+        """The same tokens at positions where transformers' float32 rotary angles are accurate."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 
 
 def own_transformers() -> str | None:
-    """This interpreter, if it has `torch` and `transformers`."""
+    """The path of this Python interpreter if it has `torch` and `transformers`; else None."""
     return sys.executable if find_spec("torch") and find_spec("transformers") else None
 
 
 def our_logits(
     weights: Weights, model: ModelConfig, tokens: np.ndarray, positions: np.ndarray | None = None
 ) -> np.ndarray:
-    """Compute the logits [b, s, vocabulary] of our network in float32, on one card."""
+    """Compute the logits [b, s, vocabulary] of our network in float32, in this process."""
     import_paddle()
     import paddle
 
@@ -80,8 +80,11 @@ def our_logits(
 
 
 def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
-    """The largest difference between two arrays of logits. Raises CheckpointError if it is above TOLERANCE
-    (times the largest logit if that is above 1)."""
+    """The largest absolute difference between two arrays of logits.
+
+    Raises CheckpointError if it exceeds TOLERANCE (times the largest logit, if that is above 1), or if a
+    logit is not finite. ``whose`` names the arrays in the message.
+    """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
             f"the logits {whose} are not all finite numbers (float16 holds nothing beyond 65504)"
@@ -93,9 +96,11 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
 
 
 def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
-    """Compute the logits of a directory with transformers, in a process of the interpreter ``python``,
-    because torch and Paddle do not share one. Raises CheckpointError if it cannot be run or cannot load the
-    directory."""
+    """Compute the logits of a Hugging Face directory with transformers.
+
+    Runs in a process of the interpreter ``python``, because torch and Paddle cannot share a process. Raises
+    CheckpointError if the interpreter cannot run or cannot load the directory.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
         np.savez(given, tokens=probe.tokens, positions=probe.positions)
@@ -111,5 +116,5 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
 
 
 def _spread(length: int, last: int) -> np.ndarray:
-    """Positions [2, s]: adjacent ones, and ones spread from 0 to ``last``."""
+    """Positions [2, s]: consecutive, and evenly spread from 0 to ``last``."""
     return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

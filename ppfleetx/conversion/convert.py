@@ -1,4 +1,4 @@
-"""``ppfleetx convert``: a whole conversion, and the check of its logits."""
+"""``ppfleetx convert``: convert checkpoints between formats, and check the result by its logits."""
 
 from __future__ import annotations
 
@@ -45,17 +45,19 @@ SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx"
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion to do.
+    """The arguments of a conversion.
 
     Attributes:
-        source, target: the formats, from SOURCES and TARGETS.
-        input, output: directories, or files for the format `gguf`.
+        source: the format of the input, one of SOURCES.
+        target: the format of the output, one of TARGETS.
+        input: a directory, or a file for `gguf`.
+        output: a directory, or a file for `gguf`.
         model: the network; None if the source describes it.
-        dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's type; to `gguf` also one of
+        dtype: `float32`, `float16` or `bfloat16`; None keeps each tensor's type; for `gguf`, also one of
             gguf.QUANTIZED.
-        merge: for ppfleetx to ppfleetx: write one rank directory, including optimizer state.
-        plan: for ppfleetx to ppfleetx: the plan to cut the checkpoint for.
-        tokenizer: a directory of tokenizer files to use instead of the source's.
+        merge: only from ppfleetx to ppfleetx: write a single rank directory, including optimizer state.
+        plan: only from ppfleetx to ppfleetx: the parallel plan to reshard for.
+        tokenizer: a directory of tokenizer files that replaces the source's.
     """
 
     source: str
@@ -71,10 +73,13 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Convert, and return the path of the result: a step directory, a Hugging Face directory or a GGUF file.
+    """Run a conversion. Returns the path of the result: a step directory, a Hugging Face directory or a GGUF
+    file.
 
-    Raises CheckpointError if the source cannot be read, has a NaN or an infinity, or has a network that the
-    target format does not support; ConfigError if the description of the network is wrong.
+    Raises:
+        CheckpointError: the source cannot be read, has a NaN or an infinity, or has a network that the target
+            format does not support.
+        ConfigError: the description of the network is wrong.
     """
     _check(job)
     if job.plan is not None:
@@ -122,7 +127,7 @@ def _write(job: Conversion, weights: Weights) -> Path:
 
 
 def read_weights(job: Conversion) -> Weights:
-    """Read the weights of the source in the element type of the conversion, one at a time."""
+    """Open the source's weights, cast lazily to the element type of the conversion."""
     dtype = "float32" if job.dtype in QUANTIZED else job.dtype
     if job.source == "hf":
         weights = read_hf(job.input)
@@ -143,8 +148,10 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """The given network, or the network that the source describes. Raises CheckpointError if there is
-    neither, or the two contradict each other."""
+    """The network of the weights: ``given``, or else the one the source describes.
+
+    Raises CheckpointError if neither exists, or the two contradict each other.
+    """
     described = weights.model
     if given is None:
         needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
@@ -157,7 +164,7 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
         return network_of(described, weights.place)
     for key, value in network(given).items():
         said = described.get(key)
-        if key in ("rope_scaling", "moe"):  # for which null is a value, and does not mean "not given"
+        if key in ("rope_scaling", "moe"):  # here null is a value, not "not given"
             said = None if said is None else _section(key, said, given)
             differs = key in described and said != value
         else:
@@ -177,22 +184,27 @@ def _section(key: str, said: Mapping[str, Any], model: ModelConfig) -> Section:
 
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
-    """Read the `Model` section of a configuration file that needs no other section. Raises ConfigError."""
+    """Read only the `Model` section of a configuration file. Raises ConfigError."""
     return read_config(path, overrides)[0].Model
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """The largest difference between logits of the converted model and of Hugging Face's files, on random
-    tokens.
+    """Compare the logits of the converted model with those of the Hugging Face files, on random tokens.
 
-    Our network computes both: from the written checkpoint (for a conversion to Hugging Face, from the
-    source), and from the Hugging Face files of the source, the result, or both. If the conversion rounds, the
-    source's tensors are rounded first. ``python_with_transformers`` is an interpreter with `torch` and
-    `transformers`, whose logits of the Hugging Face files are compared as well; None: this one, if it has
-    them.
+    Our network computes both: from the written checkpoint (from the source, if the target is Hugging Face),
+    and from the Hugging Face files of the source, the target, or both. If the conversion rounds weights, the
+    source's tensors are rounded first.
 
-    Raises CheckpointError if neither side of the conversion is in Hugging Face's format, or the logits differ
-    by more than `logits.TOLERANCE` (relative to the largest logit if that is above 1).
+    Args:
+        python_with_transformers: an interpreter with `torch` and `transformers`, whose logits are compared as
+            well; None: this interpreter, if it has both.
+
+    Returns:
+        the largest absolute difference.
+
+    Raises:
+        CheckpointError: neither side is in Hugging Face's format, or the logits differ by more than
+            `compare_logits.TOLERANCE`, relative to the largest logit if that is above 1.
     """
     if "hf" not in (job.source, job.target) or job.target == "gguf":
         raise CheckpointError(
@@ -222,8 +234,7 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """The interpreter that computes logits with transformers; None, with a line in the log, if there is
-    none."""
+    """The interpreter to compute logits with transformers. None, with a log message, if there is none."""
     if read_stored(directory).is_paddle:
         if given is not None:
             raise CheckpointError(
@@ -270,7 +281,7 @@ def _check(job: Conversion) -> None:
 
 
 def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:
-    """Raise CheckpointError for adapters and classifiers, which other formats do not support."""
+    """Raise CheckpointError for LoRA adapters and classifiers, which other formats do not support."""
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "

@@ -1,6 +1,6 @@
-"""Recognize checkpoints of other programs, and say how to convert them.
+"""Recognize checkpoints of other programs, and tell the user how to convert them.
 
-Most are recognized by file names, some by a configuration or a header. Tensors are not read.
+Most are recognized by file names, some by a configuration file or a header. Tensors are not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ppfleetx.conversion.safetensors_file import INDEX, SINGLE
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE, PADDLE_INDEX, PADDLE_PICKLE)
 _WEIGHT_FILE = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams)(\.index\.json)?")
 HUB = "hf:"
-"""Prefix of the name of a model on the Hugging Face hub, where a directory is expected."""
+"""Prefix of model names on the Hugging Face hub, which are accepted in place of directories."""
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
@@ -47,11 +47,12 @@ _SUFFIXES = {
         "of Megatron-LM (--from megatron)",
     ),
 }
-"""The kind of a single file of weights, by its suffix."""
+"""Descriptions of single weight files, by suffix."""
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a directory has the files of a Hugging Face model (or of PaddleNLP) and is not ours."""
+    """Whether a directory has the files of a Hugging Face or PaddleNLP model, and is not a ppfleetx
+    checkpoint."""
     if not path.is_dir() or _is_ours(path):
         return False
     has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
@@ -59,9 +60,9 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Say in sentences, beginning with the path, what ``path`` is and how to convert it.
+    """Describe a foreign checkpoint and how to convert it, in sentences that start with the path.
 
-    None if it is unknown, does not exist, or need not be converted.
+    None if ``path`` is unknown, does not exist, or needs no conversion.
     """
     if str(path).startswith(HUB):
         return (
@@ -79,15 +80,17 @@ def described(path: Path) -> str | None:
 
 
 def refuse_foreign(cfg: RunConfig) -> None:
-    """Raise ConfigError, naming the key, for weights that another program wrote. The message says how to
-    convert them. Missing files pass."""
+    """Raise ConfigError if the configuration names weights that another program wrote.
+
+    The message names the key and says how to convert the weights. Missing files are not an error here.
+    """
     for key, place in weight_sources(cfg):
         if sentence := described(Path(place)):
             raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether ``path`` is an output directory, a step directory or a rank directory of this program."""
+    """Whether ``path`` is an output directory, a step directory or a rank directory of ppfleetx."""
     return (path / LATEST_FILE).exists() or any(
         (place / name).exists() for place in (path, path.parent) for name in (MANIFEST_FILE, MARKER_FILE)
     )

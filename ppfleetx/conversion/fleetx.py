@@ -1,8 +1,8 @@
-"""Read FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank.
+"""Read FleetX's checkpoints: one ``model.pdparams``, or one per rank directory.
 
-Only weights are read, because Paddle names optimizer states by order of creation. Tensor-parallel ranks cut
-parameters in the same way as ours. Pipeline ranks number their layers over the whole pipeline, starting with
-the embedding as 0. Every sharding rank writes all parameters, so only the first rank's are read.
+Only weights are read, because Paddle names optimizer states by creation order. Tensor-parallel slices are the
+same as ours. Pipeline ranks number their layers over the whole pipeline, with the embedding as 0. Every
+sharding rank writes all parameters, so only those of sharding rank 0 are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
 _WRAPPERS = ("_layers.", "_layer.", "module.", "model.", "gpt.")
 
 
-# Parameters of a layer: FleetX's names and ours.
+# Parameters of a layer: FleetX's name -> our name.
 _IN_LAYER = {
     "norm1": "input_norm",
     "self_attn.qkv_proj": "attention.qkv",
@@ -43,12 +43,12 @@ _IN_STACK = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FINAL_NORM = re.compile(r"decoder\.norm\.(weight|bias)")
 _IN_PIPELINE = re.compile(r"(\d+)\.(.+)\.(weight|bias)")
 _IN_CHUNK = re.compile(r"(\d+)\.(\d+)\.(.+)\.(weight|bias)")
-# A chunk of an interleaved pipeline lists the shared embedding under its own name as well.
+# Chunks of an interleaved pipeline have the shared embedding under this name, too.
 _CHUNK_EMBEDDING = re.compile(r"\d+\.embed\.(word|position)_embeddings\.weight")
 
 
 def is_fleetx(path: Path) -> bool:
-    """Whether a directory, or a rank directory in it, holds ``model.pdparams``."""
+    """Whether a directory, or one of its rank directories, contains ``model.pdparams``."""
     return (path / MODEL_FILE).is_file() or any(
         (child / MODEL_FILE).is_file() for child in path.glob("mp_*_sharding_*_pp_*")
     )
@@ -60,12 +60,16 @@ def open_fleetx(path: Path) -> ForeignCheckpoint:
 
 
 def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Read the weights of a FleetX checkpoint, joined from its ranks.
+    """Read the weights of a FleetX checkpoint, and join the slices of its ranks.
 
-    ``path`` is a directory with ``model.pdparams`` or with rank directories, or the rank directory of a run
-    with one rank. ``model`` is needed only if q, k and v are separate. Raises RefusedPickleError if a file
-    asks for more than arrays and containers; CheckpointError if ranks are missing, files are damaged, or
-    tensors do not belong to FleetX's GPT.
+    Args:
+        path: a directory with ``model.pdparams`` or with rank directories, or the rank directory of a run
+            with one rank.
+        model: the network; needed only if q, k and v are separate parameters.
+
+    Raises:
+        RefusedPickleError: a file contains more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or a tensor is not a parameter of FleetX's GPT.
     """
     path = Path(path)
     files = _rank_files(path)
@@ -84,7 +88,7 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
 
 def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """The keys of the `Model` section that follow from shapes; the number of heads does not."""
+    """The keys of the `Model` section that follow from tensor shapes (not the number of heads)."""
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
@@ -97,7 +101,7 @@ def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """The file of each needed rank, by (mp, pp). Raises CheckpointError if a file is missing."""
+    """The files to read, by (mp rank, pp rank). Raises CheckpointError if one is missing."""
     if (path / MODEL_FILE).is_file():
         match = _RANK.fullmatch(path.resolve().name)
         ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]

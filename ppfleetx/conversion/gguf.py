@@ -1,8 +1,8 @@
-"""GGUF, the file format of llama.cpp: a network, its weights and its tokenizer in one file.
+"""Read and write GGUF, llama.cpp's file format: network, weights and tokenizer in one file.
 
-The metadata of a file become a Hugging Face ``config.json``, and its tensors get Hugging Face's names. The
-families of :mod:`ppfleetx.conversion.huggingface` then translate both to our format. The ``gguf`` library
-handles the bytes, the element types and the names of tensors.
+GGUF metadata are converted to a Hugging Face ``config.json``, and tensors get Hugging Face's names. The
+families in :mod:`ppfleetx.conversion.huggingface` then convert both to our format. The ``gguf`` library
+handles bytes, element types and tensor names.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from ppfleetx.utils.untrusted_files import opened
 
 SUFFIX = ".gguf"
 QUANTIZED = ("q8_0", "q4_0", "q4_1")
-"""The quantized element types that are written; every type of the ``gguf`` library is read."""
+"""The quantized element types we can write. We can read every type that the ``gguf`` library can."""
 _MAGIC = b"GGUF"
-_BLOCK = 32  # how many numbers of a row share a scale
+_BLOCK = 32  # weights per quantization scale
 _ROPE_FACTORS = "rope_freqs.weight"
 _FLOATS = ("F32", "F16", "BF16")
 _SUFFIXES = (".weight", ".bias")
@@ -48,16 +48,16 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The names and metadata that llama.cpp uses for one ``model_type`` of Hugging Face.
+    """llama.cpp's names and metadata for one Hugging Face ``model_type``.
 
     Attributes:
         name: ``general.architecture``.
         model_type: Hugging Face's ``model_type``.
-        keys: for each key of ``config.json``, the key of the metadata, without the architecture before it.
-        fixed: keys of ``config.json`` that have the same value for all such files.
-        biases: for each key of ``config.json`` about biases, the tensor whose presence decides its value.
-        rotary_part: the key of ``config.json`` for the rotated part of a head; None if whole heads are
-            rotated.
+        keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
+        fixed: keys of ``config.json`` that have the same value for all files of this architecture.
+        biases: key of ``config.json`` -> the tensor whose presence means true.
+        rotary_part: the key of ``config.json`` for the fraction of each head that is rotated; None: whole
+            heads.
     """
 
     name: str
@@ -128,7 +128,7 @@ _KINDS = {
         for name in ("bos", "eos", "eot", "unknown", "padding")
     },
 }
-"""The type of metadata in Python, for keys whose values are used before anything else looks at them."""
+"""The Python types of metadata that are used without another check."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -143,7 +143,7 @@ _SAMPLING = {
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether ``path`` is a file in this format, by its name or its first bytes."""
+    """Whether ``path`` is a GGUF file, by its name or its first bytes."""
     if not path.is_file():
         return False
     if path.suffix == SUFFIX:
@@ -153,11 +153,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Weights:
-    """Read the weights of a GGUF file. Quantized weights become float32 when they are read.
+    """Read the weights of a GGUF file lazily. Quantized weights are dequantized to float32.
 
     Raises:
         CheckpointError: the file is damaged, is one of several parts, or has an unsupported network.
-        NotInstalledError: ``gguf`` is not installed.
+        NotInstalledError: the ``gguf`` package is not installed.
     """
     path = Path(path)
     metadata, tensors = _opened(path)
@@ -205,10 +205,10 @@ def read_gguf(path: str | Path) -> Weights:
 
 
 def extract_tokenizer(path: str | Path, directory: Path) -> Path:
-    """Write the tokenizer of a GGUF file to ``directory``, in the files that transformers uses.
+    """Write the tokenizer of a GGUF file to ``directory``, in transformers' format. Returns ``directory``.
 
     Raises:
-        CheckpointError: the file is damaged, or its tokenizer is of a kind that is not supported.
+        CheckpointError: the file is damaged, or this kind of tokenizer is not supported.
     """
     metadata, _ = _opened(Path(path))
     write_files(tokenizer_texts(metadata, str(path)), directory)
@@ -228,13 +228,13 @@ def _library() -> Any:
 
 @lru_cache(maxsize=1)
 def _reader(path: Path, version: tuple[int, ...]) -> Any:
-    """The library's reader, which takes seconds to list a vocabulary; weights and tokenizer are read from
-    the same file in turn. A file put in the place of another has another ``version``."""
+    """Open a file with the library. The reader is cached because listing a vocabulary takes seconds, and
+    weights and tokenizer are read one after the other. ``version`` changes if the file is replaced."""
     return _library().GGUFReader(path)
 
 
 def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Open a file, and yield its metadata and tensors."""
+    """Open a file and return its metadata and tensors."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":
@@ -261,7 +261,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
 
 
 def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
-    """A tensor of the file. If any of its tensors is quantized, all become float32."""
+    """Read a tensor lazily. If any tensor of the file is quantized, all become float32."""
     kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
     quants = _library().quants
     if kind.name not in _FLOATS:
@@ -281,7 +281,7 @@ def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
 def _config(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Make the ``config.json`` for the network in a file.
+    """Build the ``config.json`` for the network in a file.
 
     Args:
         metadata: the metadata of the file.
@@ -323,7 +323,7 @@ def _add_rope(
 ) -> None:
     sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
     if None in sizes:
-        return  # for GPT-2, or for keys that the family reports as missing
+        return  # GPT-2 has no rotary positions; the family reports missing keys
     head_dim = config.get("head_dim") or sizes[0] // sizes[1]
     turned = metadata.get(f"{row.name}.rope.dimension_count", head_dim)
     if row.rotary_part is not None:
@@ -333,7 +333,7 @@ def _add_rope(
             f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) are turned"
         )
     said = f"{row.name}.rope.scaling."
-    # Older files have only the factor, which llama.cpp reads as linear scaling.
+    # Older files have only a factor, which llama.cpp reads as linear scaling.
     kind = metadata.get(f"{said}type", "linear" if metadata.get(f"{said}factor") else "none")
     if kind != "none":
         if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
@@ -351,7 +351,7 @@ def _add_rope(
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
-    """Find the rotary scaling of Llama 3 from its result in the file: a factor for each frequency."""
+    """Recover Llama 3's rope scaling from the per-frequency factors in the file."""
     scaling = {
         "factor": _shortest(float(factors.max())),
         "low_freq_factor": 1.0,
@@ -383,7 +383,7 @@ def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
 
 
 def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The ``generation_config.json`` for the defaults in a file; None if it has none."""
+    """The ``generation_config.json`` for the sampling defaults in a file; None if there are none."""
     given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
     said = {key: _shortest(value) for key, value in given.items() if value is not None}
     if not said:
@@ -393,12 +393,12 @@ def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _shortest(value: Any) -> Any:
-    """Round a float32 to the shortest decimal with the same value. Any other value is returned unchanged."""
+    """Round a float32 to the shortest decimal that represents it. Other values are returned unchanged."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _names(config: Mapping[str, Any]) -> Any:
-    """llama.cpp's names of tensors, by Hugging Face's names."""
+    """A function from Hugging Face's tensor names to llama.cpp's."""
     library, row = _library(), _BY_TYPE[config["model_type"]]
     kind = next(one for one, name in library.MODEL_ARCH_NAMES.items() if name == row.name)
     table = library.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
@@ -412,7 +412,7 @@ def _names(config: Mapping[str, Any]) -> Any:
 
 
 def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor is [in, out] in transformers and [out, in] in llama.cpp, as in GPT-2's layers."""
+    """Whether a tensor is [in, out] in transformers but [out, in] in llama.cpp, as in GPT-2's layers."""
     return config["model_type"] == "gpt2" and ".h." in name
 
 
@@ -423,7 +423,7 @@ def _in_hf_layout(
 
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
-    """Convert a tensor from Hugging Face's layout to llama.cpp's (``to_file``), or the other way round.
+    """Convert a tensor from Hugging Face's layout to llama.cpp's (``to_file``) or back.
 
     Args:
         array: the tensor.
@@ -434,14 +434,14 @@ def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_fil
     kind = config["model_type"]
     rest = array.shape[1:]
     if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
-        # In these networks, llama.cpp rotates neighbors, and transformers the two halves of a head.
+        # For these networks, llama.cpp rotates adjacent pairs, and transformers the two halves of a head.
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = (2, -1) if to_file else (-1, 2)
         return array.reshape(heads, *halves, *rest).swapaxes(1, 2).reshape(array.shape)
     if _is_transposed(name, config):
         return array.T
     if kind == "gpt_neox" and "query_key_value" in name:
-        # llama.cpp has all queries, then all keys, then all values; transformers groups them by head.
+        # llama.cpp stores all queries, then all keys, then all values; transformers groups them by head.
         groups = (config["num_attention_heads"], 3) if to_file else (3, config["num_attention_heads"])
         return array.reshape(*groups, -1, *rest).swapaxes(0, 1).reshape(array.shape)
     return array
@@ -459,18 +459,18 @@ def write_gguf(
     dtype: str | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a file that llama.cpp runs.
+    """Write a GGUF file that llama.cpp can run.
 
     Args:
         tensors: all parameters of ``model`` by canonical name, including vocabulary padding.
         model: the network.
-        path: the file.
-        tokenizer: the tokenizer to write into the file, with its chat template.
-        dtype: one of QUANTIZED; None: the element types of ``tensors``.
+        path: the output file.
+        tokenizer: the tokenizer to store in the file, with its chat template.
+        dtype: one of QUANTIZED; None keeps the element types of ``tensors``.
         source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
 
     Raises:
-        CheckpointError: llama.cpp has no such network, or no such tokenizer.
+        CheckpointError: llama.cpp does not support the network or the tokenizer.
     """
     library, path = _library(), Path(path)
     kinds = library.GGMLQuantizationType
@@ -537,9 +537,8 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """The element type of a tensor in the file. Vectors and positions stay float32, as in llama.cpp; 4 bits
-    are too few for the embedding and the head.
-    """
+    """The element type of a tensor in the file. Vectors and position embeddings stay float32, as in
+    llama.cpp. The embedding and the head are quantized to 8 bits at least, because 4 bits lose too much."""
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:
@@ -574,7 +573,8 @@ def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) 
 
 
 def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
-    """Add the divisors of Llama 3's rotary frequencies, and return them."""
+    """Add the divisors of Llama 3's rotary frequencies to ``tensors``, and return them. None for other
+    networks."""
     if model.rope_scaling is None or model.rope_scaling.type != "llama3":
         return None
     factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)
@@ -585,7 +585,7 @@ def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarr
 def _check_same(
     model: ModelConfig, metadata: Metadata, tensors: Mapping[str, LazyTensor], factors: np.ndarray | None
 ) -> None:
-    """Raise CheckpointError if the file would describe another network."""
+    """Raise CheckpointError if reading the file back would give a different network."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     try:
         found: Iterable[str] = differences(_config(metadata, shapes, factors), model)

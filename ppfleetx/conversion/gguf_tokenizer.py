@@ -1,7 +1,8 @@
-"""Convert between the tokenizer in the metadata of a GGUF file and the tokenizer files of transformers.
+"""Convert tokenizers between GGUF metadata and the tokenizer files of transformers.
 
-llama.cpp has two kinds of BPE. ``gpt2`` merges bytes within pieces cut by a regular expression, which the
-file only names. ``llama`` merges characters, as SentencePiece does, and has scores instead of merges.
+llama.cpp has two kinds of BPE. ``gpt2`` is byte-level BPE: text is split by a regular expression, which the
+file only names, and bytes are merged. ``llama`` merges characters, as SentencePiece does, and stores scores
+instead of merges.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 def _words(digits: str) -> str:
-    """The pattern of GPT-4 and its relatives. ``digits`` is a quantifier: how many digits form one piece."""
+    """The splitting pattern of GPT-4 and similar tokenizers. ``digits`` is the quantifier for digits per
+    piece."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits
@@ -47,7 +49,7 @@ _CUTS = {
     "llama-bpe": _split(_words("{1,3}")),
     "qwen2": _split(_words("")),
 }
-"""``tokenizer.ggml.pre`` -> the ``pre_tokenizer`` of a ``tokenizer.json``."""
+"""Pre-tokenizers: ``tokenizer.ggml.pre`` -> ``pre_tokenizer`` of a ``tokenizer.json``."""
 _OTHER_NAMES = {
     **dict.fromkeys(("phi-2", "olmo", "mpt", "jais"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
@@ -55,18 +57,20 @@ _OTHER_NAMES = {
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), "qwen2"),
 }
 _WITH_BOS = ("llama-bpe", "llama")
-"""The tokenizers that put BOS before a text if the file does not say whether to."""
+"""Tokenizers that put BOS before a text unless the file says otherwise."""
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
-"""The tokenizers in which a piece that is a token is not merged from its parts."""
+"""Tokenizers that take a whole piece as a token if it is one, without merging (``ignore_merges``)."""
 
 
 # ---- in
 
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Make the texts of ``tokenizer.json`` and ``tokenizer_config.json``, by file name, from a GGUF file's
-    metadata. Raises CheckpointError, which names the file by ``place``, if the tokenizer is of a kind that is
-    not supported, or its parts are missing."""
+    """The contents of ``tokenizer.json`` and ``tokenizer_config.json``, by file name, from GGUF metadata.
+
+    Raises CheckpointError, naming the file ``place``, if the tokenizer's kind is not supported or parts are
+    missing.
+    """
     kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
@@ -108,8 +112,8 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
-    """The id of a special token, such as ``bos``; None if the file has none, or one that is out of range
-    (some writers put -1), which llama.cpp ignores as well."""
+    """The id of a special token, such as ``bos``. None if it is missing or out of range: some writers store
+    -1, which llama.cpp ignores as well."""
     number = metadata.get(f"{_KEY}{name}_token_id")
     return number if number is not None and 0 <= number < num_tokens else None
 
@@ -117,7 +121,7 @@ def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int |
 def _of_bytes(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> tuple[dict[str, Any], str]:
-    """The definition of a byte-level BPE, and the name of its pre-tokenizer."""
+    """The ``tokenizer.json`` of a byte-level BPE, and the name of its pre-tokenizer."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":
@@ -166,7 +170,7 @@ def _of_characters(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """All pairs of tokens that form another token, sorted by the score of the result, highest first."""
+    """All pairs of tokens that form another token, sorted by that token's score, highest first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:
@@ -183,7 +187,7 @@ def _added(number: int, token: str, *, is_special: bool) -> dict[str, Any]:
 
 
 def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """The post-processor that puts BOS before a text, EOS after it, or both."""
+    """The post-processor that adds BOS before a text, EOS after it, or both."""
     if not wanted:
         return None
     pieces = {name: {"SpecialToken": {"id": token, "type_id": 0}} for name, token in wanted.items()}
@@ -201,8 +205,11 @@ def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, An
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """Make the metadata for a tokenizer. A GGUF file has a token for each row of the model's embedding,
-    ``vocab_size`` in all. Raises CheckpointError if llama.cpp does not support this kind of tokenizer."""
+    """The GGUF metadata of a tokenizer.
+
+    ``vocab_size`` is the number of rows of the model's embedding; GGUF needs a token for each. Raises
+    CheckpointError if llama.cpp does not support this kind of tokenizer.
+    """
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":
@@ -246,8 +253,8 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 
 
 def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Mapping[str, Any]) -> int:
-    """llama.cpp's type of a token. ``characters`` is the model of a SentencePiece BPE, empty for a BPE of
-    bytes."""
+    """llama.cpp's type of a token. ``characters`` is the ``model`` of a SentencePiece BPE, or empty for
+    byte-level BPE."""
     if token is None:
         return _UNUSED
     if characters and token == characters.get("unk_token"):
@@ -260,7 +267,7 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """The scores of tokens: the earlier a token is merged, the higher."""
+    """Scores of tokens: tokens that are merged earlier have higher scores."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)
@@ -273,7 +280,7 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
 
 
 def _cut_of(tokenizer: Tokenizer) -> str:
-    """llama.cpp's name for a tokenizer's way of cutting text."""
+    """llama.cpp's name for a tokenizer's pre-tokenizer. Raises CheckpointError if llama.cpp has none."""
     found = _essence(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
         if _essence(cut) == found:
@@ -285,7 +292,7 @@ def _cut_of(tokenizer: Tokenizer) -> str:
 
 
 def _essence(cut: Any) -> Any:
-    """A pre-tokenizer without the settings that do not affect tokens."""
+    """A pre-tokenizer without settings that do not affect tokens."""
     if isinstance(cut, Mapping):
         return {key: _essence(value) for key, value in cut.items() if key != "trim_offsets"}
     return [_essence(one) for one in cut] if isinstance(cut, list) else cut

@@ -1,7 +1,7 @@
-"""Download ``hf:org/name`` or ``hf:org/name@revision``, a model of the Hugging Face hub.
+"""Download models from the Hugging Face hub, written ``hf:org/name`` or ``hf:org/name@revision``.
 
-Nothing is downloaded unless the user writes ``hf:``. ``huggingface_hub`` keeps the files in its cache
-(``HF_HUB_CACHE``, ``HF_HOME``) and has its own settings for address and login (``HF_ENDPOINT``, ``HF_TOKEN``,
+Nothing is downloaded unless the user writes ``hf:``. ``huggingface_hub`` caches the files (``HF_HUB_CACHE``,
+``HF_HOME``) and reads its own settings for server, login and offline mode (``HF_ENDPOINT``, ``HF_TOKEN``,
 ``HF_HUB_OFFLINE``).
 """
 
@@ -44,7 +44,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class HubName:
-    """A model of the hub. ``revision`` is a branch, a tag or a commit."""
+    """A model on the hub. ``revision`` is a branch, a tag or a commit."""
 
     repo: str
     revision: str = DEFAULT_REVISION
@@ -55,8 +55,8 @@ class HubName:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """The model of the hub that ``place`` names; None if it is a path. Raises CheckpointError if ``place``
-    begins with ``hf:`` and is not a valid name."""
+    """Parse ``hf:org/name[@revision]``. None if ``place`` is a path; raises CheckpointError if the name is
+    invalid."""
     text = str(place)
     if not text.startswith(HUB):
         return None
@@ -69,17 +69,21 @@ def hub_name(place: str | Path) -> HubName | None:
 
 
 def may_be_of_hub(place: str | Path) -> bool:
-    """Whether ``place`` looks like a name on the hub, such as ``gpt2`` or ``org/name``, without ``hf:``."""
+    """Whether ``place``, without ``hf:``, looks like a model name on the hub, such as ``gpt2`` or
+    ``org/name``."""
     return _NAME.fullmatch(str(place)) is not None
 
 
 def local_directory(place: str | Path) -> Path:
-    """Return ``place`` itself if it is a path; for ``hf:...``, the directory of the downloaded files.
+    """The directory of a model: ``place`` itself if it is a path, or the downloaded files of ``hf:...``.
 
-    Configuration, tokenizer and weights are downloaded: safetensors, or PyTorch's files if there are no
-    others. Without a connection, an earlier download is used. Raises CheckpointError if the model does not
-    exist, is not accessible to this user or not supported, or the download failed or is corrupt;
-    NotInstalledError without ``huggingface_hub``.
+    Downloads configuration, tokenizer and weights (safetensors, else PyTorch files). Without a connection,
+    the files in the cache are used.
+
+    Raises:
+        CheckpointError: the model does not exist, is not accessible or not supported, or the download failed
+            or is corrupt.
+        NotInstalledError: ``huggingface_hub`` is not installed.
     """
     name = hub_name(place)
     return Path(place) if name is None else _Download(name).run()
@@ -89,7 +93,7 @@ class _Download:
     def __init__(self, name: HubName) -> None:
         self.name = name
         try:
-            # Import each submodule by name, because the package loads them lazily.
+            # The package loads submodules lazily, so import each by name.
             import huggingface_hub
             from huggingface_hub import constants, errors, utils
         except ModuleNotFoundError:
@@ -98,7 +102,7 @@ class _Download:
                 "installed in this Python: run `pip install 'ppfleetx[hub]'`"
             ) from None
         self._hub, self._errors, self._utils = huggingface_hub, errors, utils
-        # Read here, because the library reads them only when it is imported.
+        # Read the environment here, because the library reads it only on import.
         self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         self.cache = os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE
         self.is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
@@ -132,7 +136,7 @@ class _Download:
         return directory
 
     def _info(self) -> Any:
-        """The hub's record of the model; None if it is unreachable and the model is in the cache."""
+        """The hub's record of the model. None if the hub is unreachable but the model is in the cache."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         try:
             with self._errors_as_ours():
@@ -162,7 +166,7 @@ class _Download:
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
-        """Download a file unless it is in the cache, and check it against the hub's record."""
+        """Download a file unless it is in the cache, and verify it against the hub's record."""
         name = wanted.rfilename
         held = self._held(name, commit)
         with self._errors_as_ours(name):
@@ -235,7 +239,7 @@ class _Download:
 
 
 class _UnreachableError(CheckpointError):
-    """The hub did not answer, or the connection broke."""
+    """The hub did not answer, or the connection failed."""
 
 
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".bin", ".safetensors")
@@ -253,7 +257,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """How a file differs from the hub's record: in size, SHA-256 or git hash. None if it does not."""
+    """How a file differs from the hub's record, in size, SHA-256 or git hash; None if it does not."""
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

@@ -1,12 +1,11 @@
 """Read Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``).
 
-This reads GPT weights with tensor, pipeline (interleaved or not) and expert parallelism, under the names of
-Megatron's own layers (``language_model.encoder...``) and of Megatron core (``decoder.layers...``), and the
-options in ``args``. It does not read optimizer state, random states, or the distributed formats
-(``.distcp``). ``megatron_experts.py`` knows how experts are stored.
+Supported: GPT weights with tensor, pipeline (interleaved or not) and expert parallelism, with the parameter
+names of legacy models (``language_model.encoder...``) or of Megatron core (``decoder.layers...``), and the
+options in ``args``. Not supported: optimizer and random states, and the distributed format (``.distcp``).
 
-Megatron's linears are ``[out, in]``. From checkpoint version 2 on, queries, keys and values are grouped per
-key/value head, like ours. Earlier, they are ``[3, heads, d]`` (version 0) or ``[heads, d, 3]`` (version 1).
+Megatron's linear weights are ``[out, in]``. From checkpoint version 2 on, fused q, k, v are grouped per
+key/value head, like ours. In version 0 they are ``[3, heads, d]``, in version 1 ``[heads, d, 3]``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 
-# Parameters of a layer: Megatron's names and ours.
+# Parameters of a layer: Megatron's name -> our name.
 _IN_LAYER = {
     "input_layernorm": "input_norm",
     "self_attention.linear_qkv.layer_norm": "input_norm",
@@ -75,17 +74,21 @@ _REFUSED = (
     "apply_residual_connection_post_layernorm", "qk_layernorm", "rotary_interleaved",
     "multi_latent_attention", "use_alibi_position_embeddings", "embed_layernorm",
 )  # fmt: skip
-# Skipped: second copies of a tied embedding, and buffers.
+# Ignored: buffers, and the second copy of a tied embedding.
 _IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_pos_emb\..*|inv_freq)")
 
 
 def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Read the weights of a classic Megatron-LM checkpoint, joined from its ranks.
+    """Read the weights of a classic Megatron-LM checkpoint, and join the slices of its ranks.
 
-    ``path`` is the directory with the tracker file, one iteration's directory (or ``release``), or the
-    directory of the only rank. ``model`` is the network, for checkpoints without ``args``. Raises
-    RefusedPickleError if a file asks for more than arrays and containers; CheckpointError if ranks are
-    missing, files are damaged, or an option is not supported.
+    Args:
+        path: the directory with the tracker file, the directory of one iteration (or ``release``), or the
+            directory of the only rank.
+        model: the network, for checkpoints without ``args``.
+
+    Raises:
+        RefusedPickleError: a file contains more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or an option is not supported.
     """
     directory = _iteration(Path(path))
     files = _rank_files(directory)
@@ -113,7 +116,7 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         names = next(iter(parts.values()))
         start += len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
     tensors = stacked(tensors, model, directory) | loads(model)
-    if model.tie_word_embeddings:  # a copy on the last stage
+    if model.tie_word_embeddings:  # the last pipeline stage has a copy
         tensors.pop("head.weight", None)
     return Weights(
         str(directory),
@@ -140,7 +143,7 @@ def _iteration(path: Path) -> Path:
 
 
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
-    """The files of the ranks, by the numbers in the names of their directories."""
+    """The checkpoint file of each rank, by the numbers in its directory's name."""
     found = {}
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
@@ -158,9 +161,10 @@ def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
 def _grids(
     files: Mapping[tuple[int, ...], Path], arguments: Mapping[str, Any], directory: Path
 ) -> list[dict[tuple[int, int], Path]]:
-    """For each expert-parallel rank, the files by (tensor-parallel rank, pipeline rank).
+    """The files of each expert-parallel rank, by (tensor-parallel rank, pipeline rank).
 
-    A directory's name has the tensor rank, then the pipeline rank and the expert rank if there are several.
+    Directory names contain the tensor rank, then, if that degree is above 1, the pipeline rank and the expert
+    rank.
     """
     ep_degree = arguments.get("expert_model_parallel_size") or 1
     has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1
@@ -188,7 +192,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The parts of the model in the order of their layers: each part's key, and its pipeline rank."""
+    """The model chunks in layer order: (key in the file, pipeline rank). Interleaved pipelines have several
+    per rank."""
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:
@@ -214,7 +219,7 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """The parameters of a chunk, whose first layer is number ``start``, under our names and in our layout."""
+    """Convert a chunk to our names and layout. ``start`` is the number of the chunk's first layer."""
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)
@@ -245,7 +250,8 @@ def _canonical_name(name: str, start: int) -> str | None:
 
 
 def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
-    """Convert one rank's part of the parameter ``name``: all but tables are transposed."""
+    """Convert one rank's slice of the parameter ``name`` to our layout. Everything except embeddings is
+    transposed."""
     if name.startswith("embedding."):
         return tensor
     layer, rows_at_once = name.rpartition(".")[0], 1
@@ -257,7 +263,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, which does not fit the Model section")
 
     def make(array: np.ndarray) -> np.ndarray:
-        if layer.endswith(".fc1") and model.is_gated:  # the rows of gate come before the rows of up
+        if layer.endswith(".fc1") and model.is_gated:  # all rows of gate, then all rows of up
             return join_parts(GATE_AND_UP, *(half.T for half in np.split(array, 2, axis=0)))
         if layer.endswith("attention.qkv"):
             return _grouped(array, model.head_size, version).T
@@ -267,7 +273,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Put the rows of fused q, k, v into the order of checkpoint version 2 and later: per key/value head."""
+    """Reorder the rows of fused q, k, v to the order of checkpoint version 2: grouped per key/value head."""
     if version >= 2.0:
         return array
     heads = prod(array.shape[:1]) // (3 * head_dim)
@@ -294,7 +300,7 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
         return {}
     rope = get("position_embedding_type") == "rope" or get("use_rotary_position_embeddings")
     norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(get("normalization"), get("normalization"))
-    if get("apply_layernorm_1p") or get("layernorm_zero_centered_gamma"):  # the gains are stored less 1
+    if get("apply_layernorm_1p") or get("layernorm_zero_centered_gamma"):  # norm weights are stored minus 1
         norm = f"{norm or 'LayerNorm'}1P"
     keys = {
         "vocab_size": get("vocab_size") or get("padded_vocab_size"),
@@ -323,7 +329,7 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
     return given | {"rope_scaling": _rope_scaling(get, directory)} if rope else given
 
 
-# The constants of Megatron's --use-rope-scaling.
+# Constants of Megatron's --use-rope-scaling.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -344,6 +350,6 @@ def _activation(get: Any) -> str:
         return "swiglu"
     if get("squared_relu"):
         return "relu2"
-    # Megatron's fusion of bias and GeLU uses the tanh form; without it, GeLU is exact.
+    # Megatron's fused bias and GeLU uses the tanh approximation; unfused, GeLU is exact.
     tanh = get("bias_gelu_fusion") or get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"

@@ -1,8 +1,9 @@
-"""Mixtures of experts in Megatron-LM's classic checkpoints.
+"""Mixture-of-experts weights in Megatron-LM's classic checkpoints.
 
-Each expert-parallel rank has a file in which its experts are numbered from 0; everything else is the same in
-all of these files. Experts are stored as layers (``local_experts.N.linear_fc1.weight``), in the form of
-Transformer Engine (``linear_fc1.weightN``) or, by older versions, all together (``weight1`` and ``weight2``).
+Each expert-parallel rank has a file, in which its experts are numbered from 0; all other parameters are the
+same in all these files. Experts are stored in one of three ways: as layers
+(``local_experts.N.linear_fc1.weight``), as in Transformer Engine (``linear_fc1.weightN``), or, in older
+versions, all experts in one tensor (``weight1`` and ``weight2``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OURS = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.+)")
 
 
 def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """The section ``Model.moe`` for Megatron's options; None for a dense network. Raises UserError if an
+    """The ``Model.moe`` section for Megatron's options; None for a dense network. Raises UserError if an
     option is not supported."""
     run = Translation("Megatron", place)
     for name, value in arguments.items():
@@ -60,7 +61,7 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
         return None
     refused = [name for name in _REFUSED if arguments.get(name)]
     sliced, tensor = "expert_tensor_parallel_size", arguments.get("tensor_model_parallel_size") or 1
-    if (arguments.get(sliced) or tensor) != tensor:  # unlike attention
+    if (arguments.get(sliced) or tensor) != tensor:  # experts must be sliced like attention
         refused.append(sliced)
     for name in refused:
         raise CheckpointError(
@@ -70,7 +71,7 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
 
 
 def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
-    """Split parameters that hold all experts of a file into one parameter per expert."""
+    """Split each tensor that holds all experts of a file into one tensor per expert."""
     for name, tensor in chunk.items():
         match = _ALL_TOGETHER.fullmatch(name)
         if match is None or model.moe is None:
@@ -93,7 +94,8 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def expert_name(in_layer: str) -> str | None:
-    """Our name within a layer for a parameter of an expert, preceded by the expert's number in the file."""
+    """Our name for an expert's parameter within a layer, numbered as in the file; None if it is not an
+    expert's."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None
@@ -103,8 +105,8 @@ def expert_name(in_layer: str) -> str | None:
 def of_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Select what an expert-parallel rank contributes: its experts, renumbered within the layer; the first
-    rank also contributes everything else."""
+    """The parameters that one expert-parallel rank contributes: its experts, renumbered within the whole
+    layer, and for rank 0 all other parameters."""
     found = {}
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)
@@ -118,8 +120,8 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Stack the parameters of experts into one tensor for all experts of a layer. Raises CheckpointError if
-    there are too few or too many experts."""
+    """Stack the experts' parameters of each layer into one tensor. Raises CheckpointError if experts are
+    missing or unexpected."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

@@ -1,8 +1,8 @@
-"""Join parameters from the matrices of a fused parameter, and from the files of parallel ranks.
+"""Join parameters: the matrices of a fused parameter, or the slices of tensor-parallel ranks.
 
-The matrices of a fused parameter (queries, keys and values; gate and up) are interleaved along the output
-features, the last dimension, as its declaration says. Megatron-LM and FleetX write a file for each tensor-
-and pipeline-parallel rank.
+The matrices of a fused parameter (q, k, v; gate, up) are interleaved along the last dimension, the output
+features, as the parameter's declaration specifies. Megatron-LM and FleetX write one file per tensor- and
+pipeline-parallel rank.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ppfleetx.nn.param_spec import Part
 
 
 def join_parts(parts: Sequence[Part], *arrays: np.ndarray) -> np.ndarray:
-    """Join matrices into a fused parameter, in the order of ``parts``."""
+    """Join matrices into a fused parameter. ``arrays`` are in the order of ``parts``."""
     lead = arrays[0].shape[:-1]
     pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]
     return np.concatenate(pieces, axis=-1).reshape(*lead, -1)
 
 
 def split_parts(parts: Sequence[Part], fused: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The inverse of :func:`join_parts`."""
+    """Split a fused parameter into its matrices, the inverse of :func:`join_parts`."""
     lead = fused.shape[:-1]
     periods = fused.reshape(*lead, -1, parts[0].period)
     return tuple(periods[..., p.offset : p.offset + p.width].reshape(*lead, -1) for p in parts)
 
 
 RankFiles = Mapping[tuple[int, int], Path]
-"""(tensor-parallel rank, pipeline rank) -> file."""
+"""Files by (tensor-parallel rank, pipeline rank)."""
 
 
 def check_complete(files: RankFiles, directory: Path) -> None:
-    """Raise CheckpointError unless there is a file for each rank of a grid."""
+    """Raise CheckpointError if a rank of the tensor-by-pipeline grid has no file."""
     mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*files, strict=True))
     for mp in range(mp_degree):
         for pp in range(pp_degree):
@@ -46,15 +46,16 @@ def check_complete(files: RankFiles, directory: Path) -> None:
 
 
 def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
-    """The files of one pipeline rank in the order of the tensor-parallel ranks."""
+    """The files of one pipeline rank, ordered by tensor-parallel rank."""
     return [files[rank] for rank in sorted(files) if rank[1] == pp]
 
 
 def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
-    """Join the parameters of tensor-parallel ranks, which are cut along the same dimensions as ours.
+    """Join the parameters of all tensor-parallel ranks.
 
-    ``ranks`` are the parameters of each rank in our layout, by canonical name. Raises CheckpointError, which
-    names ``directory``, if a parameter is not on every rank, or its parts do not fit together.
+    ``ranks`` are the parameters of each rank in our layout, by canonical name; they are sliced along the same
+    dimensions as ours. Raises CheckpointError, naming ``directory``, if a rank lacks a parameter or the
+    slices do not fit.
     """
     whole = {}
     for name, first in ranks[0].items():

@@ -1,4 +1,4 @@
-"""Pickled state dicts of Paddle (``.pdparams``)."""
+"""Read Paddle's pickled state dicts (``.pdparams``)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
 
 
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a state dict that Paddle saved, by name; anything else in it is left out.
+    """Read the tensors of a Paddle state dict, by name. Other entries are ignored.
 
-    Paddle saves bfloat16 as unsigned 16-bit integers; they are read as bfloat16. Raises RefusedPickleError,
-    with nothing run, if the file tries to run code; CheckpointError if it cannot be read, or is not a state
-    dict of Paddle.
+    Paddle stores bfloat16 as uint16; uint16 arrays are read as bfloat16. Raises RefusedPickleError, before
+    any code runs, if the file tries to run code; CheckpointError if the file is damaged or not a Paddle state
+    dict.
     """
     path = Path(path)
     with opened(path) as file, reading(path):
@@ -45,14 +45,15 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def _tensor(value: Any) -> LazyTensor | None:
-    """The tensor in an array, or in the pair (parameter name, array) in which Paddle saves a Tensor."""
+    """Convert an array, or the pair (parameter name, array) in which Paddle stores a Tensor. None for other
+    objects."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return tensor_of(value.array, bfloat16_as_uint16=True) if isinstance(value, PickledArray) else None
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Join the tensors that old pickle protocols forced Paddle to write in pieces."""
+    """Join tensors that Paddle split into chunks because of the limits of old pickle protocols."""
     tensors.pop(_NAME_TABLE, None)
     for name, form in chunked.items():
         shape = tuple(map(operator.index, form["OriginShape"]))

@@ -1,7 +1,7 @@
-"""Read pickled weights with an unpickler that can only build arrays and containers.
+"""Unpickle weights safely: the unpickler can build only arrays and containers.
 
-A pickle may use the names in the tables below; any other name is refused before anything is imported. Objects
-of other classes (Megatron's options) are read as :class:`Record`, if their names are allowed.
+Pickles may use only the names in the tables below; any other name is refused before anything is imported.
+Objects of allowed other classes, such as Megatron's options, are read as :class:`Record`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """Stands in for an object of a class that is not imported: its arguments and state."""
+    """Holds the arguments and the state of an object whose class is not imported."""
 
     class_name = ""
     args: tuple[Any, ...] = ()
@@ -46,26 +46,26 @@ class Record:
         self.state = state
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Read an attribute, of a class whose state is a dictionary, such as ``argparse.Namespace``."""
+        """Read an attribute of an object whose state is a dictionary, such as ``argparse.Namespace``."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 class Kind:
-    """A stand-in for a class that a pickle may name."""
+    """Base class of stand-ins for classes that pickles may name."""
 
-    def __setstate__(self, state: Any) -> None:  # this keeps pickles from setting attributes
+    def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
 
 
 class WeightsUnpickler(pickle.Unpickler):
-    """The standard library's unpickler with a closed list of names.
+    """An unpickler that accepts only an allowlist of names.
 
     Args:
         file: the pickle.
         names: the object for each allowed name.
-        record_prefixes: names with one of these prefixes stand for a :class:`Record`.
-        persistent: a function that makes the object of a persistent id (PyTorch's storages); None refuses
-            them.
+        record_prefixes: names with one of these prefixes become a :class:`Record`.
+        persistent: builds the object of a persistent id, such as a PyTorch storage; None refuses persistent
+            ids.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class WeightsUnpickler(pickle.Unpickler):
         record_prefixes: Iterable[str] = (),
         persistent: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(file, encoding="latin1")  # for bytes from Python 2
+        super().__init__(file, encoding="latin1")  # reads byte strings of Python 2
         self._names, self._prefixes, self._persistent = names, tuple(record_prefixes), persistent
 
     def find_class(self, module: str, name: str) -> Any:
         text = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
         if text in self._names:
             found = self._names[text]
-            # A pickle can set attributes of a function that it names, so give it a new function.
+            # A pickle could set attributes of the function, so give it a new one.
             return found if isinstance(found, type) else lambda *args: found(*args)
         if text.startswith(self._prefixes):
             return type("Record", (Record,), {"class_name": text})
@@ -97,7 +97,7 @@ class WeightsUnpickler(pickle.Unpickler):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context that names the file in errors of the block that reads it.
+    """Context manager that adds the file's name to errors.
 
     Raises RefusedPickleError if the pickle asks for a name that is not allowed; CheckpointError if the file
     is damaged.
@@ -113,14 +113,14 @@ def reading(path: Path) -> Iterator[None]:
         raise refused from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except OSError:  # the disk failed, not the file
+    except OSError:  # not an error of the file's contents
         raise
-    except Exception as error:  # the standard library and NumPy raise almost any for damaged pickles
+    except Exception as error:  # damaged pickles can raise almost anything
         raise CheckpointError(f"{path} is damaged, or not a file of weights") from error
 
 
 class PickledType:
-    """Stands in for ``numpy.dtype``, for types of plain numbers."""
+    """Stand-in for ``numpy.dtype``, restricted to plain numbers."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.dtype = np.dtype(code)
@@ -133,12 +133,12 @@ class PickledType:
 
 
 class PickledArray:
-    """Stands in for ``numpy.ndarray``, whose ``__setstate__`` would trust the pickle."""
+    """Stand-in for ``numpy.ndarray``, whose own ``__setstate__`` would trust the pickle."""
 
     array = np.empty(0, np.uint8)
 
     def __setstate__(self, state: Any) -> None:
-        """Read NumPy's state: (version, shape, type, whether in Fortran order, bytes)."""
+        """Read NumPy's state: (version, shape, type, is Fortran order, bytes)."""
         shape, kind, is_fortran, raw = state[-4:]
         raw = raw.encode("latin-1") if isinstance(raw, str) else raw
         self.array = np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
@@ -146,7 +146,7 @@ class PickledArray:
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
     """Convert an array to a tensor. Raises RefusedPickleError for element types that checkpoints do not
-    have."""
+    use."""
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
         return LazyTensor("BF16", array.shape, lambda: array)
@@ -157,7 +157,7 @@ def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTen
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
-    """The tensors in nested dictionaries, by their keys joined with dots; everything else is ignored.
+    """The tensors in nested dictionaries; names are the keys joined with dots. Other objects are ignored.
 
     Raises CheckpointError if two tensors have the same name.
     """
@@ -184,8 +184,8 @@ def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> Pickled
 
 
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Read a DenseTensor, which Paddle writes as ``eval('data', {'data': array})``; no other form is
-    allowed."""
+    """Read a DenseTensor, which Paddle pickles as ``eval('data', {'data': array})``. Any other call is
+    refused."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):
@@ -215,6 +215,6 @@ ARRAY_NAMES: dict[str, Any] = {
     "copyreg._reconstructor": copyreg._reconstructor,
     "copy_reg._reconstructor": copyreg._reconstructor,
 }
-"""Names in pickles of arrays. Names in pickles of PyTorch's tensors are in ``torch_file.py``."""
+"""Allowed names in pickles of arrays. The names for PyTorch tensors are in ``torch_file.py``."""
 
 PADDLE_NAMES = ARRAY_NAMES | {"builtins.eval": _paddle_tensor}

@@ -25,14 +25,15 @@ PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
 def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
-    """The tensors of a file by name. Raises CheckpointError if it is damaged or not a safetensors file."""
+    """Read the tensors of a file lazily, by name. Raises CheckpointError if the file is damaged or not
+    safetensors."""
     path = Path(path)
     table, metadata, start = _header(path)
     tensors = {}
     for name, entry in table.items():
         dtype = entry["dtype"]
         if dtype == "U16" and metadata.get("format") in PADDLE_FORMATS:
-            dtype = "BF16"  # NumPy has no bfloat16, so Paddle writes its bits
+            dtype = "BF16"  # NumPy has no bfloat16, so Paddle writes the bits as uint16
         if dtype not in NUMPY_OF_DTYPE:
             raise CheckpointError(
                 f"{path}: {shown(name)} has the element type {dtype}; those that are read: "
@@ -43,13 +44,14 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def safetensors_format(path: str | Path) -> str | None:
-    """The `format` in a file's metadata: `pt` for PyTorch, one of PADDLE_FORMATS, or another; None if
-    missing. Raises CheckpointError like :func:`read_safetensors`."""
+    """The `format` in a file's metadata, such as `pt` for PyTorch; None if missing. Raises CheckpointError if
+    the file is damaged."""
     return _header(Path(path))[1].get("format")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The entries of the tensors, the metadata, and the offset of the data, checked by the library."""
+    """The tensor entries, the metadata, and the offset of the data. The safetensors library validates the
+    header."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":
@@ -75,9 +77,8 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into one file, or into several and their index. Only one tensor is in memory at a
-    time.
-    """
+    """Write tensors to one file, or to several files with an index. Only one tensor is in memory at a
+    time."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

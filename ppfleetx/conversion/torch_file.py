@@ -1,7 +1,7 @@
-"""Read PyTorch's files (``.bin``, ``.pt``) without PyTorch, and without running code from them.
+"""Read PyTorch files (``.bin``, ``.pt``) without PyTorch, and without running code from the file.
 
-Since PyTorch 1.6, a file is a zip archive with ``data.pkl`` and one member per storage. In older versions, it
-is five pickles followed by the storages. Storages stay in the file until a tensor is read.
+Since PyTorch 1.6, a file is a zip archive with ``data.pkl`` and one member per storage. Older files are five
+pickles followed by the storages. A storage is read only when one of its tensors is.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _STORAGE_DTYPES = {
 
 
 class StorageKind(Kind):
-    """A class of storages."""
+    """Base class of stand-ins for PyTorch's storage classes."""
 
     dtype = ""
 
 
 class ElementType(Kind):
-    """A ``torch.dtype``."""
+    """Base class of stand-ins for ``torch.dtype`` values."""
 
     dtype = ""
 
 
 @dataclass(eq=False)
 class TorchStorage(Kind):
-    """A flat array of elements, of which tensors are views. `read(start, end)` returns some of its bytes."""
+    """A flat array of elements; tensors are views of it. `read(start, end)` returns a range of its bytes."""
 
     dtype: str
     count: int
@@ -70,7 +70,7 @@ class TorchStorage(Kind):
 
 
 class TorchTensor(LazyTensor):
-    """A view of a storage, whose state a pickle cannot set."""
+    """A view of a storage. Pickles cannot set its state."""
 
     __setstate__ = Kind.__setstate__
 
@@ -78,9 +78,9 @@ class TorchTensor(LazyTensor):
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
     """Read the object saved in `path`, with its tensors as :class:`LazyTensor`.
 
-    Objects of classes whose full names have one of the ``record_prefixes`` become a ``Record``. Raises
-    RefusedPickleError, with nothing run, if the file asks for more than tensors and containers;
-    CheckpointError if it cannot be read, or is not a file of PyTorch.
+    Objects of classes whose full names start with one of ``record_prefixes`` become a ``Record``. Raises
+    RefusedPickleError, before any code runs, if the file contains more than tensors and containers;
+    CheckpointError if the file is damaged or not a PyTorch file.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -114,13 +114,14 @@ def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _read_member(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
-    """Read bytes of a member, which PyTorch does not compress. For a whole member, compare its checksum."""
+    """Read bytes of an uncompressed zip member. The checksum is verified only when the whole member is
+    read."""
     header = read_bytes(path, info.header_offset, _LOCAL_HEADER).tobytes()
     if not header.startswith(_LOCAL_SIGNATURE) or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged: {info.filename} is not where the archive says")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     content = read_bytes(path, info.header_offset + _LOCAL_HEADER + names + start, end - start)
-    # PyTorch may be configured to leave checksums out; it then writes 0.
+    # PyTorch can be configured to omit checksums; it then writes 0.
     if end - start == info.file_size and info.CRC and zlib.crc32(content) != info.CRC:
         raise CheckpointError(f"{path} is damaged: the checksum of {info.filename} is wrong")
     return content
@@ -164,7 +165,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
-    """Take class, key and number of elements from PyTorch's ('storage', class, key, device, count, ...)."""
+    """Parse PyTorch's ('storage', class, key, device, count, ...) to (class, key, number of elements)."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise RefusedPickleError("a persistent object that is not a storage")
     _, kind, key, _, count = identity[:5]
@@ -174,7 +175,8 @@ def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
 
 
 def _rebuild_tensor(storage: TorchStorage, offset: int, size: Any, stride: Any, *_: Any) -> LazyTensor:
-    """Make a strided view of a storage. Raises CheckpointError if it reaches outside or repeats elements."""
+    """Build a strided view of a storage. Raises CheckpointError if it reaches beyond the storage or repeats
+    elements."""
     held = NUMPY_OF_DTYPE[storage.dtype]
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)
@@ -202,7 +204,8 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Read a member of an enumeration, as some versions of Python write it, if it is a :class:`Record`."""
+    """Read an enum member, which some Python versions pickle as ``getattr(class, name)``. Only `Record`
+    classes may be accessed."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

@@ -1,8 +1,9 @@
-"""Compute logits of a Hugging Face directory with transformers, in an interpreter that has transformers.
+"""Compute logits of a Hugging Face directory with transformers. Runs in any interpreter that has
+transformers.
 
     python transformers_logits.py DIRECTORY PROBE.npz LOGITS.npy
 
-It imports nothing of this project, downloads nothing and runs no code of the model's own.
+It does not import ppfleetx, download anything, or run the model's own code.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import sys
 
 
 def main(directory: str, probe: str, answer: str) -> None:
-    """Write the logits [b, s, vocabulary] in float32 for ``tokens`` at ``positions`` of PROBE."""
+    """Write float32 logits [b, s, vocabulary] for the ``tokens`` and ``positions`` in PROBE."""
     import numpy as np
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    config._experts_implementation = "eager"  # its grouped products do not support every size
+    config._experts_implementation = "eager"  # the grouped GEMM does not support every size
     model = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,

@@ -1,4 +1,4 @@
-"""Hugging Face's ``config.json`` for a ``Model`` section: the inverse of ``config_keys.model_keys``."""
+"""Export a ``Model`` section as a Hugging Face ``config.json``, the inverse of ``config_keys.model_keys``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def hf_config(
     original: Mapping[str, Any] | None = None,
     token_ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The configuration with which ``transformers`` computes the same as `model`.
+    """The ``config.json`` with which ``transformers`` computes the same function as `model`.
 
     Args:
         model: the network.
-        dtype: element type of the weights, as in safetensors files.
-        original: the configuration that the weights once came with; it is kept if it describes this network.
+        dtype: the element type of the weights, named as in safetensors files.
+        original: the ``config.json`` the weights originally came with; kept if it describes this network.
         token_ids: `bos_token_id` and `eos_token_id`, for a new configuration.
 
     Raises:
-        CheckpointError: no network of Hugging Face matches. The message names the keys that differ.
+        CheckpointError: no Hugging Face network matches. The message names the keys that differ.
     """
     if original is not None and describes(original, model):
         config = {key: value for key, value in original.items() if key != "dtype"}
@@ -71,7 +71,8 @@ def _made(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """If every layer is a mixture, take the experts' width as the MLP's, which has no effect then."""
+    """If every layer is a mixture of experts, set the unused MLP width to the experts' width, as some
+    families do."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -79,8 +80,8 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The keys of ``Model`` in which a Hugging Face configuration differs, with their values. Raises
-    UserError if the configuration is for a network that we do not support."""
+    """The keys of ``Model`` that differ from a Hugging Face configuration, with both values. Raises UserError
+    if we do not support the configuration's network."""
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [

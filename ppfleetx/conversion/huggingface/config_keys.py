@@ -1,8 +1,8 @@
-"""Every key of a Hugging Face ``config.json``: mapped to our ``Model`` section, ignored, or refused.
+"""Convert a Hugging Face ``config.json``: each key is mapped to our ``Model`` section, ignored, or refused.
 
-A key is mapped to one of ours, or has no effect on the network's output, or belongs to other networks and is
-only accepted with the value that switches it off. Any other key is ignored, as in transformers, and
-:func:`unknown_keys` lists it for a warning. null means "not given".
+Keys without effect on the network's output are ignored. Keys of features we do not have are accepted only
+with the value that turns the feature off. Unknown keys are ignored, as in transformers; :func:`unknown_keys`
+lists them for a warning. null means "not given".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ppfleetx.conversion.huggingface.generation_config import KEYS as GENERATION
 from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, quantization
 from ppfleetx.conversion.huggingface.rope import PLACES
 
-# Origin, storage, runtime, generation and other uses of a model.
+# Keys without effect on the output: origin, storage, runtime, generation and others.
 _WITHOUT_EFFECT = {
     "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
     "torch_dtype", "dtype", "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config",
@@ -48,10 +48,11 @@ _WITHOUT_EFFECT = {
     "task_specific_params", "classifier_dropout", "neftune_noise_alpha", "embd_pdrop", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
-    *GENERATION_KEYS,  # which older files have here
-    QUANTIZATION,  # which is checked by itself
+    *GENERATION_KEYS,  # older files have them here
+    QUANTIZATION,  # checked separately
 }  # fmt: skip
-# PaddleNLP's and PaddleFormers' parallelism, kernels and training. Fused tensors are recognized by name.
+# PaddleNLP's and PaddleFormers' keys for parallelism, kernels and training. The fuse_* keys are not needed:
+# fused tensors are recognized by name.
 _OF_PADDLE = {
     "paddlenlp_version", "paddleformers_version",
     "seq_length", "use_recompute", "recompute", "recompute_granularity", "recompute_use_reentrant",
@@ -65,7 +66,7 @@ _OF_PADDLE = {
     "hidden_dropout_prob", "attention_probs_dropout_prob", "dpo_config", "kto_config",
     "use_last_token_for_generation", "immediate_clear_past_key_value",
 }  # fmt: skip
-# The values at which an option is off.
+# The values that turn an option off.
 _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (),
@@ -85,7 +86,7 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "use_rmsnorm": (True,),
     "use_long_sequence_strategies": (False,),
 }
-# Options of networks that are not ours, which are accepted when they are off (false, 0, empty) ...
+# Options of networks we do not support; accepted only if off (false, 0, empty).
 _OF_OTHER_NETWORKS = {
     # experts
     "moe_num_experts", "moe_layer_freq", "swiglu_limit",
@@ -108,11 +109,11 @@ _OF_OTHER_NETWORKS = {
     # vocabularies and inputs
     "n_special", "embedding_size", "word_embed_proj_dim", "hidden_size_per_layer_input", "vision_config",
     "audio_config", "text_config",
-    # other blocks than these, and other numbers than floats
+    # other kinds of blocks, and quantized weights
     "attn_layer_period", "hybrid_override_pattern", "ssm_cfg", "state_size", "quantization",
     "compression_config",
 }  # fmt: skip
-# ... and factors, which are accepted at 1.
+# Factors of networks we do not support; accepted only if 1.
 _FACTORS = {"scale_emb", "embedding_multiplier", "residual_multiplier", "logits_scaling", "rope_ratio"}
 _SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
@@ -126,7 +127,7 @@ _REFUSED = {
     "gpt_oss": "each of its attention heads has a sink, a learned logit that takes part of the softmax; its "
     "experts clamp what goes into their gate; and every second layer has a window. None of these is built",
 }
-"""Networks that users often ask for, with the reason why we do not read them."""
+"""Popular networks that we do not support, with the reason."""
 
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE), Says("an integer of at least 0, below 2^31")]
@@ -145,13 +146,13 @@ _READ_TYPES: dict[str, Any] = {
     "layer_types": Annotated[list[Any], Says("a list")],
     **dict.fromkeys(PLACES, Annotated[dict[str, Any], Says("an object")]),
 }
-"""Types of keys that only together with others determine a key of ours. Other keys have the type of our
-key."""
+"""Types of ``config.json`` keys that a `Feature` reads. All other keys have the type of the key they map
+to."""
 
 
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of our ``Model`` section for a Hugging Face ``config.json``. Raises CheckpointError if the model
-    type, an option or a value is not supported."""
+    """Convert a Hugging Face ``config.json`` to keys of our ``Model`` section. Raises CheckpointError if the
+    model type, an option or a value is not supported."""
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         others = f"; those that are: {', '.join(FAMILIES)}"
@@ -168,7 +169,7 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError for a value of the wrong type or out of range, among the keys of this family."""
+    """Raise CheckpointError if a key that this family converts has a wrong type or is out of range."""
     for key in family.mapped & config.keys():
         if key in family.keys:
             ours = family.keys[key][0].split()[0]
@@ -199,8 +200,10 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a ``config.json`` for transformers: without keys of Paddle's libraries, and with the keys they
-    omit. ``keys`` is the result of :func:`model_keys` for ``config``."""
+    """Remove the keys of Paddle's libraries from a ``config.json``, and add keys they omit, for transformers.
+
+    ``keys`` is the result of :func:`model_keys` for ``config``.
+    """
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
     kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}
@@ -208,7 +211,7 @@ def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Unknown keys of a ``config.json`` that :func:`model_keys` accepts."""
+    """The unknown keys of a ``config.json`` that :func:`model_keys` accepts."""
     family = FAMILIES[config["model_type"]]
     known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
     return sorted(
@@ -224,12 +227,12 @@ def _is_of_other_networks(key: str) -> bool:
     )
 
 
-# Keys that one family reads are refused by the others, unless they are off.
+# A key that some family reads is refused by all other families, unless it is off.
 _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, *family.off)}
 
 
 def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Raise CheckpointError if a key shows that this network is not supported."""
+    """Raise CheckpointError if a key shows that we do not support this network."""
     off = _SWITCHED_OFF | family.off
     for key, value in config.items():
         if key in family.mapped:
@@ -248,7 +251,7 @@ def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Whether a key of other networks has the value that this network implies."""
+    """Whether a key of other networks has the value that this network has anyway."""
     hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
     if key == "num_key_value_heads":
         return value == heads

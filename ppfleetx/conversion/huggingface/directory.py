@@ -1,4 +1,4 @@
-"""Reading and writing Hugging Face directories."""
+"""Read and write Hugging Face model directories."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ _WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
 
 
 def read_hf(directory: str | Path) -> Weights:
-    """Weights of a Hugging Face model of one of ``families.FAMILIES``, or of a Llama of PaddleNLP or
-    PaddleFormers.
+    """Read the weights of a Hugging Face directory, or of a Llama of PaddleNLP or PaddleFormers.
 
-    Only headers are read now, tensors on demand; weights quantized by GPTQ or AWQ are dequantized. Raises
-    CheckpointError if files are missing or damaged, or the network is not supported.
+    Only headers are read now, tensors on demand. GPTQ and AWQ weights are dequantized. Raises CheckpointError
+    if files are missing or damaged, or the network is not supported.
     """
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
@@ -99,7 +98,7 @@ def _model_keys(
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     model = network_of(keys, str(directory / CONFIG))
-    if model.num_layers > len(stored):  # before time and memory go into each layer
+    if model.num_layers > len(stored):  # check before spending time and memory on each layer
         raise CheckpointError(
             f"{directory / CONFIG} says {counted(model.num_layers, 'layer')}, but the files have "
             f"{counted(len(stored), 'tensor')}"
@@ -117,19 +116,19 @@ def write_hf(
     token_ids: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a directory that ``transformers`` loads.
+    """Write a directory that ``transformers`` can load.
 
     Args:
         tensors: all parameters of `model` by canonical name, including vocabulary padding.
         model: the network.
-        directory: it is created if needed.
+        directory: the output directory, created if needed.
         source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
         max_file_bytes: larger weights are split into several files with an index.
 
     Raises:
-        CheckpointError: no network of Hugging Face can express this one.
+        CheckpointError: no Hugging Face network can express this network.
     """
     directory = Path(directory)
     (dtype, _), *_ = Counter(tensor.dtype for tensor in tensors.values()).most_common()
@@ -156,7 +155,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """The name of a tensor in the files: GPT-2's prefix is optional, GPT-NeoX's head has two names."""
+    """The name of a tensor in the files. GPT-2's prefix is optional, and GPT-NeoX's head has two names."""
     for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
@@ -187,7 +186,7 @@ _WITHOUT_NEXT_TOKENS = (
 
 
 def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
-    """The tensors of layers after the last one, which predict several tokens."""
+    """The tensors of multi-token prediction layers, which come after the last layer."""
     further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
     layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
     return {name for name in names if name.startswith(layers)}
@@ -196,7 +195,7 @@ def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[st
 def _check_left_over(
     names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> None:
-    """Check that only buffers, biases of zeros and the second copy of a tied head are left over."""
+    """Raise CheckpointError for unused tensors, except buffers, zero biases, and the copy of a tied head."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS & names if keys["tie_word_embeddings"] else set()

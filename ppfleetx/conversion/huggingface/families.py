@@ -1,7 +1,8 @@
-"""The supported networks of Hugging Face. Each row maps keys of ``config.json`` and names of tensors to ours.
+"""The table of supported Hugging Face model types. Each :class:`Family` maps ``config.json`` keys and tensor
+names to ours.
 
-Here are GPT and its relatives: LayerNorm, MLPs without a gate and, in most of them, biases. To add a network,
-add a :class:`Family` here, to ``llama_families.py`` or to ``moe_families.py``.
+This file contains GPT and similar networks: LayerNorm, ungated MLPs and, in most, biases. To add a network,
+add a family here, in ``llama_families.py`` or in ``moe_families.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rota
 
 
 def _sizes(**others: str) -> dict[str, Any]:
-    """The sizes, some of them under other names."""
+    """The keys in `SIZES`, some of them renamed."""
     return {others.get(key, key): row for key, row in SIZES.items()}
 
 
@@ -309,13 +310,13 @@ _GPT_KIN: dict[str, Family] = {
         off={"alibi": (False,)},
     ),
 }
-# A network is written as the first family that can express it; these come before all others.
+# A network is exported as the first family that can express it. These come first.
 _FIRST = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox")
 _DENSE = {name: (LLAMA_KIN | _GPT_KIN)[name] for name in (*_FIRST, *LLAMA_KIN, *_GPT_KIN)}
 FAMILIES = _DENSE | MIXTURES
-"""All families by ``model_type``."""
+"""All families, by ``model_type``."""
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:
-    """The families to try for a network. It is written as the first one that can express it."""
+    """The families to try when exporting a network. The first one that can express the network is used."""
     return _DENSE if model.moe is None else MIXTURES

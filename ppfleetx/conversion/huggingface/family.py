@@ -1,5 +1,5 @@
-"""The mapping of a Hugging Face network to ours (:class:`Family`), and the parts that Llama and its relatives
-share."""
+""":class:`Family`, the mapping from a Hugging Face model type to our network, and the entries that Llama-like
+families share."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ppfleetx.conversion.huggingface.rope import (
 
 Config = Mapping[str, Any]
 NEEDED = object()
-"""The default of required keys."""
+"""Marks a required key, in place of a default."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A group of ``config.json`` keys that functions convert together.
+    """A group of ``config.json`` keys that are converted by functions.
 
     Attributes:
         reads: the keys that ``read`` uses.
-        read: returns keys of ours for a ``config.json`` without nulls.
-        write: returns keys of a ``config.json`` for a ``Model`` section.
+        read: converts a ``config.json`` without nulls to keys of our ``Model`` section.
+        write: converts a ``Model`` section to keys of ``config.json``.
     """
 
     reads: Collection[str] = ()
@@ -39,27 +39,28 @@ class Feature:
 
 @dataclass(frozen=True)
 class Family:
-    """The mapping for one ``model_type``.
+    """The mapping for one Hugging Face ``model_type``.
 
     Attributes:
-        architecture: name of the class in transformers.
-        keys: key of ``config.json`` -> keys of our ``Model`` section (one, or several separated by spaces;
-            dotted in subsections) and the default in transformers: a value, a function of the configuration,
-            or NEEDED.
-        fixed: keys of ours with the same value in all networks of this type.
-        names: our layers -> its layers, or our parameters -> its tensors. ``{}`` is the number of a block.
-            ``{expert}`` and ``{part}`` stand for the number of an expert and for the parts of a fused layer
-            (q, k, v; gate, up), if these are separate tensors.
-        features: further keys; of equal keys, that of the later feature counts.
-        other_names: further names, which depend on the ``config.json``.
-        part_names: its names of parts, if they differ from ours.
-        aliases: other names of keys that transformers accepts -> the names in this row.
-        has_in_out_linears: whether linears are stored as ``[in, out]``, like ours, rather than ``[out, in]``.
-        has_parts_in_a_row: whether a fused layer has all queries, then all keys, then all values, rather than
-            interleaved per head, like ours.
-        required: keys that must be present (null is allowed), because their default in transformers is a size
-            of one particular model.
-        off: keys that are only accepted with these values, in addition to the keys for all families.
+        architecture: the name of the class in transformers.
+        keys: key of ``config.json`` -> (key of our ``Model`` section, transformers' default). Our key can be
+            several keys separated by spaces, dotted for subsections. The default is a value, a function of
+            the configuration, or NEEDED.
+        fixed: our keys that have the same value in all networks of this type.
+        names: our layer or parameter -> Hugging Face's layer or tensor. ``{}`` stands for the block number,
+            ``{expert}`` for the expert number, and ``{part}`` for the part of a fused layer (q, k, v; gate,
+            up), if these are separate tensors.
+        features: more keys; if two features set the same key, the later one wins.
+        other_names: more names, which depend on the ``config.json``.
+        part_names: our part -> Hugging Face's part, if different.
+        aliases: alternative ``config.json`` keys that transformers accepts -> the keys used here.
+        has_in_out_linears: whether linear weights are stored as ``[in, out]``, like ours, not ``[out, in]``.
+        has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values, not
+            interleaved per head like ours.
+        required: keys that must be present (null is allowed), because transformers' default is the size of
+            one particular model.
+        off: key -> accepted values, for options that we do not implement; added to the options of all
+            families.
     """
 
     architecture: str
@@ -78,8 +79,11 @@ class Family:
     def but(
         self, architecture: str, *features: Feature, without: Collection[str] = (), **changes: Any
     ) -> Family:
-        """Make a relative of this family: with more ``features``, without some entries of ``keys``, and with
-        ``changes`` of other fields. Entries of mappings are added to those of this family."""
+        """Derive a similar family.
+
+        Adds ``features``, removes the keys in ``without``, and applies ``changes`` to other fields. Mappings
+        in ``changes`` are merged into this family's.
+        """
         kept = {key: row for key, row in self.keys.items() if key not in without}
         changes["keys"] = kept | changes.get("keys", {})
         for name in ("fixed", "names", "aliases", "off"):
@@ -88,11 +92,12 @@ class Family:
 
     @property
     def mapped(self) -> set[str]:
-        """The keys of ``config.json`` that this row uses."""
+        """The keys of ``config.json`` that this family converts."""
         return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
-        """Rename the keys of a ``config.json`` to the names in this row."""
+        """Rename aliases in a ``config.json``. Raises CheckpointError if an alias and its key have different
+        values."""
         made = dict(config)
         for alias, name in self.aliases.items():
             if alias in made and made.setdefault(name, made[alias]) != made[alias]:
@@ -101,8 +106,8 @@ class Family:
         return made
 
     def model_keys(self, config: Config) -> dict[str, Any]:
-        """Keys of our ``Model`` section for a ``config.json`` without nulls. Raises CheckpointError if a key
-        is missing, or our layers do not support its value."""
+        """Convert a ``config.json`` without nulls to keys of our ``Model`` section. Raises CheckpointError if
+        a key is missing, or our layers do not support its value."""
         made = dict(self.fixed)
         for theirs, (ours, default) in self.keys.items():
             value = config.get(theirs, default)
@@ -114,8 +119,10 @@ class Family:
         return _nested(made)
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The ``config.json`` of this family that comes nearest to a network. ``values`` are the effective
-        values of keys that are null in ``model`` (``resume_policy.network``)."""
+        """The ``config.json`` of this family that is closest to ``model``.
+
+        ``values`` are the effective values of keys that are null in ``model`` (``resume_policy.network``).
+        """
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
             key = ours.split()[0]
@@ -127,7 +134,7 @@ class Family:
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Build a section from dotted keys."""
+    """Convert dotted keys to nested sections."""
     made: dict[str, Any] = {}
     for name, value in keys.items():
         *sections, last = name.split(".")
@@ -139,17 +146,17 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_at(section: Any, name: str) -> Any:
-    """The value of a dotted key; None if a section in its path is null or absent."""
+    """The value of a dotted key; None if a section on the path is null or missing."""
     for part in name.split("."):
         section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
     return section
 
 
-# ---- rows of Llama and GPT, to which others are added
+# ---- families of Llama and GPT, from which others are derived
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Prefix the names of a block's parameters with the names of the block, ours and theirs (``row``)."""
+    """Add the block's prefix to the names of a block's parameters: ours, and theirs (``row``)."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -194,7 +201,7 @@ LLAMA = Family(
     | {
         "head_dim": ("head_dim", lambda config: config["hidden_size"] // config["num_attention_heads"]),
         "rms_norm_eps": ("norm_epsilon", 1e-6),
-        # PaddleFormers leaves the key out where it is true, everybody else where it is false.
+        # PaddleFormers omits the key if it is true, everyone else if it is false.
         "tie_word_embeddings": ("tie_word_embeddings", lambda config: "paddleformers_version" in config),
     },
     {
@@ -262,7 +269,7 @@ _ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
-"""Activations without a gate: transformers' name -> our name."""
+"""Ungated activations: transformers' name -> our name."""
 
 
 def activation(key: str, default: str) -> Feature:
@@ -281,7 +288,7 @@ _ROTARY = {*PLACES, "original_max_position_embeddings", "rope_theta", "partial_r
 
 
 def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
-    """:func:`rope_keys` after a check of the heads. ``base`` is the family's default of ``rope_theta``."""
+    """Check the heads and call :func:`rope_keys`. ``base`` is the family's default for ``rope_theta``."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
         raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
@@ -297,8 +304,8 @@ PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """Convert a window of theirs, which includes the position itself, to ``attention_window``, which counts
-    only the positions before it."""
+    """Convert a sliding window to ``attention_window``. Theirs includes the current position; ours does
+    not."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -324,8 +331,8 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """``attention_window`` and the layers that have it: those in ``layer_types``, by default all but every
-    ``every``-th."""
+    """``attention_window`` and the layers that use it: those in ``layer_types``, or by default all except
+    every ``every``-th layer."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -351,12 +358,12 @@ def pattern(
     period: Collection[str] = (),
     also: Callable[[Config, Mapping[str, Any]], dict[str, Any]] = lambda *_: {},
 ) -> Feature:
-    """Windows by layer.
+    """A feature for sliding windows in some of the layers.
 
     Args:
-        every: by default, each ``every``-th layer has no window.
-        period: the names of the key that gives another number.
-        also: returns further keys, for a ``config.json`` and the keys of the pattern.
+        every: by default, every ``every``-th layer has no window.
+        period: names of a ``config.json`` key that overrides ``every``.
+        also: returns more keys, given the ``config.json`` and the result of :func:`pattern_keys`.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -371,13 +378,14 @@ PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """The keys of :func:`rotary_keys`, with a separate base for layers with a window.
+    """The result of :func:`rotary_keys`, with a separate rotary base for layers with a sliding window.
 
     Args:
-        config: its ``rope_parameters`` are given by kind of layer, or are those of layers without a window.
-        pattern: the result of :func:`pattern_keys` for it.
+        config: a ``config.json``. Its ``rope_parameters`` are either given per layer type, or apply to layers
+            without a window.
+        pattern: the result of :func:`pattern_keys` for ``config``.
         base: the default base of layers without a window.
-        local: the default base of layers with a window, which are never scaled.
+        local: the default base of layers with a window. Rope scaling never applies to these.
     """
     by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
     usual = {"rope_theta": base, **config}
@@ -398,7 +406,7 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
 
 
 def hf_rope_by_kind(model: ModelConfig) -> dict[str, Any]:
-    """``rope_parameters`` by kind of layer."""
+    """``rope_parameters`` per layer type, for a ``config.json``."""
     usual = hf_rope(model)
     base = {"rope_theta": usual["rope_theta"]}
     return {

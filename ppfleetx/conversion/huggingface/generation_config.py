@@ -1,8 +1,7 @@
-"""Every key of a Hugging Face ``generation_config.json`` and its counterpart here.
+"""Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section.
 
-transformers reads these keys from ``generation_config.json`` or, for older models without it, from
-``config.json``. A key becomes a key of our ``Generation`` section, or does not affect the generated tokens,
-or is left out with a warning.
+Older models have these keys in ``config.json``, and transformers then reads them from there. Each key is
+converted, ignored because it does not affect the generated tokens, or dropped with a warning.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _SAME = {
     "early_stopping": "early_stopping",
     "forced_eos_token_id": "forced_eos_token_id",
 }
-# The strategy; special tokens, which go with the tokenizer; caches, compilation and speculative decoding,
-# which only affect speed; what a call of transformers returns.
+# Ignored keys: do_sample, which is read separately; special tokens, which the tokenizer provides; caches,
+# compilation and speculative decoding, which only affect speed; and the form of transformers' return value.
 _HARMLESS = (
     "do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
     "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile",
@@ -46,10 +45,10 @@ _HARMLESS = (
     "_commit_hash",
 )  # fmt: skip
 
-# Keys that have no counterpart here -> the values with which they have no effect. (20 is the default of
-# transformers.)
+# Keys that we do not support -> the values with which they have no effect. (transformers' default of
+# max_length is 20.)
 _WITHOUT_COUNTERPART: dict[str, tuple[Any, ...]] = {
-    "max_length": (20,),  # the prompt counts, unlike for max_dec_len
+    "max_length": (20,),  # includes the prompt, unlike max_dec_len
     "min_length": (0,),
     "max_time": (),
     "stop_strings": ([], ""),
@@ -74,18 +73,19 @@ _WITHOUT_COUNTERPART: dict[str, tuple[Any, ...]] = {
 }
 _OF_SAMPLING, _OF_SEARCH = {"top_h", "epsilon_cutoff", "eta_cutoff"}, {"renormalize_logits"}
 KEYS = {*_SAME, *_HARMLESS, *_WITHOUT_COUNTERPART}
-"""All keys of transformers."""
+"""All known keys of transformers."""
 DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
-"""Our keys whose default differs in transformers, with that default."""
+"""transformers' defaults of our keys, where they differ from ours."""
 
 
 def generation_defaults(
     own: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Keys of our `Generation` section for a Hugging Face directory, and notes on keys that are left out.
+    """Convert the generation defaults of a Hugging Face directory. Returns our `Generation` keys, and notes
+    on dropped keys.
 
-    End tokens are left out, because the tokenizer provides them. ``own`` is the directory's
-    ``generation_config.json``; without one, ``config``, its ``config.json``, is used.
+    ``own`` is the directory's ``generation_config.json``; if None, ``config``, its ``config.json``, is used.
+    End tokens are not converted, because the tokenizer provides them.
     """
     keys, lost = _translated(config if own is None else own, is_own_file=own is not None)
     valid, errors = valid_generation_keys(keys)
@@ -96,8 +96,8 @@ def generation_defaults(
 
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
-    """Translate the contents of a file to keys of our ``Generation`` section; also describe each key that is
-    left out. In a ``generation_config.json`` (``is_own_file``), these include unknown keys."""
+    """Convert a file's contents to keys of our ``Generation`` section. Also returns a description of each
+    dropped key; unknown keys are reported only for a ``generation_config.json`` (``is_own_file``)."""
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")
     searches = isinstance(beams, int) and beams > 1

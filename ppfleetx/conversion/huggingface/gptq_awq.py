@@ -1,7 +1,7 @@
-"""Read the linears of GPTQ and AWQ checkpoints as floating-point weights.
+"""Read GPTQ and AWQ checkpoints, dequantizing linear layers to floating-point weights.
 
-In place of ``X.weight`` such a directory holds integers of 4 or 8 bits, several to a word of 32 bits with the
-first in the lowest bits, and a scale and a zero point (an integer, too) for each group of inputs:
+Instead of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words with the first in
+the lowest bits, and a scale and an integer zero point for each group of inputs:
 
 =========  =========================  =====================
 tensor     GPTQ                       AWQ (``gemm``)
@@ -9,14 +9,15 @@ tensor     GPTQ                       AWQ (``gemm``)
 X.qweight  [in * bits / 32, out]      [in, out * bits / 32]
 X.qzeros   [groups, out * bits / 32]  the same
 X.scales   [groups, out]              the same
-X.g_idx    [in], the group of each    none
+X.g_idx    [in], group of each input  none
 =========  =========================  =====================
 
-``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])`` with ``g`` the group of input ``i``. Without
-``g_idx`` the groups are ``group_size`` inputs in a row; -1: all inputs are one group. The words of AWQ hold
-eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ's first ``checkpoint_format`` (later
-``format``) each zero point is stored minus one. GPTQModel subtracts the ones from whole words, so a zero
-point of 0 borrows from its neighbor; they are added to whole words again.
+``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])``, where ``g`` is the group of input ``i``.
+Without ``g_idx``, each group is ``group_size`` consecutive inputs; -1 means one group. AWQ's words hold eight
+consecutive outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+
+In GPTQ's first ``checkpoint_format`` (later ``format``), zero points are stored minus one. GPTQModel
+subtracts from whole words, so a zero point of 0 borrows from its neighbor; so we add to whole words, too.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
 ``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
@@ -50,13 +51,13 @@ _READ: dict[str, dict[str, tuple[Any, ...]]] = {
         "backend": (None, "autoawq", "auto"),
     },
 }
-"""quant_method -> key -> the values that are read; None: the key may be missing."""
+"""quant_method -> key -> supported values; None: the key may be missing."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The checked ``quantization_config`` of a ``config.json``; None if its weights are not quantized. Raises
-    CheckpointError if they are quantized in a way that is not read."""
+    """The validated ``quantization_config`` of a ``config.json``; None if its weights are not quantized.
+    Raises CheckpointError if the quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
@@ -88,11 +89,11 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the parts of each quantized linear X by ``X.weight``, which is computed when it is read and has
-    the element type of its scales. The weights are ``[in, out]`` if ``in_out``, else ``[out, in]``.
+    """Replace the quantized tensors of each linear layer X by ``X.weight``, computed when it is read.
 
-    Raises CheckpointError, which names ``directory``, if a part of a linear is missing, or its shape or
-    element type is not as described. Reading a weight raises it for invalid groups and zero points.
+    The weights have the element type of the scales, and are ``[in, out]`` if ``in_out``, else ``[out, in]``.
+    Raises CheckpointError, naming ``directory``, if a tensor is missing or its shape or element type is
+    wrong. Reading a weight raises CheckpointError if groups or zero points are invalid.
     """
     scheme = quantization(hf_config)
     found = dict(tensors)
@@ -122,7 +123,7 @@ def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
 def _weight(
     linear: str, given: Mapping[str, LazyTensor | None], scheme: Mapping[str, Any], in_out: bool
 ) -> LazyTensor:
-    """Build the weight of one linear from its parts; see :func:`dequantized`."""
+    """Build the weight of one linear layer; see :func:`dequantized`."""
     parts = {name: part for name, part in given.items() if part is not None}
     is_awq, bits = scheme["quant_method"] == "awq", scheme["bits"]
     needs_order = bool(scheme.get("desc_act")) and not is_awq
@@ -174,7 +175,7 @@ def _weight(
 
 
 def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
-    """Unpack a matrix of words, which becomes ``32 / bits`` times as long along ``axis``."""
+    """Unpack a matrix of words. The result is ``32 / bits`` times as long along ``axis``."""
     fields = [
         (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
     ]

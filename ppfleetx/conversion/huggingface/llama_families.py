@@ -1,4 +1,4 @@
-"""Llama and its relatives, with gated MLPs, rotary positions, and RMSNorm or LayerNorm."""
+"""Families of Llama-like networks: gated MLPs, rotary positions, and RMSNorm or LayerNorm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _GATE_AND_UP = in_layers(_LAYER, {"mlp.fc1": "mlp.gate_up_proj"})
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    """The window, and the layers that have it, if not all do."""
+    """The sliding window, and the layers that use it unless all do."""
     layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     if window is None and "sliding_attention" in config.get("layer_types", ()):
@@ -71,13 +71,13 @@ _QWEN_WINDOW = Feature(
     _write_qwen_window,
 )
 
-# ---- Gemma 1, 2 and 3 (text): norms of 1 + weight, scaled embeddings, soft limits, windows by layer
+# ---- Gemma 1, 2 and 3 (text): norms scale by 1 + weight; scaled embeddings, soft-capped logits, local layers
 
 _TANH = ("gelu_pytorch_tanh", "gelu_new")
 
 
 def _gemma(config: Config) -> dict[str, Any]:
-    # Early files say "gelu" in hidden_act, which transformers has always replaced by the tanh form.
+    # Early files have hidden_act = "gelu", which transformers always treats as the tanh approximation.
     for key, known in (("hidden_activation", _TANH), ("hidden_act", (*_TANH, "gelu"))):
         name = config.get(key, _TANH[0])
         if name not in known:
@@ -118,7 +118,7 @@ _GEMMA2 = _GEMMA.but(
     required=_SIZES_OF_HEADS,
 )
 
-# ---- Granite and MiniCPM: factors
+# ---- Granite and MiniCPM: multipliers of embeddings, residual branches and logits
 
 
 def _minicpm(config: Config) -> dict[str, Any]:
@@ -137,11 +137,11 @@ def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-# ---- Cohere: attention and MLP in parallel behind one norm without a bias
+# ---- Cohere: parallel attention and MLP after one norm without a bias
 
 
 def _norms_of_heads(key: str) -> Feature:
-    """``qk_layernorm`` of families that have a separate gain for each head."""
+    """``qk_layernorm`` of families that have separate norm weights for each head."""
 
     def read(config: Config) -> dict[str, Any]:
         theirs = config.get(key, False)
@@ -167,7 +167,7 @@ _COHERE = LLAMA.but(
 
 
 def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """Only layers with a window have rotary positions; the others have none."""
+    """Only layers with a sliding window have rotary positions; other layers have no positions."""
     return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 
@@ -203,7 +203,7 @@ def _smollm3(config: Config) -> dict[str, Any]:
     return {} if len(turning) == layers else {"rotary_layers": turning}
 
 
-# ---- OLMo: norms of what branches add, and of all queries and keys of a layer
+# ---- OLMo: norms after each branch, and over the queries and keys of all heads
 
 
 def _olmo3(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ _OLMO = LLAMA.but(
 
 
 def _baichuan(config: Config) -> dict[str, Any]:
-    """7B has rotary positions; 13B has linear biases, and no ``max_position_embeddings``."""
+    """Positions of Baichuan: rotary for 7B; ALiBi, without ``max_position_embeddings``, for 13B."""
     if config.get("vocab_size", 0) > 100_000:
         raise CheckpointError(
             "this is a Baichuan 2, which normalizes the rows of its head at each pass; that is not built"
@@ -245,7 +245,7 @@ def _write_baichuan(model: ModelConfig) -> dict[str, Any]:
 
 
 _OWN_CODE = Feature({"auto_map"})
-"""The code of these families is not in transformers."""
+"""For families whose code comes with the model, not with transformers."""
 
 LLAMA_KIN: dict[str, Family] = {
     "llama": LLAMA.but("LlamaForCausalLM", ROTARY, keys=ATTENTION_BIAS | MLP_BIAS),

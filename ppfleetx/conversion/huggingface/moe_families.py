@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures of experts, with one row for each."""
+"""Families of mixture-of-experts networks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ppfleetx.conversion.huggingface.family import (
 from ppfleetx.conversion.huggingface.rope import hf_rope, rope_keys
 
 NEXT_TOKENS = "num_nextn_predict_layers"
-"""The key for the number of layers after the last one that predict several tokens. They are not read."""
+"""The ``config.json`` key for the number of multi-token prediction layers, whose weights are not read."""
 
 # ---- which layers are mixtures
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """``moe.layers`` without the ``dense`` layers, or ``moe.first_dense_layers`` if only the first are
-    dense."""
+    """``moe.layers``, all layers except ``dense``; or ``moe.first_dense_layers``, if only the first layers
+    are dense."""
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -60,7 +60,7 @@ _QWEN_LAYERS = Feature(
 
 
 def _pooled_loss(weight: float) -> Feature:
-    """The balancing loss of transformers, which it only adds if ``output_router_logits`` is set."""
+    """The load-balancing loss of transformers, which is active only with ``output_router_logits``."""
     switch, key = "output_router_logits", "router_aux_loss_coef"
 
     def read(config: Config) -> dict[str, Any]:
@@ -143,7 +143,7 @@ _SOFTMAX: dict[str, Family] = {
     ),
     "qwen2_moe": _QWEN.but(
         "Qwen2MoeForCausalLM",
-        # A window is only in effect with use_sliding_window, which is refused.
+        # A window needs use_sliding_window, which is refused.
         Feature({"sliding_window"}, write=lambda _: {"use_sliding_window": False}),
         keys={
             "qkv_bias": ("add_qkv_bias", True),
@@ -178,7 +178,7 @@ _SOFTMAX: dict[str, Family] = {
     ),
 }
 
-# ---- DeepSeek's routers: scores by group, shared experts, the first layers dense
+# ---- DeepSeek: group-limited routing, shared experts, dense first layers
 
 
 def _deepseek_moe(config: Config, first_dense: int) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _deepseek_moe(config: Config, first_dense: int) -> dict[str, Any]:
     if shared:
         width = {"ffn_size": shared * config["moe_intermediate_size"], "gate": False}
         made["moe.shared_experts"] = width
-    # DeepSeek's own balancing loss, which transformers does not have.
+    # DeepSeek's own balancing loss, which transformers does not implement.
     weight = config.get("aux_loss_alpha", 0.0) if config.get("seq_aux", True) else 0.0
     return made | {"moe.aux_loss.kind": "sequence" if weight else "none", "moe.aux_loss.weight": weight}
 
@@ -211,7 +211,8 @@ def _write_deepseek_moe(model: ModelConfig) -> dict[str, Any]:
 def _experts_of_deepseek(
     first_dense: int, read: Callable[[Config], Config] = lambda config: config
 ) -> Feature:
-    """``read`` returns a ``config.json`` with the groups that take effect."""
+    """The expert keys of DeepSeek. ``read`` returns a ``config.json`` whose expert groups are those in
+    effect."""
     return Feature(
         {
             "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",
@@ -244,7 +245,7 @@ _DEEPSEEK = _MIXTURE.but(
 _SIGMOID = {"moe.router.score": "sigmoid", "moe.router.bias": True, "moe.router.group_score": "top2"}
 _SIGMOID_OFF = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 
-# ---- DeepSeek's latent attention
+# ---- DeepSeek's multi-head latent attention
 
 
 def _q_up(config: Config) -> dict[str, str]:
@@ -264,7 +265,7 @@ def _latent(config: Config) -> dict[str, Any]:
 
 _LATENT = _DEEPSEEK.but(
     "",
-    # The widths of heads follow from the keys of latent attention.
+    # Head sizes follow from the keys of latent attention.
     Feature(
         {*ROTARY.reads, "head_dim", "qk_head_dim", "num_key_value_heads"},
         _latent,
@@ -340,4 +341,4 @@ MIXTURES: dict[str, Family] = _SOFTMAX | {
         off={"norm_topk_prob": (False,), "scoring_func": ("softmax",), "mlp_bias": (False,)},
     ),
 }
-"""The mixtures by ``model_type``."""
+"""The mixture-of-experts families, by ``model_type``."""

@@ -1,9 +1,9 @@
-"""Llama models in the layout of PaddleNLP and PaddleFormers.
+"""Read Llama models that PaddleNLP or PaddleFormers wrote.
 
-Their linears are ``[in, out]``, unlike Hugging Face's ``[out, in]``, but the names are the same (PaddleNLP
-has ``llama.`` instead of ``model.``). The shapes of linears that are not square show the layout of a
-directory. If all are square, its metadata does: ``format: np``, ``paddle`` or ``pd``, or pickles of Paddle.
-Otherwise it has Hugging Face's layout.
+Their linear weights are ``[in, out]``, unlike Hugging Face's ``[out, in]``. Names are the same, except that
+PaddleNLP uses ``llama.`` instead of ``model.``. The shapes of non-square matrices show which layout a
+directory has. If all matrices are square, Paddle's layout is assumed only if the files are Paddle's:
+``format: np``, ``paddle`` or ``pd`` in their metadata, or Paddle pickles.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def in_hf_layout(
 ) -> dict[str, LazyTensor]:
     """Convert the tensors of a directory to Hugging Face's layout.
 
-    ``keys`` is ``config`` as keys of our `Model` section. Raises CheckpointError if projections are fused,
-    the layout of a matrix is unknown, or the model is not a Llama.
+    ``keys`` is ``config`` converted to keys of our `Model` section. Raises CheckpointError if projections are
+    fused, a matrix's layout is ambiguous, or the model is not a Llama.
     """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]
@@ -68,7 +68,7 @@ def in_hf_layout(
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
-    """The shape [out, in] of each linear of the layers, by name."""
+    """The shape [out, in] of each linear weight in the layers, by name."""
     return {
         name: shape
         for rule in rules(config)
@@ -79,7 +79,7 @@ def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
 
 
 def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index], directory: Path) -> bool:
-    """Whether the linears are [in, out]; true if all of them are square."""
+    """Whether the linear weights are [in, out]. True if all of them are square."""
     found: dict[bool, str] = {}
     for name, (rows, columns) in linears.items():
         if rows != columns and name in tensors and sorted(tensors[name].shape) == sorted((rows, columns)):

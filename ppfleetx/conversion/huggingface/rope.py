@@ -1,8 +1,8 @@
-"""Rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
+"""Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
 
 transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``, which
-includes the base. If both are present, they are read as in transformers 5: ``rope_scaling`` takes precedence
-unless it is empty, and an inner ``rope_theta`` takes precedence over an outer one.
+includes the base. If both are present, they are read as in transformers 5: a non-empty ``rope_scaling`` wins
+over ``rope_parameters``, and an inner ``rope_theta`` wins over the outer one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ORIGINAL = "original_max_position_embeddings"
 _TURNED_PART = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
 }  # fmt: skip
-"""The default share of each head with rotary positions, if config.json does not give it."""
-_PHI3_LENGTH = 4096  # the default of Phi-3, which does not read the key in its rope_scaling
-# Keys that transformers knows; those of another type of scaling have no effect.
+"""The default fraction of each head that is rotated, if config.json does not give it."""
+_PHI3_LENGTH = 4096  # Phi-3's default; it ignores the key inside rope_scaling
+# Keys that transformers knows; keys of other scaling types have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
     "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale",
@@ -33,9 +33,12 @@ _KNOWN = {
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rotary_base``, ``rope_scaling`` (a mapping or None) and ``rotary_percent`` of our ``Model`` section,
-    for a ``config.json`` whose values have the right types. Raises CheckpointError if the kind of scaling is
-    not supported, or a value is invalid."""
+    """Convert rotary settings to ``rotary_base``, ``rope_scaling`` (a mapping or None) and, for some
+    families, ``rotary_percent``.
+
+    The types of ``config``'s values must have been checked. Raises CheckpointError if the scaling is not
+    supported, or a value is invalid.
+    """
     config = _with_usual_names(config)
     place, given = _in_effect(config)
     if unknown := sorted(set(given) - _KNOWN):
@@ -56,8 +59,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """Warnings about the reading of rotary settings, one sentence each, for a ``config.json`` that
-    :func:`rope_keys` accepts, or one with settings by kind of layer."""
+    """Warnings about rotary settings, one sentence each, for a ``config.json`` with supported settings."""
     if any("full_attention" in (config.get(place) or {}) for place in PLACES):
         return []
     _, given = _in_effect(config)
@@ -75,29 +77,29 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
 
 
 def hf_rope(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a ``config.json`` for the rotary settings of ``model``, for transformers 4 and 5."""
+    """The rotary keys of a ``config.json`` for ``model``, readable by transformers 4 and 5."""
     if model.rope_scaling is None:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
     keys = {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": given.pop("type"), **given}}
-    if model.rope_scaling.type == "longrope":  # the outer one takes precedence, and has a default in Phi-3
+    if model.rope_scaling.type == "longrope":  # the outer key wins, and has a default in Phi-3
         keys[_ORIGINAL] = model.rope_scaling.original_max_position_embeddings
     return keys
 
 
 def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
-    """:func:`hf_rope` for a family with rotary positions in a part of each head."""
+    """:func:`hf_rope` for families that rotate only part of each head."""
     return {**hf_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
 def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
-    """:func:`hf_rope` under GPT-NeoX's names."""
+    """:func:`hf_rope` with GPT-NeoX's key names."""
     keys = hf_rope(model)
     return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
 
 
 def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace GPT-NeoX's names of base and rotated part by the usual ones."""
+    """Rename GPT-NeoX's rotary keys to the usual ones."""
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
         return config
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
@@ -106,7 +108,7 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The settings that take effect, and their key."""
+    """The rotary settings that apply, with the name of their key."""
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
     for key, value in given.items():
@@ -129,7 +131,7 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
     kind = given.get("rope_type", given.get("type", "default"))
     is_phi3 = config.get("model_type") == "phi3"
     if is_phi3 and kind in ("su", "yarn"):
-        kind = "longrope"  # under the names it had before
+        kind = "longrope"  # its former names
     if kind == "default":
         return None
     if kind not in _TYPES:
@@ -152,7 +154,7 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
         if values["factor"] is None:
             values["factor"] = _ratio(longest, values[_ORIGINAL])
         if isinstance(values["factor"], int | float):
-            values["factor"] = max(values["factor"], 1.0)  # less means the same to transformers
+            values["factor"] = max(values["factor"], 1.0)  # transformers treats smaller values as 1
     try:
         section = section_of(RopeScalingConfig, values)
     except ConfigError as error:
@@ -167,7 +169,8 @@ _WITHOUT_DYNAMIC = (
 
 
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's own keys. As in transformers, 0 means "not given" for some of them."""
+    """YaRN's own keys. As in transformers, 0 means "not given" for beta_fast, beta_slow and the mscale
+    keys."""
     values = {"beta_fast": given.get("beta_fast") or None, "beta_slow": given.get("beta_slow") or None}
     values["truncate"] = bool(given.get("truncate", True))
     if given.get("attention_factor") is not None:

@@ -1,8 +1,8 @@
-"""The mapping between Hugging Face's tensors and our parameters, in both directions, from a family's table.
+"""Map Hugging Face's tensors to our parameters and back, using the table of a family.
 
-Our linears are ``[in, out]``. Our fused matrices (queries, keys and values; gate and up) are interleaved
-according to the ``parts`` of the parameter's declaration. Vocabulary padding is not mapped: the reader adds
-it, and the writer drops it.
+Our linear weights are ``[in, out]``. Our fused matrices (q, k, v; gate, up) are interleaved as the ``parts``
+of the parameter's declaration specify. Vocabulary padding is not mapped: the reader adds it and the writer
+drops it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _LOAD = "router_load"
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters, and the Hugging Face tensors that make it up.
+    """How one of our parameters is made of Hugging Face's tensors.
 
     Attributes:
-        ours: canonical name of our parameter.
-        theirs: Hugging Face's names; several if experts or the parts of a fused parameter are separate
-            tensors: all parts of the first expert, then all parts of the next one.
-        shape: shape of our parameter, without vocabulary padding.
-        parts: the parts of a fused parameter whose layout differs.
+        ours: the canonical name of our parameter.
+        theirs: Hugging Face's names. Several if the experts or the parts of a fused parameter are separate
+            tensors: all parts of the first expert, then all parts of the second, and so on.
+        shape: the shape of our parameter, without vocabulary padding.
+        parts: the parts of a fused parameter whose layout differs from ours.
         is_transposed: whether Hugging Face's tensors are ``[out, in]``.
-        num_experts: the first dimension of our parameter, if experts are separate tensors.
-        num_heads: the number of rows, if their tensor is a matrix ``[heads, size]`` and ours a vector.
+        num_experts: the number of experts, our first dimension, if experts are separate tensors.
+        num_heads: the number of heads, if Hugging Face's tensor is ``[heads, size]`` and ours a vector.
     """
 
     ours: str
@@ -53,7 +53,7 @@ class Rule:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Shapes of Hugging Face's tensors."""
+        """The shapes of Hugging Face's tensors."""
         if self.num_heads is not None:
             return [(self.num_heads, self.shape[0] // self.num_heads)]
         shapes = [self._shape]
@@ -62,7 +62,7 @@ class Rule:
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
-        """Build our parameter from their tensors. This moves elements but does not change their values."""
+        """Build our parameter from Hugging Face's tensors. Elements are moved, not changed."""
         if self.num_heads is not None:
             return arrays[0].reshape(self.shape)
         if self.num_experts is None:
@@ -73,7 +73,8 @@ class Rule:
         return experts
 
     def split(self, array: np.ndarray, index: int) -> np.ndarray:
-        """Build their tensor number ``index`` from our parameter, which may have vocabulary padding."""
+        """Build Hugging Face's tensor number ``index`` from our parameter, which may have vocabulary
+        padding."""
         if self.num_heads is not None:
             return array.reshape(self.shapes[0])
         if self.num_experts is not None:
@@ -82,12 +83,12 @@ class Rule:
 
     @property
     def _shape(self) -> Shape:
-        """The shape of our parameter, or of one expert of it."""
+        """The shape of our parameter, or of one of its experts."""
         return self.shape if self.num_experts is None else self.shape[1:]
 
     @property
     def _count(self) -> int:
-        """The number of tensors for one expert, or for the parameter."""
+        """The number of Hugging Face's tensors per expert, or in total without experts."""
         return len(self.theirs) // (self.num_experts or 1)
 
     def _join(self, *arrays: np.ndarray) -> np.ndarray:
@@ -111,15 +112,18 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """One rule for every parameter, in model order. GPT-2's names begin with ``transformer.``. Raises
-    UserError if the ``config.json`` is for a network that we do not support."""
+    """The rules of all parameters, in model order. Raises UserError if we do not support the network.
+
+    GPT-2's tensor names include the prefix ``transformer.``, which some files omit.
+    """
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
 def loads(model: ModelConfig) -> dict[str, LazyTensor]:
-    """Initial loads of the experts, which a balancing loss may need but files do not contain."""
+    """Initial values of the experts' load statistics, which a balancing loss may need but files do not
+    contain."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(model).items()
