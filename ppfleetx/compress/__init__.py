@@ -1,9 +1,8 @@
-"""Make models smaller: quantization, pruning, distillation."""
+"""Make models smaller: quantization, pruning and distillation."""
 
 from typing import Literal
 
 Criterion = Literal["l1_norm", "l2_norm", "saliency", "usage"]
-"""The measure of the importance of heads and units (not usage) in :mod:`~ppfleetx.compress.prune`, and of
-experts (not saliency) in :mod:`~ppfleetx.compress.prune_experts`."""
+"""Importance measures for pruning. ``saliency`` is only for heads and units, ``usage`` only for experts."""
 Part = Literal["heads", "mlp", "both", "experts"]
-"""The kind of parts to prune; both: heads and mlp."""
+"""What to prune; ``both`` means heads and mlp."""

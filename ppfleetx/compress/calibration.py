@@ -1,4 +1,4 @@
-"""Windows of text for calibrating and measuring a model."""
+"""Token windows for calibrating and evaluating a compressed model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from ppfleetx.data.corpus_formats import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _TEXT = (".txt", ".md", ".text")
-_MEASURED = 10  # the last tenth of the tokens is kept for measuring
+_MEASURED = 10  # the last tenth of the tokens is reserved for evaluation
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Windows of tokens ``[windows, s + 1]`` int64: one more than the model's input, because the last token
-    is only predicted. ``calibration`` is from the first nine tenths of the data, ``measured`` from the last
-    tenth."""
+    """Token windows ``[windows, s + 1]`` int64, one token longer than the model's input for the labels.
+
+    ``calibration`` is from the first nine tenths of the data, ``measured``, for evaluation, from the last
+    tenth.
+    """
 
     calibration: np.ndarray
     measured: np.ndarray
@@ -29,10 +31,18 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Take windows of ``seq_len`` + 1 tokens, spread evenly over a corpus (the prefix of .bin/.idx) or a
-    plain text: up to ``num_windows`` to calibrate, which needs ``fewest`` tokens, and half as many to
-    evaluate. Raises DataError if there is no such data, or an id is outside the model's vocabulary,
-    ConfigError if there is too little."""
+    """Read token windows, evenly spread over a corpus or a text file.
+
+    Args:
+        place: the prefix of a .bin/.idx corpus, or a text file.
+        seq_len: input tokens per window; windows have one more.
+        num_windows: maximum number of calibration windows; evaluation gets half as many.
+        fewest: minimum number of calibration tokens.
+
+    Raises:
+        DataError: there is no such data, or a token id is outside the model's vocabulary.
+        ConfigError: there is too little data.
+    """
     tokens = _tokens(place, tokenizer)
     border = len(tokens) - len(tokens) // _MEASURED
     calibration = _windows(tokens[:border], seq_len, num_windows)

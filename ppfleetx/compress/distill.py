@@ -1,9 +1,9 @@
-"""Distillation (Hinton et al., 2015): a smaller model learns from the outputs of a larger one.
+"""Distillation (Hinton et al., 2015): train a smaller model on the outputs of a larger one.
 
 The loss of a token is ``hard_weight`` times its cross entropy plus ``soft_weight`` times T^2 KL(p || q),
-where p and q are the distributions of teacher and student at temperature T. The student's layer factory
-builds the teacher, so under every plan the teacher's logits are split over the ranks like the student's.
-Evaluation measures the cross entropy only.
+where p and q are the distributions of teacher and student at temperature T. The teacher is built by the
+student's layer factory, so both have their logits sliced in the same way under every plan. Evaluation uses
+the cross entropy only.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, canonical_parameters
 from ppfleetx.utils.log import get_logger
 
-_HIDDEN = -1e9  # logit of ids that get no probability
+_HIDDEN = -1e9  # logit of padding ids
 
 
 class Distillation(WrappedTask):
-    """Wraps a language-modelling task so that its training loss includes a teacher."""
+    """Adds a teacher to the training loss of a language-modeling task."""
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
         super().__init__(task)
@@ -47,7 +47,7 @@ class Distillation(WrappedTask):
         self._teacher: StagedModel | None = None
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The task's loss; in training, weighted and with the divergence from the teacher's outputs."""
+        """The distillation loss in training; the task's own loss in evaluation."""
         if not paddle.is_grad_enabled():
             return super().loss(outputs, batch, factory)
         in_pieces = isinstance(outputs, LogitsInPieces)
@@ -73,8 +73,8 @@ class Distillation(WrappedTask):
         mask: paddle.Tensor,
         factory: LayerFactory,
     ) -> paddle.Tensor:
-        """Add up the weighted cross entropy ``hard`` and the weighted divergence of ``student [s, b, V]``
-        from ``teacher`` where ``mask [b, s]`` counts."""
+        """Return the weighted sum of the cross entropy ``hard`` and the divergence of ``student`` from
+        ``teacher``, ``[s, b, V]`` each, over the positions where ``mask [b, s]`` is 1."""
         cfg = self._distill
         each = divergence(student, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
         soft = (each * mask.transpose([1, 0]).astype(each.dtype)).sum().astype(hard.dtype)
@@ -87,7 +87,7 @@ class Distillation(WrappedTask):
 
 
 class _PiecesOfBoth(LogitsInPieces):
-    """The student's logits in pieces. The loss of each piece uses the same piece of the teacher's logits."""
+    """The student's logits in chunks. The loss of each chunk uses the same chunk of the teacher's logits."""
 
     def __init__(
         self, student: LogitsInPieces, teacher: LogitsInPieces, add: Callable[..., paddle.Tensor]
@@ -105,7 +105,7 @@ class _PiecesOfBoth(LogitsInPieces):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Refuse a teacher whose experts the student's plan cannot divide."""
+    """Raise ConfigError if the student's plan cannot distribute the teacher's experts."""
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -121,8 +121,8 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights. Raises
-    CheckpointError if there is no such model, or it has a different vocabulary."""
+    """Build the teacher from a checkpoint with ``factory``, and load this rank's slices of its weights.
+    Raises CheckpointError if there is no such model, or its vocabulary differs from the student's."""
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
     if model.vocab_size != student.vocab_size:
@@ -131,7 +131,7 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
             f"student (Model.vocab_size) of {student.vocab_size}: their outputs cannot be compared"
         )
     _check_experts(model, student, factory)
-    rows = "vocab_size_divisible_unit"  # so that both models split their logits alike
+    rows = "vocab_size_divisible_unit"  # so that both models slice their logits in the same way
     alike = {rows: getattr(student, rows), "loss_chunks": student.loss_chunks}
     model = model.model_copy(update={**alike, "lora": None})
     stages = with_small_weights(model_stages(model, factory), _weights_of(checkpoint), factory)
@@ -158,7 +158,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
-    """The storage format of a checkpoint's weights; None if they are not quantized."""
+    """The quantization format of a checkpoint's weights; None if they are not quantized."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")
     return None if weights is None else section_of(WeightsConfig, weights)
@@ -167,9 +167,15 @@ def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
 def divergence(
     student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
 ) -> paddle.Tensor:
-    """KL(p || q) at each position ``[s, b]``, from logits ``[s, b, V]`` of q (``student``, with gradient) and
-    p (``teacher``). With a ``group``, V counts this rank's columns. Columns from ``true_vocab`` on are
-    padding."""
+    """KL(p || q) at each position, ``[s, b]``.
+
+    Args:
+        student: logits of q ``[s, b, V]``, which get a gradient.
+        teacher: logits of p ``[s, b, V]``.
+        true_vocab: columns from this one on are vocabulary padding.
+        temperature: divides the logits.
+        group: the tensor-parallel group, if V is this rank's slice of the vocabulary.
+    """
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)
 
 

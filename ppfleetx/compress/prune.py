@@ -1,12 +1,12 @@
 """Structured pruning: remove attention groups, feed-forward units and whole layers from a model.
 
-The result is an ordinary model with smaller sizes. The configuration has one size for all layers, so each
-layer loses the same number of groups and units, though not the same ones. A group is a key/value head with
-its query heads. Scores are computed from whole tensors in float64, so a checkpoint gives the same model, bit
-for bit, whatever plan it was saved under.
+The result is an ordinary, smaller model. Sizes are the same for all layers in the configuration, so each
+layer loses the same number of groups and units, but not the same indices. A group is a key/value head with
+its query heads. Scores are computed in float64 from whole tensors, so the result does not depend on the plan
+under which the checkpoint was saved, bit for bit.
 
-Shape letters: h hidden size, g groups, w columns of a group in the fused projection, v its width in the
-output projection's input, f units, p columns of a unit (2 with a gate).
+Shape letters: h hidden size, g groups, w columns per group in the fused QKV projection, v rows per group in
+the output projection, f units, p columns per unit in fc1 (2 if gated).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import model_spec
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-"""Matches the number of a layer, and the name of a tensor in it."""
+"""Matches a parameter's name: (layer number, name within the layer)."""
 _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 
 @dataclass(frozen=True)
 class GroupsAndUnits:
-    """Two arrays for one layer: the scores of its groups ``[g]`` and units ``[f]``, float64; or the sorted
-    indices of those that are kept."""
+    """Two arrays for one layer: scores of its groups ``[g]`` and units ``[f]``, float64, or the sorted
+    indices of the groups and units to keep."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -41,19 +41,20 @@ class GroupsAndUnits:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a layer's tensor is divided along ``axis``: into groups or into units, each ``width`` long."""
+    """How a tensor is divided along ``axis`` into groups (``of_groups``) or units, of ``width`` elements
+    each."""
 
     of_groups: bool
     axis: int
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """The indices along the axis that belong to the parts ``which``."""
+        """The indices along the axis of the groups or units ``which``."""
         return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """How the layer's tensor ``own`` is divided; None if it does not belong to particular groups or units."""
+    """How a layer's tensor ``own`` is divided; None if it does not belong to individual groups or units."""
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
         axis = len(shape) - 1
@@ -70,8 +71,9 @@ class Sizes:
     """The sizes of the pruned model.
 
     Attributes:
-        num_groups, num_units: number of groups and units in each layer.
-        layers: indices of the layers that are kept, in order.
+        num_groups: groups per layer.
+        num_units: units per layer.
+        layers: indices of the layers to keep, in order.
     """
 
     num_groups: int
@@ -87,9 +89,12 @@ def sizes_after(
     multiple: int = 1,
     drop_layers: tuple[int, ...] = (),
 ) -> Sizes:
-    """The sizes after removing the share ``ratio`` of the groups and units, rounded down, and
-    ``drop_layers``; what stays is rounded up to a multiple (for a later tensor-parallel degree). Raises
-    ConfigError if too little would be left, or nothing would change."""
+    """The sizes after removing a fraction ``ratio`` of the groups and units, and the layers ``drop_layers``.
+
+    The number to remove is rounded down, and the number that remains is rounded up to a multiple of
+    ``multiple`` (for a later tensor-parallel degree). Raises ConfigError if too little would remain, or
+    nothing would change.
+    """
     check_network(model)
     check_share(ratio, multiple)
     absent = [layer for layer in drop_layers if not 0 <= layer < model.num_layers]
@@ -118,7 +123,7 @@ def sizes_after(
 
 
 def check_share(ratio: float, multiple: int) -> None:
-    """Raise ConfigError for an invalid share to remove, or number to round up to."""
+    """Raise ConfigError for an invalid fraction to remove, or an invalid multiple."""
     if not 0 <= ratio < 1:
         raise ConfigError("is the share taken out: from 0 to below 1", key="--ratio", value=ratio)
     if multiple < 1:
@@ -138,7 +143,7 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError if the layers are of a kind that cannot be pruned."""
+    """Raise ConfigError if this kind of network cannot be pruned."""
     if model.not_pruned is not None:
         key, why = model.not_pruned
         raise ConfigError(why, key=f"Model.{key}")
@@ -164,17 +169,18 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
         "ffn_hidden_size": sizes.num_units,
     }
     if len(sizes.layers) < model.num_layers:
-        values |= {"recompute_layers": None, "no_recompute_layers": None}  # they name layers by number
+        values |= {"recompute_layers": None, "no_recompute_layers": None}  # these refer to old layer numbers
     return ModelConfig(**{**model.model_dump(), **values})
 
 
-# -- which parts matter least
+# -- importance
 
 
 def magnitude_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, layer: int, criterion: Criterion
 ) -> GroupsAndUnits:
-    """The sum of magnitudes or squares of all weights that write into a group or unit or read from it."""
+    """The sum of magnitudes or squares of all weights that write to or read from each group and unit of a
+    layer."""
 
     def mass(name: str) -> np.ndarray:
         tensor = tensors[f"decoder.layers.{layer}.{name}.weight"]
@@ -187,8 +193,8 @@ def magnitude_scores(
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
-    """The sum of magnitudes or squares in each part of a matrix, or of some of its parts, float64. bfloat16
-    is given as its bits in uint16."""
+    """The sum of magnitudes or squares of each part of a matrix, or of a slice of whole parts, float64.
+    bfloat16 values are passed as uint16 bits."""
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":
         mass = mass**2
@@ -196,7 +202,7 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
-    """The parts with the largest scores. Among equal scores, smaller indices are kept."""
+    """The groups and units with the largest scores. Among equal scores, smaller indices are kept."""
     return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 
@@ -210,8 +216,8 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 def pruned_tensors(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, sizes: Sizes, kept: Mapping[int, GroupsAndUnits]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of the pruned model, read lazily, with layers renumbered; ``kept`` are the parts of each
-    layer that is kept."""
+    """The tensors of the pruned model, read lazily, with layers renumbered. ``kept`` are the groups and units
+    to keep in each remaining layer."""
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():
         found = LAYER.fullmatch(name)

@@ -1,8 +1,8 @@
-"""Pruning of whole experts from the mixtures of a model.
+"""Prune whole experts from mixture-of-experts layers.
 
 The result is an ordinary model with fewer experts. The configuration has one number of experts for all
-layers, so each mixture loses the same number, though not the same ones; and where the router chooses among
-groups, so does each group. Shared experts stay.
+layers, so each layer loses the same number of experts, but not the same indices. With group-limited routing,
+each group loses the same number. Shared experts are kept.
 
 Shape letters: E experts.
 """
@@ -25,9 +25,12 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 
 
 def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
-    """The number of experts of a layer after removing the share ``ratio`` of them, rounded down; what stays
-    is rounded up to a multiple (for a later expert-parallel degree). Raises ConfigError if the model has no
-    experts, the router cannot choose among so few, or nothing would change."""
+    """The number of experts per layer after removing a fraction ``ratio`` of them.
+
+    The number to remove is rounded down, and the number that remains is rounded up to a multiple of
+    ``multiple`` (for a later expert-parallel degree). Raises ConfigError if the model has no experts, the
+    router does not support so few, or nothing would change.
+    """
     check_share(ratio, multiple)
     moe = model.moe
     if moe is None:
@@ -51,7 +54,7 @@ def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
 
 
 def pruned_mixtures(model: ModelConfig, num_experts: int) -> ModelConfig:
-    """The ``Model`` section with ``num_experts`` experts in each mixture."""
+    """The ``Model`` section with ``num_experts`` experts per layer."""
     values = model.model_dump()
     return ModelConfig(**{**values, "moe": {**values["moe"], "num_experts": num_experts}})
 
@@ -59,7 +62,7 @@ def pruned_mixtures(model: ModelConfig, num_experts: int) -> ModelConfig:
 def router_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, criterion: Criterion
 ) -> dict[int, np.ndarray]:
-    """The sums of magnitudes or squares of the router's weights of each expert, ``[E]`` by layer."""
+    """The sum of magnitudes or squares of each expert's router weights, ``[E]`` by layer."""
     scores = {}
     for layer in model.moe.mixture_layers(model.num_layers):
         weight = tensors[f"decoder.layers.{layer}.mlp.router.weight"]
@@ -69,7 +72,7 @@ def router_scores(
 
 
 def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
-    """The experts of a layer with the largest ``scores [E]``, sorted; the same number in each group. Among
+    """The experts of a layer with the largest ``scores [E]``, sorted, the same number in each group. Among
     equal scores, smaller indices are kept."""
     grouped = scores.reshape(num_groups or 1, -1)
     best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
@@ -79,12 +82,12 @@ def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -
 def without_experts(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of the pruned model ``small``, read lazily; ``kept`` are the experts to keep, by layer."""
+    """The tensors of the pruned model ``small``, read lazily. ``kept`` are the experts to keep, by layer."""
     before, after = parameter_shapes(model), parameter_shapes(small)
     for name, tensor in tensors.items():
         if name not in after or before[name] == after[name]:
             yield name, tensor
-        elif is_router_load(name):  # shares of a step among all experts
+        elif is_router_load(name):  # fractions of the tokens of a step; start again from equal loads
             share = np.full(after[name], 1 / small.moe.num_experts, np.float32)
             yield name, LazyTensor("F32", after[name], lambda share=share: share)
         else:

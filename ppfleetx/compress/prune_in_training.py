@@ -1,15 +1,13 @@
-"""Pruning while training: groups and units become zero and stay zero (``Compress.Prune``).
+"""Prune during training: groups and units are set to zero and stay zero (``Compress.Prune``).
 
-To prune a group or unit, all weights that write into it or read from it are set to zero, with their biases
-and optimizer states. From then on only zeros pass through it in both directions: the activation of zero is
-zero, attention sums values that are zero, and the weights that read the result pass back a zero gradient. So
-all its gradients are exactly zero, an optimizer with zero states does not move it, and weight decay
-multiplies zero. No mask or other state is needed: a checkpoint holds the zeros, and any plan can continue
-from it.
+Pruning a group or unit sets all weights that write to it or read from it to zero, with their biases and
+optimizer states. They stay zero without a mask: only zeros pass through the part in both directions, so its
+gradients are exactly zero, an optimizer with zero states does not move it, and weight decay multiplies zero.
+Checkpoints therefore need no extra state, and any plan can resume from them.
 
-As in ``ppfleetx prune``, the parts are selected layer by layer from the whole model. A group or unit is
-always on a single tensor-parallel rank; for each matrix one rank of the job computes the sums, in float64.
-Pruned parts have the smallest sum, zero, so the next selection includes them.
+As in ``ppfleetx prune``, parts are selected per layer of the whole model. A group or unit is always on a
+single tensor-parallel rank. One rank of the job computes the sums of each matrix, in float64. Pruned parts
+have the smallest possible sum, zero, so the next selection includes them.
 """
 
 from __future__ import annotations
@@ -44,8 +42,11 @@ from ppfleetx.utils.log import get_logger
 
 
 class PruningInTraining:
-    """Prunes a runner's model as ``Compress.Prune`` says. All ranks of a job must call its methods together.
-    Raises ConfigError if the network cannot be pruned, or its activation is not zero at zero."""
+    """Prunes a model during training, with the schedule in ``Compress.Prune``. All ranks must call its
+    methods at the same time.
+
+    Raises ConfigError if the network cannot be pruned, or its activation is not zero at zero.
+    """
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None
@@ -56,10 +57,10 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune the share that the schedule has for ``step``; in most steps there is nothing to do.
+        """Prune the fraction that is scheduled for ``step``. Most steps do nothing.
 
-        The first call, and the first one after a rollback, always checks the model: the run may have resumed
-        from a checkpoint that was not pruned. Raises ConfigError if pruned parts did not stay zero.
+        The first call, and the first call after a rollback, always prunes, because the loaded checkpoint may
+        not have been pruned. Raises ConfigError if pruned parts did not stay zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -69,7 +70,7 @@ class PruningInTraining:
         out = self._counts(share)
         if not any(out):
             return
-        self._runner.before_update()  # this gives a checkpoint that is being written its own copy
+        self._runner.before_update()  # weights may be changed only after a running save has copied them
         scores = self._scores()
         self._check_zeros(scores)
         num_new = self._take_out(scores, out)
@@ -78,7 +79,7 @@ class PruningInTraining:
             get_logger().info(f"pruned after {step} steps: {self._said()}")
 
     def finish(self) -> None:
-        """Log which parts are zero, and how to remove them, at the end of training. Raises ConfigError if
+        """Log at the end of training which parts are zero and how to remove them. Raises ConfigError if
         pruned parts did not stay zero."""
         if not self._begun:
             return
@@ -93,7 +94,7 @@ class PruningInTraining:
 
     @property
     def zero_share(self) -> float:
-        """The share of the layers' matrices that has been pruned."""
+        """The fraction of the layers' matrices that has been pruned."""
         zero = total = 0.0
         for own, spec in model_spec(self._model).blocks[0].parameters().items():
             shape = spec.shape
@@ -105,7 +106,7 @@ class PruningInTraining:
         return zero / total
 
     def _counts(self, share: float) -> tuple[int, int]:
-        """The number of groups and units of each layer that make up ``share``."""
+        """The number of groups and of units per layer that correspond to the fraction ``share``."""
         part, model = self._options.part, self._model
         groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
         return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
@@ -118,9 +119,9 @@ class PruningInTraining:
         )
 
     def _scores(self) -> list[GroupsAndUnits]:
-        """The scores of each layer of the whole model, the same on every rank and under every plan."""
+        """The scores of all layers of the whole model, the same on every rank and under every plan."""
         groups, units = self._model.kv_heads, self._model.ffn_size
-        # Kept separately by axis, for each matrix of a layer.
+        # Index 0 holds the sums of out_proj and fc2, index 1 those of qkv and fc1.
         sums = np.zeros((2, self._model.num_layers, groups + units))
         for piece in self._pieces():
             if not piece.is_matrix or not self._runner.writes(piece.parameter):
@@ -130,8 +131,8 @@ class PruningInTraining:
             first = piece.first + (0 if piece.parts.of_groups else groups)
             sums[piece.parts.axis, piece.layer, first : first + len(mass)] = mass
         if self._ctx.world_size > 1:
-            # Each number is on one rank, and zero on the others; their bits are summed as integers, which all
-            # devices support.
+            # Only one rank has each number, and the others have zero. Summing the bits as integers is exact
+            # and works on all devices, unlike a float64 all-reduce.
             bits = paddle.to_tensor(sums.view(np.int64))
             distributed.all_reduce(bits)
             sums = bits.numpy().view(np.float64)
@@ -149,8 +150,8 @@ class PruningInTraining:
                     )
 
     def _take_out(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
-        """Set the parts with the smallest scores to zero. Returns how many, per layer, were not zero
-        before."""
+        """Set the parts with the smallest scores to zero. Returns how many of them, in all layers, were not
+        zero before."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0
@@ -186,7 +187,8 @@ class PruningInTraining:
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's share of a tensor that consists of parts: ``count`` parts from ``first`` on."""
+    """This rank's slice of a parameter that consists of groups or units: ``count`` of them, from ``first``
+    on."""
 
     name: str
     parameter: Any
@@ -201,7 +203,7 @@ class _Piece:
 
 
 def _check_activation(cfg: RunConfig) -> None:
-    """Refuse an activation that is not zero at zero, or has no finite slope there."""
+    """Raise ConfigError if the activation is not zero at zero, or its slope there is not finite."""
     name = cfg.Model.hidden_act
     given = paddle.zeros([1, 1, 8])
     given.stop_gradient = False

@@ -1,4 +1,4 @@
-"""The report on the effect of quantization on each layer and on the whole model."""
+"""A report of how quantization changes each layer and the whole model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from ppfleetx.config.formatting import counted
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The effect on one layer: bits per element; bytes before and after (scales included); the rounding error
-    relative to the matrix (root mean squares); and, with calibration data, the relative error of its
-    products."""
+    """How quantization changes one layer.
+
+    Attributes:
+        bits: bits per element.
+        before: bytes before quantization.
+        after: bytes after quantization, including scales.
+        weight_error: root mean square of the rounding error, relative to the matrix.
+        output_error: the same for the layer's products; None without calibration data.
+    """
 
     name: str
     bits: int
@@ -25,12 +31,13 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """The effect on the whole model.
+    """How quantization changes the whole model.
 
     Attributes:
         layers: the quantized layers, in order.
         kept: bytes of all other parameters.
-        perplexity_before, perplexity_after: on the same ``num_measured`` tokens, if there was data.
+        perplexity_before: on ``num_measured`` tokens; None without data.
+        perplexity_after: on the same tokens.
         on_trained_grid: the number of matrices with exactly the values of quantization-aware training.
     """
 
@@ -42,7 +49,7 @@ class Report:
     on_trained_grid: int = 0
 
     def set_output_errors(self, errors: Mapping[str, float]) -> None:
-        """Replace the output errors of the layers that ``errors`` names."""
+        """Set the output errors of the layers in ``errors``."""
         self.layers = [
             replace(layer, output_error=errors.get(layer.name, layer.output_error)) for layer in self.layers
         ]

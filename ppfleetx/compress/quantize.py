@@ -1,7 +1,7 @@
-"""Post-training quantization, stage by stage; only two layers and the calibration windows are in memory.
+"""Post-training quantization, one stage at a time, so that only two layers and the activations are in memory.
 
-Calibration windows go through two models at once: the original model, and the quantized model as far as it is
-ready. A layer is calibrated on its inputs in the quantized model.
+Calibration windows pass through the stages that are already quantized, so a layer is calibrated on the inputs
+it gets in the quantized model. Evaluation windows pass through both models, to compare perplexities.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ Method = Literal["rtn", "gptq"]
 _SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
 _MATRICES = ("matrix", "head", "word_embedding")
 GROUPS = (32, 16, 8)
-"""Group sizes to try; the first that fits is used unless the user names one. With 8 bits, the last one would
-cost too much."""
+"""Group sizes to try if the user gives none; the first that fits is used. The last is not used for 8 bits,
+where scales would take too much space."""
 _ROWS = 4  # windows per pass
-_MOST_ERROR = {8: 0.1, 4: 0.3}  # bits -> relative change of a layer's output that is not worth a warning
+_MOST_ERROR = {8: 0.1, 4: 0.3}  # bits -> relative output error above which we warn
 _MOST_WARNINGS = 5
-_OUTLIER = 20  # times the median of all features, from which on a feature is an outlier
+_OUTLIER = 20  # a feature is an outlier above this multiple of the median of all features
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Options:
     Attributes:
         weights: the storage format of weights.
         method: round to nearest, or GPTQ. GPTQ and ``smooth`` need samples.
-        smooth: whether to move outliers of activations into the weights first.
-        trained: the settings of quantization-aware training, whose grid rounding to nearest then uses; None
-            if there was none.
+        smooth: whether to apply SmoothQuant first, which moves activation outliers into the weights.
+        trained: the settings of quantization-aware training, whose grid is then used for rounding to nearest;
+            None if there was none.
     """
 
     weights: WeightsConfig
@@ -85,7 +85,8 @@ class Options:
 
 
 def check_options(model: ModelConfig, options: Options) -> None:
-    """Raise ConfigError, which names the first matrix that cannot be stored this way."""
+    """Raise ConfigError if the options do not fit the model. The message names the first matrix that they do
+    not fit."""
     for key, is_given, remedy in (
         ("--smooth", options.smooth, "leave it out"),
         ("--method", options.method == "gptq", "round to nearest (--method rtn)"),
@@ -119,10 +120,10 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Complete ``weights`` with the first of :data:`GROUPS` that divides the input features of all matrices.
+    """Set the group size: the first of :data:`GROUPS` that divides the input features of all matrices.
 
-    If there is none, weights of 8 bits go without groups and offsets. With 4 bits, matrices that no group
-    size divides are not quantized, with a warning. Raises ConfigError if that is true of all matrices.
+    If none does, 8-bit weights get no groups and no offsets. With 4 bits, matrices that no group size divides
+    are not quantized, with a warning. Raises ConfigError if that is true of all matrices.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
@@ -145,7 +146,7 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
             f"{GROUP_MULTIPLE} at a time: they stay as they are (--to int8 takes them)"
         )
         weights = weights.model_copy(update={"skip": (*weights.skip, *patterns)})
-    if model.hidden_size % GROUP_MULTIPLE or not wanted:  # no groups divide the embedding
+    if model.hidden_size % GROUP_MULTIPLE or not wanted:  # no group size divides the embedding
         weights = weights.model_copy(update={"asymmetric": False})
     if not wanted:  # --skip names all of them
         return weights
@@ -157,7 +158,7 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
 
 
 def _matrices(model: ModelConfig) -> dict[str, int]:
-    """The input features of each matrix of the blocks."""
+    """The number of input features of each matrix in the blocks."""
     return {
         name.removesuffix(".weight"): spec.shape[-2]
         for name, spec in parameter_specs(model).items()
@@ -171,9 +172,9 @@ class Quantizer:
     Args:
         checkpoint: the weights.
         model: the ``Model`` section.
-        options: the options for quantizing.
-        room: an empty directory for tensors that are ready to be written.
-        samples: text for calibration and measurement; None skips both.
+        options: the quantization options.
+        room: an empty directory for temporary files of quantized tensors.
+        samples: windows for calibration and evaluation; None skips both.
     """
 
     def __init__(
@@ -194,11 +195,14 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns its tensors, which are read lazily from ``room``. Raises DataError if a
-        weight is NaN or infinite, CheckpointError if the checkpoint does not belong to the model."""
+        """Quantize the model. Returns its tensors, which are read lazily from ``room``.
+
+        Raises DataError if a weight is NaN or infinite; CheckpointError if the checkpoint does not fit the
+        model.
+        """
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
-        # Products with widened weights are faster for whole windows.
+        # For whole windows, float products are faster. Only rounded activations need the quantized layers.
         small_stages = (
             stages if weights.activation_bits is None else with_small_weights(stages, weights, factory)
         )
@@ -237,7 +241,7 @@ class Quantizer:
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
     ) -> dict[str, Stored]:
-        """The tensors to store for each quantized parameter of a stage."""
+        """Quantize the matrices of a stage. Returns the tensors to store, by parameter name."""
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
@@ -314,7 +318,7 @@ class Quantizer:
                 self.report.kept += parameter.size * parameter.element_size()
 
     def _warn(self) -> None:
-        """Warn of layers whose products have changed much, and of features that may be the reason."""
+        """Warn about layers with large output errors, and name outlier features that may be the reason."""
         weights, most = self._options.weights, _MOST_ERROR[self._options.weights.bits]
         remedies = ["a smaller --group"]
         if weights.activation_bits is not None:
@@ -353,16 +357,18 @@ class Quantizer:
         )
 
     def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
-        """Load what is stored for a stage into ``layer``, whose linears hold integers or floating point."""
+        """Load the quantized weights of a stage into ``layer``, whose linear layers hold integers or
+        floats."""
         for name, parameter in canonical_parameters(layer).items():
             if name in stored and parameter.dtype == paddle.float32:
                 parameter.set_value(stored[name].values())
-            elif dtype_of(parameter) == self._ready[name].dtype:  # not the table of the first stage again
+            elif dtype_of(parameter) == self._ready[name].dtype:  # not a tied embedding again
                 parameter.set_value(np.array(self._ready[name].array()))
 
 
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
-    """Describe the input feature that stands out most, by its largest input or its largest weight."""
+    """Describe the input feature with the largest inputs or weights relative to the median; empty if there is
+    no outlier."""
     said = {}
     for what, largest in (("its input", inputs), ("the weights of its input", rows)):
         feature, median = int(largest.argmax()), float(np.median(largest))
@@ -373,8 +379,11 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
 
 class _Products:
-    """Context that compares the products of quantized linears with those of the original ones, for the same
-    inputs. Only linears that round activations are compared; for others, the weights say enough."""
+    """Context manager that compares the outputs of quantized linear layers with the original layers' on the
+    same inputs.
+
+    Only layers that round activations are compared; for others, the weights determine the error.
+    """
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
         self._weights = canonical_parameters(layer)
@@ -406,7 +415,7 @@ class _Products:
         self._squares[name] = self._squares.get(name, np.zeros(2)) + squares
 
     def errors(self) -> dict[str, float]:
-        """Linear -> the root mean square of the change, relative to that of the product."""
+        """Linear layer -> the root mean square of its output error, relative to its output."""
         return {
             name.removesuffix(".weight"): math.sqrt(change / size) if size else 0.0
             for name, (change, size) in self._squares.items()
@@ -415,11 +424,11 @@ class _Products:
 
 @dataclass
 class _Inputs:
-    """Context that collects statistics of the inputs of the ``linears`` of a stage.
+    """Context manager that collects statistics of the inputs of ``linears`` in a stage.
 
     Attributes:
-        sums: linear -> ``X^T X [k, k]`` float64 of its inputs.
-        largest: linear -> largest magnitude ``[k]`` of each input feature.
+        sums: linear layer -> ``X^T X [k, k]`` float64 of its inputs.
+        largest: linear layer -> the largest magnitude ``[k]`` of each input feature.
     """
 
     layer: nn.Layer
@@ -453,14 +462,14 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Convert the statistics to statistics of inputs divided by ``factors``."""
+        """Convert the statistics to those of inputs divided by ``factors``."""
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor
 
 
 class _Walk:
-    """Takes windows through both models, one stage at a time."""
+    """Passes the windows through both models, one stage at a time."""
 
     def __init__(self, samples: Samples, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -471,13 +480,13 @@ class _Walk:
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
-        """Run the calibration windows of the quantized model through ``layer``."""
+        """Run the calibration windows, as they leave the quantized stages so far, through ``layer``."""
         for state in self._calibration:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Advance all activations by one layer: the original model's through the original layer, the others
-        through the quantized one. After the last layer, nothing is left to calibrate."""
+        """Advance all activations by one stage: the original model's with ``layer``, all others with
+        ``small``. After the last stage, calibration windows are not needed."""
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             if is_last and states is self._calibration:
                 continue
@@ -491,7 +500,7 @@ class _Walk:
         return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size).loss.item()
 
     def perplexities(self) -> tuple[float, float]:
-        """The perplexities before and after quantization, once the last stage is done."""
+        """The perplexities before and after quantization. Call this after the last stage."""
         return tuple(
             math.exp(min(sum(states) / self.num_measured, 700)) for states in (self._before, self._after)
         )

@@ -1,16 +1,17 @@
-"""Low-bit matrices: rounding to nearest, GPTQ, rounding as in training, and SmoothQuant.
+"""Round matrices to low-bit grids: round to nearest, GPTQ, the grid of quantization-aware training, and
+SmoothQuant.
 
-A number x is stored as q = round(x / scale), an integer from -(2^(b-1) - 1) to 2^(b-1) - 1, and read back as
-q * scale. A matrix has one scale, or one per output channel, or one per output channel and group of input
-features; the shape of the scales says which. Rounding is to nearest, ties to even.
+On a symmetric grid, a number x is stored as the integer q = round(x / scale), from -(2^(b-1) - 1) to 2^(b-1)
+- 1, and read as q * scale. A matrix has one scale, one per output channel, or one per output channel and
+group of input features, as the shape of the scales shows. Rounding is to nearest, ties to even.
 
-An asymmetric grid has an offset, too: q is from -2^(b-1) to 2^(b-1) - 1, and the number read back is q *
-scale + offset. Scales and offsets are float16 ``[2 g, n]``, those of a group one after the other. llama.cpp's
-Q4_1, AWQ and most files of GPTQ have such grids of 4 bits. All points of these are points of our grid of 8
-bits, too, which has 17 times as many steps.
+On an asymmetric grid, q is from -2^(b-1) to 2^(b-1) - 1 and is read as q * scale + offset. Scales and offsets
+are float16 ``[2 g, n]``: scale, offset of the first group, and so on. llama.cpp's Q4_1, AWQ and most GPTQ
+files use such 4-bit grids. Their points are also points of our 8-bit grids, which have 17 times as many
+steps.
 
-Shape letters: k input features, n output features, g groups of k / g consecutive input features.
-Scales are ``[1, 1]`` (whole matrix), ``[1, n]`` (channels) or ``[g, n]`` (groups).
+Shape letters: k input features, n output features, g groups of k / g consecutive input features. Scales are
+``[1, 1]`` (whole matrix), ``[1, n]`` (channels) or ``[g, n]`` (groups).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ppfleetx.config.sections.compress import QUANTIZER, Form, QuantizationConfi
 
 ScaleMethod = Literal["absmax", "mse"]
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-"""The scale of zeros; smaller scales would be denormal."""
+"""The smallest scale, used for zeros; smaller ones would be denormal."""
 _SHRINK = np.linspace(1.0, 0.5, 26, dtype=np.float32)[1:]
-"""The fractions of the largest magnitude that ``mse`` tries as the end of the grid."""
+"""Fractions of the largest magnitude that ``mse`` tries as the end of the grid."""
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""The fractions of the range of a group that an asymmetric grid tries to cover."""
+"""Fractions of a group's range that are tried as the range of an asymmetric grid."""
 _LARGEST_HALF, _SMALLEST_HALF = np.float32(65504), np.float32(2**-24)
 
 
@@ -54,16 +55,16 @@ def scales_of(
     group_size: int | None = None,
     method: ScaleMethod = "absmax",
 ) -> np.ndarray:
-    """Compute the scales of a matrix, float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``. Raises DataError if a
-    value is NaN or infinite.
+    """Compute the scales of a matrix for a symmetric grid, float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``.
+    Raises DataError if a value is NaN or infinite.
 
     Args:
         weight: ``[k, n]``.
         bits: bits of the grid.
         per_tensor: use one scale for the whole matrix, not one per output channel and group.
         group_size: input features per group; None: all.
-        method: the grid ends at the largest magnitude (``absmax``), or where the squared error of the rounded
-            values is smallest (``mse``, which tries 26 ends from the largest magnitude down to half of it).
+        method: where the grid ends: at the largest magnitude (``absmax``), or where the squared rounding
+            error is smallest (``mse``, which tries 26 values from the largest magnitude down to half of it).
     """
     if not np.isfinite(weight).all():
         raise DataError("the matrix holds NaN or infinite values, which have no place on a grid")
@@ -78,9 +79,9 @@ def scales_of(
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
     """Compute the scales and offsets of an asymmetric grid with a small squared error.
 
-    The grid covers a group's range or, with few bits, a little less, or is symmetric. For each of these, the
-    line that fits the levels best is tried as well. Returns scale and offset of each group of ``weight [k,
-    n]`` in turn, ``[2 g, n]`` float16. Raises DataError if float16 cannot hold a value.
+    Several grids are tried: a symmetric one, one that covers the group's range and, with few bits, slightly
+    smaller ones; each also after a least-squares fit to its levels. Returns ``[2 g, n]`` float16, a scale and
+    an offset for each group of ``weight [k, n]``. Raises DataError if a value does not fit float16.
     """
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
@@ -111,7 +112,8 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
 
 
 def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Scales and offsets to try, ``[g, 1, n]`` each: first those of llama.cpp's files."""
+    """The scales and offsets to try, ``[g, 1, n]`` each, starting with the grid of llama.cpp's Q8_0 or
+    Q4_0."""
     low, high = (of(grouped, axis=1, keepdims=True) for of in (np.min, np.max))
     largest = np.maximum(high, -low)
     if bits == 8:  # Q8_0
@@ -126,7 +128,7 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 
 
 def _halves(step: np.ndarray, value: np.ndarray, at: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """The grid with ``value`` at level ``at``: scale and offset rounded to float16."""
+    """The grid with ``value`` at level ``at``: scale and offset, rounded to float16 precision."""
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
     return step, offset.astype(np.float16).astype(np.float32)
@@ -137,14 +139,15 @@ def _rounded_with_offsets(values: np.ndarray, scale: np.ndarray, offset: np.ndar
 
 
 def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Round ``weight [k, n]`` to the grid: int8 up to 8 bits, int16 above."""
+    """Round ``weight [k, n]`` to a symmetric grid. Returns int8 up to 8 bits, int16 above."""
     grouped = _grouped(np.asarray(weight, np.float32), len(scales))
     rounded = _rounded(grouped, scales[:, np.newaxis].astype(np.float32), bits)
     return rounded.astype(np.int8 if bits <= 8 else np.int16).reshape(weight.shape)
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray, *, asymmetric: bool = False) -> np.ndarray:
-    """Convert integers ``[k, n]`` back to float32 values. If ``asymmetric``, an offset follows each scale."""
+    """Convert integers ``[k, n]`` to float32 values. If ``asymmetric``, each scale is followed by its
+    offset."""
     steps = scales[0::2] if asymmetric else scales
     values = _grouped(levels.astype(np.float32), len(steps)) * steps[:, np.newaxis].astype(np.float32)
     if asymmetric:
@@ -179,22 +182,22 @@ def _least_error(grouped: np.ndarray, whole: np.ndarray, bits: int, axes: tuple[
 
 
 def _squared_error(grouped: np.ndarray, scales: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
-    """The squared error in units of the whole grid's scale, so that small squares do not vanish."""
+    """The squared rounding error, scaled so that it does not underflow."""
     difference = (_rounded(grouped, scales, bits) - grouped / scales).astype(np.float64)
     return np.square(difference * scales).sum(axis=axes, keepdims=True)
 
 
-_BLOCK = 128  # input features whose errors are propagated together
-_LEAST_CLIP = np.float32(0.01)  # lower limit of a learned clip, as in training
+_BLOCK = 128  # input features per block of error propagation
+_LEAST_CLIP = np.float32(0.01)  # lower limit of a learned clip, the same as in training
 _DAMPING = 0.01  # this fraction of the Hessian's mean diagonal is added to the diagonal
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix ``[k, n]`` on its grid: ``levels [k, n]`` int8 and ``scale [g, n]`` float32, or ``[2 g, n]``
-    float16 with offsets.
+    """A quantized matrix ``[k, n]``: ``levels [k, n]`` int8, and ``scale [g, n]`` float32 or, with offsets,
+    ``[2 g, n]`` float16.
 
-    Matrices of experts have one dimension more in front. With ``is_table``, both are transposed.
+    Matrices of experts have an additional first dimension. If ``is_table``, both arrays are transposed.
     """
 
     levels: np.ndarray
@@ -210,7 +213,7 @@ class Stored:
         return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
 
     def values(self) -> np.ndarray:
-        """The stored values, in the shape of ``levels``, float32."""
+        """The dequantized values, float32 in the shape of ``levels``."""
         read = partial(dequantize, asymmetric=self.form.asymmetric)
         if self.is_table:
             return read(self.levels.T, self.scale.T).T
@@ -224,7 +227,8 @@ class Stored:
 
 
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Raise ConfigError if groups do not divide the input features, or no kernel supports this form."""
+    """Raise ConfigError if the group size does not divide the input features, or no kernel supports the
+    format."""
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
         raise ConfigError(
@@ -243,7 +247,7 @@ def check_form(name: str, in_features: int, form: Form) -> None:
 
 
 def nearest(weight: np.ndarray, form: Form) -> Stored:
-    """Round each element of ``[k, n]`` to the nearest point of its grid."""
+    """Round each element of ``weight [k, n]`` to the nearest point of its grid."""
     scale = _scale_of(weight, form)
     if not form.asymmetric:
         return Stored(quantize(weight, scale, form.bits), scale, form)
@@ -256,17 +260,17 @@ def nearest(weight: np.ndarray, form: Form) -> Stored:
 def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
     if form.asymmetric:
         return asymmetric_scales_of(weight, form.bits, form.group_size)
-    # With few bits, clipping the largest numbers reduces the error; with 8 bits it does not.
+    # Clipping the largest numbers reduces the error with few bits, but not with 8.
     method = "mse" if form.bits < 8 else "absmax"
     return scales_of(weight, form.bits, group_size=form.group_size, method=method)
 
 
 def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Apply GPTQ (Frantar et al., 2022): round one input feature after another, and let later features make
-    up for the error.
+    """Apply GPTQ (Frantar et al., 2022): round one input feature at a time, and adjust the remaining ones to
+    compensate for the error.
 
     Features are processed in descending order of the diagonal of ``hessian``, which is ``X^T X [k, k]``
-    float64 of the matrix's inputs; scales are those of :func:`nearest`.
+    float64 of the matrix's inputs. The scales are the same as in :func:`nearest`.
     """
     scale = _scale_of(weight, form)
     size = weight.shape[0]
@@ -293,25 +297,27 @@ def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
 
 
 def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
-    """The upper triangular U for which ``U^T U`` is the inverse of the damped Hessian."""
+    """The upper triangular U with ``U^T U`` = the inverse of the damped Hessian."""
     damped = hessian.astype(np.float64)
     diagonal = np.diag(damped)
-    added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # unused features may have any value
+    added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # keeps unused features invertible
     damped[np.diag_indices_from(damped)] += added
-    # With rows and columns reversed, H = L L^T gives U = inverse(L), reversed: half the work of inverting H.
+    # Reversing rows and columns before and after makes U = inverse(L) with H = L L^T, half the work of
+    # inverting H.
     lower = paddle.linalg.cholesky(paddle.to_tensor(damped[::-1, ::-1].copy()))
     inverse = paddle.linalg.triangular_solve(lower, paddle.eye(len(damped), dtype="float64"), upper=False)
     return inverse.numpy()[::-1, ::-1]
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """The root mean square of the rounding error, relative to that of the matrix; 0 for a zero matrix."""
+    """The root mean square of the rounding error, relative to the matrix; 0 for a zero matrix."""
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
 
 def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
-    """The same relative error of the products with inputs X, from ``hessian``, ``X^T X [k, k]``."""
+    """The root mean square of the error of the products with inputs X, relative to the products. ``hessian``
+    is ``X^T X [k, k]``."""
     squares = hessian.astype(np.float32)
     error, size = (
         float(np.einsum("kn,kn->", squares @ one, one, dtype=np.float64)) for one in (weight - held, weight)
@@ -322,8 +328,10 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """The ``weight [k, n]`` of a linear as training under ``cfg`` rounded it, with its learned clip if
-    ``checkpoint`` has one. None if training did not round it, or rounded it to more bits than are stored.
+    """Round ``weight [k, n]`` of a linear layer as quantization-aware training with ``cfg`` did, with the
+    learned clip if ``checkpoint`` has one.
+
+    None if training did not round this layer, or used more bits than are stored.
     """
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
@@ -344,14 +352,14 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant: change the norms and linears of one block in place.
+    """Apply SmoothQuant (Xiao et al., 2022) to the norms and linear layers of one block, in place.
 
     Args:
         parameters: the block's parameters by canonical name.
-        largest: linear -> largest magnitude ``[k]`` of each of its input features.
+        largest: linear layer -> the largest magnitude ``[k]`` of each input feature.
 
     Returns:
-        linear -> factors ``[k]`` by which its inputs were divided.
+        linear layer -> the factors ``[k]`` by which its inputs were divided.
     """
     factors = {}
     for linear, norm in _after_norms(parameters):
@@ -367,7 +375,7 @@ def smooth_block(
 
 
 def _after_norms(parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs (linear, preceding norm) for norms that have a gain."""
+    """Pairs (linear layer, preceding norm) for norms that have a weight."""
     for name in list(parameters):
         for linear, norm in _NORM_OF.items():
             block, found, _ = name.rpartition(f".{linear}.weight")

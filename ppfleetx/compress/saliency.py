@@ -1,11 +1,11 @@
-"""The importance of the parts of a layer, measured on calibration data.
+"""Measure the importance of heads, feed-forward units and experts on calibration data.
 
-Of heads and units: how much the loss depends on them, to first order. If a group's output is multiplied by a
-factor of 1, the derivative of the loss by that factor is the sum of the weights that read the output, each
-times its gradient (Michel et al., "Are Sixteen Heads Really Better than One?", 2019). Its magnitude is summed
+Heads and units: the first-order effect on the loss. If a group's output is multiplied by a factor of 1, the
+derivative of the loss with respect to the factor is the sum over the weights that read the output, each times
+its gradient (Michel et al., "Are Sixteen Heads Really Better than One?", 2019). The magnitudes are summed
 over batches of windows.
 
-Of experts: the share of the router's weights that they get.
+Experts: the fraction of the router's weights that each expert gets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROWS = 4  # windows per batch
 def saliency_scores(
     checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
 ) -> dict[int, GroupsAndUnits]:
-    """Scores of every layer over ``windows [c, s + 1]`` of token ids."""
+    """The scores of every layer's groups and units, over windows of token ids ``[c, s + 1]``."""
     network = _loaded(checkpoint, model)
     parameters = canonical_parameters(network)
     layers = range(model.num_layers)
@@ -54,8 +54,8 @@ def saliency_scores(
 
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
-    """The share of each expert in the sum of the router's weights over all tokens, ``[experts]`` by layer.
-    Arguments as for :func:`saliency_scores`."""
+    """The fraction of the router's weights that each expert gets over all tokens, ``[experts]`` by layer.
+    ``windows`` is ``[c, s + 1]`` token ids."""
     network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
     routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]
     sums = [np.zeros(num_experts) for _ in routers]
@@ -74,10 +74,10 @@ def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
 
 
 def _loaded(checkpoint: Checkpoint, model: ModelConfig) -> StagedModel:
-    """The network with the weights of ``checkpoint``, without dropout."""
+    """Build the network in evaluation mode, and load the weights of ``checkpoint``."""
     stages = model_stages(model.model_copy(update={"loss_chunks": 1}), LocalFactory())
     network = StagedModel(stages, seed=None)
-    network.eval()  # gradients still flow
+    network.eval()  # no dropout; gradients are still computed
     scales = [name for name in checkpoint.names() if is_of_quantizer(name)]
     load_model(
         canonical_parameters(network).items(),
@@ -92,7 +92,7 @@ _READING: dict[str, Callable[[ModelConfig], int]] = {
     "attention.out_proj": lambda model: model.kv_heads,
     "mlp.fc2": lambda model: model.ffn_size,
 }
-"""For each linear that reads prunable parts, a function that returns how many parts it reads."""
+"""Linear layers that read prunable parts -> the number of parts."""
 
 
 def _backward(network: StagedModel, windows: np.ndarray, vocab_size: int) -> None:
