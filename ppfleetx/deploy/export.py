@@ -1,4 +1,4 @@
-"""Export a model as a directory from which text can be generated without its configuration."""
+"""Export a model and its tokenizer to a directory that can generate text on its own."""
 
 from __future__ import annotations
 
@@ -35,15 +35,19 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
-    """Write the model into ``Engine.save_load.output_dir``/rank_0, atomically replacing an earlier export.
-    Raises UserError if checkpoint and tokenizer do not fit the model, or the directory cannot be written."""
+    """Write the model to ``Engine.save_load.output_dir``/rank_0, replacing an earlier export atomically.
+    Returns that directory.
+
+    Raises UserError if the directory cannot be written, or the checkpoint or the tokenizer does not fit the
+    model.
+    """
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
     busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(output_dir / ".export.lock", busy):
-            shutil.rmtree(unfinished, ignore_errors=True)  # left by an export that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)  # left over from a killed export
             unfinished.mkdir()
             try:
                 use_panels = cfg.Inference.panels and not is_card(ctx.device)
@@ -61,7 +65,7 @@ def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
 
 
 def check_adapters(cfg: RunConfig) -> None:
-    """Raise ConfigError for adapters on quantized weights, which cannot be exported."""
+    """Raise ConfigError for LoRA adapters on quantized weights, which cannot be exported."""
     if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
         raise ConfigError(
             "adds adapters to quantized weights, which cannot be exported. Merge them into the weights "
@@ -72,8 +76,11 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model turns long rows by other angles, which would make the cached keys of an
-    exported program useless."""
+    """Raise ConfigError if LongRoPE would invalidate cached keys within the model's length.
+
+    LongRoPE uses other rotary angles for long rows, so cached keys must be recomputed when a row becomes
+    long. An exported program cannot do that.
+    """
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(
@@ -87,7 +94,7 @@ def check_positions(cfg: RunConfig) -> None:
 
 
 def check_one_process(processes: int) -> None:
-    """Raise ConfigError if the job has several processes."""
+    """Raise ConfigError if the job has more than one process."""
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
@@ -99,7 +106,7 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Raise ConfigError unless ``output_dir``/rank_0 can be created, or is an export that may be replaced."""
+    """Raise ConfigError unless ``output_dir``/rank_0 can be created, or contains only an earlier export."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
     rule = why_not_writable(output_dir)

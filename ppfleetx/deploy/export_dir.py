@@ -1,18 +1,18 @@
-"""The directory of an exported model: its manifest, its checks, and the abilities of its program.
+"""The directory of an exported model: layout, manifest and checks.
 
 ::
 
     rank_0/
-      export.json        the manifest: describes the program, lists size and SHA-256 of every other file,
-                         and has its own checksum
+      export.json        the manifest: describes the program, lists size and SHA-256 of every other file, and
+                         contains its own checksum
       model.json         the program
       model.pdiparams    its weights
       model_cpu_ops_16.json
-                         the same program with our own operators (ppfleetx/nn/cpu_ops) and panels of 16
-                         columns, if they were compiled on the machine that exported it. For a quantized model
-                         it is model_blocks_16.json, or model_quantized_ops_16.json if the operator for whole
-                         blocks cannot run its blocks
-      tokenizer/         files that this package and Hugging Face transformers can load
+                         the same program with our C++ operators (ppfleetx/nn/cpu_ops), which use matrices in
+                         panels of 16 columns. Written only if the exporting machine had compiled the
+                         operators. For a quantized model, the file is model_blocks_16.json, or
+                         model_quantized_ops_16.json if the fused operator does not support its blocks
+      tokenizer/         files that ppfleetx and Hugging Face transformers can load
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ppfleetx.utils.machine import CPUINFO, flags_in, read_cpuinfo
 from ppfleetx.utils.untrusted_files import opened, read_json
 
 FORMAT, VERSION = "ppfleetx-export", 3
-_READ = (2, 3)  # in version 2 manifests have no checksum, and programs know only one end token
+_READ = (2, 3)  # version 2 has no checksum, and its programs support only one end token
 RANK_DIRECTORY, MANIFEST_FILE, PROGRAM, TOKENIZER_DIRECTORY = "rank_0", "export.json", "model", "tokenizer"
 PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
 _FIRST_WITH_CHECKSUM = 3
@@ -46,7 +46,7 @@ _AGAIN = "export the model again with ppfleetx export"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The ``size`` of a file in bytes, and its SHA-256 as hexadecimal digits."""
+    """The size of a file in bytes, and its SHA-256 in hexadecimal."""
 
     size: StrictInt
     sha256: StrictStr
@@ -56,9 +56,13 @@ class FileEntry:
 class ExportManifest:
     """The manifest of an exported model.
 
-    ``model`` is the ``Model`` section, ``generation`` the keys of the ``Generation`` section that were set.
-    Ids below ``vocab_size`` may be generated; ``max_positions`` limits prompt and continuation together.
-    ``inputs`` are names and types of the program's inputs, ``files`` size and checksum by path.
+    Attributes:
+        vocab_size: only ids below this are generated.
+        max_positions: the limit of prompt plus continuation, in tokens.
+        model: the ``Model`` section.
+        generation: the keys of the ``Generation`` section that were set.
+        inputs: the types of the program's inputs, by name.
+        files: size and checksum of each file, by relative path.
     """
 
     vocab_size: StrictInt
@@ -81,22 +85,22 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """File name of the program that uses our own operators, with panels of ``width`` columns."""
+    """File name of the program that uses our C++ operators, with panels of ``width`` columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
-    """File name of the program of a quantized model, which also uses our operators for low-bit weights."""
+    """File name of the program of a quantized model that uses our operators for low-bit matrices."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """File name of the program in which all blocks of a quantized model are one operation."""
+    """File name of the program that runs all blocks of a quantized model as one operation."""
     return f"{PROGRAM}_blocks_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:
-    """``ExportManifest.files`` for all files in ``directory``."""
+    """The ``ExportManifest.files`` of all files in ``directory``."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         path.relative_to(directory).as_posix(): FileEntry(path.stat().st_size, _sha256(path))
@@ -105,9 +109,12 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
-    """Find an exported model in the directory, or in the ``output_dir`` that contains it. Returns its
-    directory and its manifest. File sizes are always compared, checksums with ``verify``. Raises ConfigError
-    if there is no exported model, it is damaged, or another version wrote it."""
+    """Find and check an exported model in ``model_dir`` or its rank_0. Returns the directory and the
+    manifest.
+
+    File sizes are always checked, checksums only with ``verify``. Raises ConfigError if there is no exported
+    model, it is damaged, or it has an unsupported format version.
+    """
     directory = _find(Path(model_dir))
     manifest = _read(directory / MANIFEST_FILE)
     for name, entry in manifest.files.items():
@@ -120,7 +127,7 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """Files in an export's directory that are not part of the export; empty if its manifest is damaged."""
+    """Files in an export's directory that are not part of the export. Empty if the manifest is damaged."""
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:
@@ -203,8 +210,8 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if an exported program cannot decode as the ``Generation`` section says. ``places``
-    are where the keys were set."""
+    """Raise ConfigError if exported programs do not support the ``Generation`` section. ``places`` says where
+    each key was set."""
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
         key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
@@ -231,8 +238,9 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError unless the program can sample as the section says when oneDNN runs it, which is only
-    from the likeliest tokens. From the whole vocabulary, Paddle 3.3.1 raises an exception without a message.
+    """Raise ConfigError if the section samples from the whole vocabulary, which oneDNN cannot run.
+
+    Paddle 3.3.1 then raises an exception without a message. Sampling with top-k works.
     """
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
@@ -246,7 +254,7 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
 
 def check_inference(cfg: RunConfig, device: str) -> None:
-    """Raise ConfigError if this machine cannot run an exported program as the ``Inference`` section says."""
+    """Raise ConfigError if this machine cannot run an exported program with the ``Inference`` section."""
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
         raise _refusal(
@@ -269,7 +277,7 @@ def check_inference(cfg: RunConfig, device: str) -> None:
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the CPU described by ``cpuinfo`` can multiply in bfloat16."""
+    """Whether the CPU described by ``cpuinfo`` has bfloat16 matrix instructions."""
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(_BF16_FLAGS)
 
 

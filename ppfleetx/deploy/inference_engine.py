@@ -1,4 +1,4 @@
-"""Continue prompts with an exported model, run by Paddle Inference."""
+"""Generate text with an exported model, using Paddle Inference."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import back_process_by_huge_pages
 
 _NO_TOKEN = -1
-_GPU_POOL_MB = 256  # initial size; it grows
+_GPU_POOL_MB = 256  # initial size; the pool grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
-"""On a CPU Paddle hands unused tensors to another thread that frees them. By default it hands over one at a
-time, and waking that thread costs a pass over few rows a tenth of its time. With this setting it hands over
-about thirty times, once for each of the program's blocks.
-"""
+"""On a CPU, Paddle passes unused tensors to another thread to free, by default one at a time. Waking that
+thread takes a tenth of the time of a pass over few rows. With this setting, Paddle wakes it only about thirty
+times per pass."""
 
 
 class InferenceEngine(TextGenerator):
-    """Continues prompts with the same results as :class:`~ppfleetx.generation.generator.Generator`.
+    """Generates the same results as :class:`~ppfleetx.generation.generator.Generator`, with an exported
+    model.
 
-    The whole decoding loop runs inside the program, so text is available only when a batch has ended:
-    ``on_text`` then gets all of it at once, and stop strings are searched for afterwards. Only one thread at
-    a time may generate. ``device`` is a kind of device, optionally with a number (``gpu:1``). Raises
-    ConfigError if there is no exported model, it is damaged, or it cannot be run as ``options`` say.
+    The program contains the whole decoding loop, so text is available only when a batch is finished:
+    ``on_text`` then receives the whole text, and stop strings are applied afterwards. Only one thread may
+    generate at a time. ``device`` is a device type, optionally with an index (``gpu:1``). Raises ConfigError
+    if there is no exported model, it is damaged, or this machine cannot run it with ``options``.
     """
 
     def __init__(self, options: InferenceConfig, *, device: str = "cpu") -> None:
@@ -120,7 +120,7 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """Cut a row at its end. The program continues every row until all rows have ended."""
+        """Cut a row at its end. The program extends every row until all rows have ended."""
         row = Row(limit)
         for token_id in ids:
             is_stopped = text.feed(token_id)
@@ -130,7 +130,7 @@ class InferenceEngine(TextGenerator):
 
 
 class Program:
-    """The program of an export, ready to run; ``files`` are the names of its files in the directory."""
+    """A loaded program of an export. ``files`` are the names of the export's files."""
 
     def __init__(
         self, directory: Path, files: Collection[str], options: InferenceConfig, device: str
@@ -141,22 +141,22 @@ class Program:
             paddle.set_flags({_GARBAGE: _GARBAGE_GB})
         self._predictor = inference.create_predictor(_configuration(directory, program, options, device))
         if is_cpu:
-            back_process_by_huge_pages()  # for the weights, whose place in memory Paddle does not say
+            back_process_by_huge_pages()  # for the weights, whose address Paddle does not tell
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the program on :data:`ppfleetx.deploy.static.program.INPUTS`: new tokens ``[b, up to t]``
-        int64."""
+        """Run the program on the inputs :data:`ppfleetx.deploy.static.program.INPUTS`. Returns new tokens
+        ``[b, up to t]`` int64."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
         with waiting_for_each_operator(self._device):
             self._predictor.run()
-        # A copy, because the next run overwrites the output's buffer.
+        # Copy, because the next run overwrites the output buffer.
         return self._predictor.get_output_handle(self._predictor.get_output_names()[0]).copy_to_cpu()
 
 
 def _configuration(directory: Path, program: str, options: InferenceConfig, device: str) -> inference.Config:
-    """Paddle Inference's configuration. ``enable_memory_optim`` is not called: with programs of Paddle 3.3.1
-    the predictor could not be created."""
+    """Create Paddle Inference's configuration. ``enable_memory_optim`` is not used, because Paddle 3.3.1 then
+    fails to create the predictor."""
     config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
     config.disable_glog_info()
     config.switch_ir_optim(options.ir_optim)
@@ -181,7 +181,8 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
 
 
 def _program_file(files: Collection[str], options: InferenceConfig) -> str:
-    """The program to run on a CPU: if oneDNN is off, the fastest one whose operators are available."""
+    """The program to run on a CPU: the standard program for oneDNN, else the fastest whose operators are
+    available."""
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()

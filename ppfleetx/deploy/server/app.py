@@ -1,4 +1,4 @@
-"""The web application: its routes, with checks and accounting, and its page."""
+"""The web application: routes, access checks, request logging, and the chat page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Compare the bearer key in constant time. Raises ApiError 401 if it is missing or wrong."""
+    """Check the bearer token of a request, in constant time. Raises ApiError 401 if it is missing or
+    wrong."""
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -69,11 +70,11 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a JSON request. The required content type keeps out web pages of other origins: browsers
-    let them send other types without asking this server.
+    """Read the body of a JSON request.
 
-    Raises ApiError: 415 if it is not JSON; 413 if it is larger than ``max_bytes``; 408 if it did not arrive;
-    499 if the client left.
+    Requiring ``application/json`` keeps out other origins' web pages: browsers send other content types
+    without a CORS preflight. Raises ApiError: 415 if the type is not JSON; 413 if the body is larger than
+    ``max_bytes``; 408 if it did not arrive in time; 499 if the client disconnected.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -102,7 +103,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
 
 
 class Accounting:
-    """Middleware that counts, times and logs the requests to some paths. Texts are never logged."""
+    """Middleware that counts, times and logs requests to ``paths``. Prompts and answers are never logged."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics) -> None:
         self._app, self._paths, self._metrics = app, paths, metrics
@@ -122,7 +123,7 @@ class Accounting:
         try:
             await self._app(scope, receive, watch)
         finally:
-            # A stream begins with 200, even if it fails later.
+            # A stream starts with status 200 even if it fails later; ended_as is its real status.
             status, seconds = scope.get("state", {}).get("ended_as", status), time.monotonic() - started
             self._metrics.requests.labels(status=str(status)).inc()
             self._metrics.request_seconds.observe(seconds)
@@ -133,7 +134,8 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """The page, which may run its own script and talk to this server, and nothing else."""
+    """The chat page, with a content security policy that allows only its own script and requests to this
+    server."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -185,11 +187,11 @@ class Service:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names that requests may use: of the base, and of the adapters."""
+        """The model names that requests may use: the base model and its adapters."""
         return (self.cfg.model_name, *self.cfg.adapters)
 
     def model(self, name: str) -> dict[str, Any]:
-        """The description of a model for clients."""
+        """The description of a model in OpenAI's format."""
         return {
             "id": name,
             "object": "model",
@@ -200,7 +202,8 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the routes. All routes except the page and ``/health`` require the key, if there is one."""
+    """Create the application. All routes except the page and ``/health`` require the API key, if one is
+    set."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -270,7 +273,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 async def _complete(service: Service, request: Request, wanted: CompletionRequest) -> Response:
-    # Tokenizing may be slow, and must not hold up other clients' streams.
+    # In a thread, because tokenizing can be slow and would block other clients' streams.
     jobs = await asyncio.to_thread(service.prompts.of_completion, wanted)
     answer = CompletionAnswer(
         wanted,
@@ -294,7 +297,7 @@ async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -
     jobs = await asyncio.to_thread(service.prompts.of_embedding, wanted)
     timeout, size = service.cfg.request_timeout, service.cfg.max_batch_size
     vectors: list[np.ndarray] = []
-    for start in range(0, len(jobs), size):  # clients may send more texts at once than the queue has places
+    for start in range(0, len(jobs), size):  # a request may have more texts than the queue has room for
         part = jobs[start : start + size]
         async with Answering(service.scheduler, part, request.receive, timeout, service.metrics) as answering:
             vectors += await vectors_of(answering)
@@ -360,5 +363,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
-    """Respond to a bug in the server. The traceback goes to the log."""
+    """Respond to a bug in the server with status 500. The traceback is logged."""
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

@@ -1,4 +1,4 @@
-"""Requests to ``/v1/chat/completions``, and their answers."""
+"""Requests and responses of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """Check a message, and join its parts into one text."""
+    """Validate a message, and join its text parts."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)
@@ -56,7 +56,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 class ChatPrompt(BaseModel):
-    """The part of a chat request that a template turns into a prompt."""
+    """The fields of a chat request that the chat template turns into a prompt."""
 
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)] = Field(default_factory=list)
     tools: Annotated[list[dict[str, Any]], BeforeValidator(tools_of)] = Field(default_factory=list)
@@ -77,7 +77,7 @@ class ChatPrompt(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the template, except the messages."""
+        """The variables of the chat template, except the messages."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {"tools": self.offered_tools or None, **effort, **self.chat_template_kwargs}
 
@@ -92,7 +92,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     parallel_tool_calls: bool = True
     store: NotSupported = None
-    modalities: tuple[Literal["text"], ...] | None = None  # clients may say what is so anyway
+    modalities: tuple[Literal["text"], ...] | None = None  # some clients send the default
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
@@ -130,7 +130,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
 
 class ChatAnswer(Answer):
-    """An answer to a :class:`ChatRequest`."""
+    """Builds the response to a :class:`ChatRequest`."""
 
     object_name, piece_name = "chat.completion", "chat.completion.chunk"
 

@@ -1,4 +1,4 @@
-"""Requests to ``/v1/completions``, and their answers."""
+"""Requests and responses of ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | list[int]
 
 
 def prompts_of(value: Any) -> list[Prompt]:
-    """Read one prompt or a list of them, each a text or token ids, as a list."""
+    """Read one prompt or a list of prompts, each a text or token ids, as a list."""
     if isinstance(value, str) or _is_list_of_ids(value):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(p, str) or _is_list_of_ids(p) for p in value):
@@ -83,7 +83,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionAnswer(Answer):
-    """An answer to a :class:`CompletionRequest`. ``echoes`` are the prompts as ``echo`` returns them."""
+    """Builds the response to a :class:`CompletionRequest`. ``echoes`` are the prompts' texts, for
+    ``echo``."""
 
     object_name = piece_name = "text_completion"
     request: CompletionRequest

@@ -1,4 +1,4 @@
-"""Requests that generate no text: embeddings, token ids and their texts."""
+"""Requests of the routes for embeddings and tokenization, and the embeddings response."""
 
 from __future__ import annotations
 

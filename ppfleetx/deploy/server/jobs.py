@@ -1,4 +1,4 @@
-"""Messages between the HTTP side and the model's thread: requests, and the events that answer them."""
+"""Messages between the HTTP side and the scheduler thread: requests, and the events that answer them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """A new token of a continuation (``index`` in its request), as text, which may be empty.
-    ``num_tokens`` is 0 for a continuation without tokens."""
+    """A new token of a continuation, as text, which may be empty.
+
+    ``index`` is the number of the continuation in its request. ``num_tokens`` is 0 for a continuation without
+    tokens.
+    """
 
     index: int
     text: str
@@ -34,7 +37,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of each token of a prompt, including the first. ``number`` is the prompt's in its request."""
+    """The score of each token of a prompt. ``number`` is the index of the prompt in its request."""
 
     number: int
     scores: Sequence[TokenScore]
@@ -42,7 +45,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The embedding of a prompt, ``[h]`` float32 of length 1."""
+    """The embedding of a prompt, ``[h]`` float32, of length 1."""
 
     number: int
     vector: np.ndarray
@@ -60,9 +63,18 @@ Event = Progress | Scored | Embedded | Failed
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt of a request. With the seed, ``number``, its place in the request, determines the random
-    numbers; ``first_index`` counts continuations over the request. ``num_top`` alternatives are listed with
-    each token's score (None: no scores). ``adapter`` None: the base answers."""
+    """One prompt of a request.
+
+    Attributes:
+        number: the index of the prompt in its request; with ``seed`` and the copy, it determines the random
+            numbers.
+        first_index: the number of the prompt's first continuation in the request.
+        copies: continuations to generate.
+        num_top: alternatives to list with each token's score; None: no scores.
+        scores_prompt: whether to score the prompt's tokens.
+        is_embedded: whether to compute the prompt's embedding.
+        adapter: the LoRA adapter to use; None: the base model.
+    """
 
     number: int
     first_index: int
@@ -82,8 +94,8 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request. ``deliver`` is called with each event, in the event loop's thread. A request whose client
-    has gone is ``cancelled``, and dropped at the next step."""
+    """A request. ``deliver`` is called with each event in the event loop's thread. ``cancelled`` requests are
+    dropped before the next step."""
 
     jobs: Sequence[Job]
     deliver: Callable[[Event], None]
@@ -96,7 +108,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A prompt that waits for a place in the batch."""
+    """A prompt that waits for room in the batch."""
 
     work: Work
     job: Job
@@ -107,8 +119,8 @@ class Waiting:
 
 
 class Running:
-    """A sequence in the batch: its text, length and random numbers, and the guesses for its next tokens. It
-    is continuation number ``copy`` of the prompt."""
+    """A sequence in the batch: continuation number ``copy`` of a prompt, with its text, random numbers and
+    draft tokens."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
@@ -150,13 +162,13 @@ class Running:
         return Progress(self._index, text, self._row.finish_reason, score)
 
     def guess(self, most: int) -> int:
-        """Guess at most ``most`` next tokens. Returns their number."""
+        """Draft at most ``most`` next tokens by prompt lookup. Returns their number."""
         left = self.job.max_new_tokens - self.num_new - 1
         self.guesses = guess(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.guesses)
 
     def adapt_guesses(self, right: int, most: int) -> None:
-        """Adapt the number of guesses to how many were ``right``."""
+        """Set the number of tokens to draft next, after ``right`` draft tokens were accepted."""
         if self.guesses:
             self._width = next_width(self._width, right, most, right == len(self.guesses))
         self.guesses = []
@@ -166,9 +178,10 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The metrics of one server. One process can run several servers, so each has its own registry.
+    """The Prometheus metrics of one server. Each server has its own registry, because a process can run
+    several.
 
-    Tokens and steps are counted for each model that requests can name: the base, and its adapters.
+    Tokens and steps are counted per model name: the base model and its adapters.
     """
 
     content_type = CONTENT_TYPE_LATEST

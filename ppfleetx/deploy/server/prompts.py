@@ -74,11 +74,11 @@ class PromptReader:
             text = self._template.render(request.messages, **options)
         except (ChatError, DataError) as error:
             raise bad_request(f"messages: {error}", "messages") from error
-        # The template's own tokens are special; those in messages have been refused.
+        # Parse the template's special tokens; special tokens in messages have been refused above.
         return self._encode_text(text, "messages", add=False, parse=True)
 
     def _refuse_special(self, request: ChatPrompt) -> None:
-        """Refuse special tokens in messages and tools, where they would look like the template's."""
+        """Refuse special tokens in messages and tools, which could imitate the template's."""
         parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
         parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
         for name, part in parts.items():
@@ -99,7 +99,7 @@ class PromptReader:
                 "that may grow together (Serve.max_batch_size)",
                 name,
             )
-        if num_prompts * request.candidates > self._capacity:  # before any of them is tokenized
+        if num_prompts * request.candidates > self._capacity:  # checked before tokenizing
             raise bad_request(
                 f"prompt: {counted(num_prompts, 'prompt')} x {name} = {request.candidates} are more than the "
                 f"{counted(self._capacity, 'sequence')} that can be waiting and under way",
@@ -145,7 +145,7 @@ class PromptReader:
             ) from error
 
     def text(self, prompt: Prompt) -> str:
-        """A prompt as ``echo`` returns it."""
+        """The text of a prompt, as ``echo`` returns it."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _encode(self, prompt: Prompt, *, add: bool, param: str = "prompt") -> Sequence[int]:
@@ -154,7 +154,7 @@ class PromptReader:
         return self.checked(prompt, param)
 
     def checked(self, ids: Sequence[int], param: str = "tokens") -> Sequence[int]:
-        """Return ``ids`` if the tokenizer has all of them."""
+        """Return ``ids``, or raise ApiError if one is not in the vocabulary."""
         wrong = [token for token in ids if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(
@@ -164,7 +164,8 @@ class PromptReader:
         return ids
 
     def _encode_text(self, text: str, param: str, *, add: bool, parse: bool) -> Sequence[int]:
-        # Cheaper than tokenizing a megabyte only to find it too long. (A normalizer may shorten a text.)
+        # Avoid tokenizing very long texts. Only for tiktoken, because other tokenizers' normalizers may
+        # shorten a text.
         at_least = -(-len(text.encode("utf-8", "surrogatepass")) // self._longest_token)
         if at_least >= self.max_positions and self._tokenizer.engine_name == "tiktoken":
             raise self._too_long(f"at least {at_least}", param)

@@ -1,4 +1,4 @@
-"""Shared by the routes: errors in OpenAI's format, sampling parameters, and unsupported parameters."""
+"""Common parts of all routes: errors in OpenAI's format, sampling parameters, and request parsing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 
 
 class ApiError(Exception):
-    """An error response: its HTTP status, the mistake and how to fix it, the wrong parameter, and a short
-    name (``code``) for programs."""
+    """An error response in OpenAI's format.
+
+    ``message`` says what is wrong and how to fix it, ``param`` names the parameter, and ``code`` identifies
+    the error for programs.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """A response of JSON in ASCII, so that a lone surrogate in a client's text comes back unchanged."""
+    """A response with ASCII JSON. Escaping returns lone surrogates in a client's text unchanged."""
 
     media_type = "application/json"
 
@@ -61,7 +64,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 MOST_TOP = 20
-"""The largest number of alternatives listed for each token."""
+"""The maximum number of alternatives listed per token."""
 _MAX_STOPS = 4
 _MAX_STOP_LENGTH = 256
 _MAX_QUOTED = 64
@@ -77,8 +80,8 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing: some clients send
-    such values."""
+    """Refuse an unsupported OpenAI parameter, unless its value has no effect: some clients send such
+    values."""
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -109,7 +112,7 @@ def _format(value: Any) -> Any:
 
 
 class Request(BaseModel):
-    """Base class of request bodies: unknown parameters are refused."""
+    """Base class of request bodies. Unknown parameters are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -117,8 +120,8 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of both routes that generate text. Where OpenAI's API has a field of ``TokenOptions``,
-    the field accepts only OpenAI's range."""
+    """The parameters of the completion and chat routes. Fields of ``TokenOptions`` that OpenAI also has are
+    restricted to OpenAI's range."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -130,7 +133,7 @@ class GenerationRequest(Request, TokenOptions):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: Annotated[StructuredOutputs | None, BeforeValidator(_format)] = None
-    # These inform the operator and do not change the answer.
+    # Accepted for compatibility; these do not change the answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -149,7 +152,7 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The parameter that determines the form of the answer, and the form."""
+        """The structured output to produce, with the name of the parameter that requests it."""
         if self.response_format is not None:
             return "response_format", self.response_format
         return "structured_outputs", self.structured_outputs
@@ -161,17 +164,18 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def must_have_room(self) -> bool:
-        """Whether the whole answer must fit, because the client set its limit."""
+        """Whether to refuse the request if ``token_limit`` tokens do not fit, because the client set the
+        limit."""
         raise NotImplementedError
 
     @property
     def num_top(self) -> int | None:
-        """The number of alternatives to list for each token; None means no token scores at all."""
+        """The number of alternatives to list per token; None means no log-probabilities at all."""
         raise NotImplementedError
 
     @property
     def candidates(self) -> int:
-        """The number of continuations to generate per prompt, of which ``n`` are returned."""
+        """The number of continuations to generate per prompt; the best ``n`` are returned."""
         return self.n
 
     @property
@@ -187,8 +191,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and check the body of a request. A null parameter counts as omitted. Raises ApiError 400, which
-    names the parameter and the rule."""
+    """Parse and validate a request body. Null parameters count as omitted. Raises ApiError 400, naming the
+    parameter and the rule."""
     try:
         return kind.model_validate_json(_without_nulls(body, kind))
     except ValidationError as error:
@@ -227,5 +231,5 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
 
 
 def quoted(text: str) -> str:
-    """Quote a client's text for a message, and shorten it: it may be as long as the body."""
+    """Quote a client's text for a message, shortened because it may be very long."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")

@@ -1,4 +1,4 @@
-"""Collect the events of a request, and build its answer from them, whole or as a stream."""
+"""Collect the events of a request, and build its response, whole or streamed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ppfleetx.generation.text import text_bytes
 from ppfleetx.utils.log import get_logger
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have (OpenAI's API uses the same number)."""
+"""Replaces minus infinity, which JSON cannot represent. OpenAI's API uses the same number."""
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text; an incomplete character is written like ``bytes:\\xe2\\x82``."""
+    r"""The text of a token. An incomplete UTF-8 character is written like ``bytes:\\xe2\\x82``."""
     value = text_bytes(tokenizer, token)
     try:
         return value.decode("utf-8")
@@ -37,9 +37,9 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TextLogprobs:
-    """The ``logprobs`` of a completion: four lists that continue from one piece of the stream to the next.
+    """The ``logprobs`` of a completion. In a stream, text offsets continue from one chunk to the next.
 
-    Offsets count the characters of all tokens in order, even of BOS, which is not in the text.
+    Offsets count the characters of all tokens, including a BOS token, which is not in the text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -85,14 +85,15 @@ def _number(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LOWEST)
 
 
-CLIENT_LEFT = 499  # as in nginx; no client ever sees it
+CLIENT_LEFT = 499  # as in nginx; only for logs and metrics
 _SEND_GRACE_SECONDS = 10.0
 
 
 class Answering:
-    """The context of one request: its events, the client's disconnect and the time limit, in one queue.
+    """Runs one request: an async context manager and iterator over its events.
 
-    When the context ends, the model's thread drops the request unless it is finished.
+    The model's events, the client's disconnect and the time limit share one queue. Leaving the context
+    cancels the request unless it is finished.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Answering:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
-        """Yield all events until every continuation is finished. Raises ApiError if the request failed."""
+        """Yield events until all continuations are finished. Raises ApiError if the request failed."""
         while self._num_left:
             event = await self._events.get()
             if isinstance(event, Failed):
@@ -154,7 +155,8 @@ class Answering:
 
 @dataclass
 class RowAnswer:
-    """One continuation as it grows. ``scores`` has the score of the end token, which is not in the text."""
+    """The text and scores of one continuation so far. ``scores`` includes the end token, which is not in the
+    text."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -173,7 +175,8 @@ class RowAnswer:
 
 
 class Answer(ABC):
-    """An answer, built whole or in pieces. The tokens ``end_ids`` end it and are not part of it."""
+    """Builds the response to a request, whole or streamed. ``end_ids`` are the end tokens, which are left
+    out."""
 
     object_name: str
     piece_name: str
@@ -196,18 +199,18 @@ class Answer(ABC):
     def whole_choice(
         self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
-        """Choice ``index``, a continuation of prompt number ``prompt``."""
+        """Build choice ``index``, a continuation of prompt number ``prompt``."""
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        """The piece of a stream before the first token of choice ``index``, or None."""
+        """The first chunk of choice ``index`` in a stream, before its first token; None if there is none."""
 
     @abstractmethod
     def piece(self, event: Progress) -> Any | None:
-        """The piece of a stream for a new token, or None."""
+        """The chunk for a new token in a stream; None if there is nothing to send."""
 
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        """The body of the answer, or of one piece of a stream."""
+        """The body of a whole response, or of one chunk of a stream."""
         body: dict[str, Any] = {
             "id": self.answer_id,
             "object": self.piece_name if is_piece else self.object_name,
@@ -229,7 +232,8 @@ class Answer(ABC):
         return [one for one in scores if one.token not in self._end_ids]
 
     async def whole(self, answering: Answering) -> JsonResponse:
-        """All continuations at once; of more candidates than requested, only the likeliest ones."""
+        """Wait for all continuations and build the response. If more were generated than requested, only the
+        likeliest are returned."""
         made, wanted = self.request.candidates, self.request.n
         rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
@@ -249,8 +253,8 @@ class Answer(ABC):
         return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
 
     async def pieces(self, answering: Answering) -> AsyncIterator[dict[str, Any]]:
-        """Yield text as it arrives, then the reason for the end, and finally the usage, if requested. Earlier
-        pieces then have a usage of null, like OpenAI's."""
+        """Yield the chunks of a stream. If the client asked for usage, the last chunk contains it, and
+        earlier chunks have ``"usage": null``, as in OpenAI's API."""
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
         unknown = {"usage": None} if with_usage else {}
@@ -274,8 +278,11 @@ class Answer(ABC):
 
 
 class EventStream(Response):
-    """Server-sent events of one answer. The response starts with the first piece: an earlier error has its
-    own status, and a later one is sent as the last event but one."""
+    """A streamed response of server-sent events.
+
+    The response starts with the first chunk. An earlier error is therefore a normal error response; a later
+    one is sent as an event before ``[DONE]``.
+    """
 
     def __init__(self, answer: Answer, answering: Answering, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -287,7 +294,7 @@ class EventStream(Response):
             pieces = self._answer.pieces(self._answering)
             first = await anext(pieces)
             try:
-                # The model's thread ends by itself, but a client that does not read would block forever.
+                # The scheduler has its own time limit, but a client that does not read would block forever.
                 async with asyncio.timeout(self._max_seconds + _SEND_GRACE_SECONDS):
                     await self._send_all(first, pieces, send)
             except TimeoutError:

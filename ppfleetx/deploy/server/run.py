@@ -1,4 +1,4 @@
-"""Start and run the server: its address and key, its parts, and its shutdown."""
+"""Start, run and shut down the server."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import Generator
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
-_MORE_SECONDS = 5.0  # seconds from the model's last event to the end of the last connection
-_MORE_CONNECTIONS = 256  # besides connections that wait for an answer: metrics, health, refusals
+_MORE_SECONDS = 5.0  # extra time to close connections after the model's last event
+_MORE_CONNECTIONS = 256  # extra connections for metrics, health checks and refused requests
 
 
 def check_libraries() -> None:
@@ -39,7 +39,7 @@ def check_libraries() -> None:
 
 
 def check_plan(cfg: RunConfig, processes: int) -> None:
-    """Raise ConfigError if the plan divides the model, which the server needs in one process."""
+    """Raise ConfigError if the plan splits the model. The server needs the whole model in one process."""
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
@@ -50,7 +50,8 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Raise ConfigError for an assistant, or adapters that do not go with the model."""
+    """Raise ConfigError for options that the server does not support: an assistant model, adapters on a LoRA
+    model, or an adapter named like the base model."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise ConfigError(
             "are adapters over a model without any, and this one has Model.lora: serve the base that they "
@@ -70,8 +71,8 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """The key that requests must send; None if they need no key. Raises ConfigError if the variable named by
-    the user is not set, or the key is empty."""
+    """Read the API key from the environment; None if requests need no key. Raises ConfigError if the variable
+    that the user named is not set, or the key is empty or not ASCII."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -88,7 +89,8 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def open_socket(cfg: RunConfig) -> socket.socket:
-    """A socket bound to the address, which listens when the model has been loaded. Raises ConfigError."""
+    """Bind a socket to the server's address. It starts listening only after the model is loaded. Raises
+    ConfigError."""
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -122,9 +124,11 @@ def build_service(
     api_key: str | None,
     adapters: Mapping[str, TrainedAdapters] | None = None,
 ) -> Service:
-    """Build the parts of the server around a loaded model. Raises ConfigError if ``Serve.chat_template``
-    cannot be used; CheckpointError if an adapter belongs to experts, or to layers that the model does not
-    have."""
+    """Build the server's parts around a loaded model.
+
+    Raises ConfigError if ``Serve.chat_template`` cannot be used; CheckpointError if an adapter is for
+    experts, or for layers that the model does not have.
+    """
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.jobs import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
@@ -156,7 +160,7 @@ def build_service(
 
 
 def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
-    """Read ``Serve.adapters``, before the base is loaded. Raises CheckpointError."""
+    """Read ``Serve.adapters``, before the base model is loaded. Raises CheckpointError."""
     from ppfleetx.checkpoint import adapters
 
     found = {}
@@ -183,7 +187,7 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:
-    """The bytes of the keys and values of one sequence of the model's maximum length."""
+    """The size in bytes of the keys and values of one sequence of maximum length."""
     model = cfg.Model
     latent = model.latent_attention
     width = 2 * model.kv_heads * model.head_size if latent is None else latent.kv_rank + latent.rope_head_dim
@@ -191,11 +195,11 @@ def cache_bytes(cfg: RunConfig, item_size: int) -> int:
 
 
 def serve(service: Service, listener: socket.socket) -> None:
-    """Answer requests until SIGINT or SIGTERM."""
+    """Run the server until SIGINT or SIGTERM."""
     from ppfleetx.resilience.stop_request import StopRequest
 
     _warn_if_open(service.cfg, has_key=service.api_key is not None)
-    # uvicorn handles the signals while it runs, and then sends them again to the previous handlers.
+    # uvicorn handles signals while it runs, and afterwards raises them again for the previous handlers.
     with StopRequest() as stop:
         _listen(service.cfg, listener)
         _make_server(service).run(sockets=[listener])
@@ -206,7 +210,7 @@ def _listen(cfg: ServeConfig, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     try:
         listener.listen(512)
-    except OSError as error:  # another program took the port while the model was being loaded
+    except OSError as error:  # another program took the port while the model was loading
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}", key="Serve.port", value=cfg.port
         ) from error
@@ -233,9 +237,8 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """Passes signals on to the model's thread. After the first signal, requests in progress may finish
-        for a while; after the second, the thread ends with the next step; the third ends the process at once.
-        """
+        """Forwards signals to the scheduler. After the first, running requests may finish within a time
+        limit; the second ends the scheduler after its current step; the third ends the process at once."""
 
         num_signals = 0
 
@@ -257,7 +260,7 @@ def _make_server(service: Service) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
-        http="h11",  # limits the size of headers; httptools, uvicorn's choice if installed, does not
+        http="h11",  # limits the size of headers, unlike httptools, uvicorn's default if installed
         ws="none",
         limit_concurrency=service.scheduler.capacity + _MORE_CONNECTIONS,
         timeout_graceful_shutdown=int(service.cfg.shutdown_timeout + _MORE_SECONDS),

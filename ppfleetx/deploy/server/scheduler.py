@@ -1,4 +1,4 @@
-"""The thread that owns the model. Requests join and leave its batch between steps."""
+"""The scheduler: a thread that owns the model and runs the requests by continuous batching."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ _RETRY_SECONDS = 1
 
 
 class Lane:
-    """The sequences that grow with one model, the base or the base with an adapter, which requests and
-    metrics call ``name``. At most ``max_prefix_tokens`` earlier keys and values are kept."""
+    """The batch of one model: the base model, or the base model with one adapter.
+
+    ``name`` is the model name in requests and metrics. ``max_prefix_tokens`` limits the lane's prefix cache.
+    """
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
         self._model, self.name = model, name
@@ -49,7 +51,7 @@ class Lane:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[Running]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Drop all sequences except ``kept``. Returns the number of dropped sequences."""
+        """Drop all sequences except those where ``kept`` is true. Returns the number of dropped sequences."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
@@ -58,12 +60,12 @@ class Lane:
 
 
 class Scheduler:
-    """Answers :class:`Work` with one model, first come, first served.
+    """Runs requests (:class:`Work`) on one model, first come, first served.
 
-    Each step gives every sequence in the batch its next token: those of the base, then those of each adapter.
-    Before a step, sequences of cancelled requests leave, and waiting ones join if there is room. Without work
-    the thread sleeps. Nothing else may use the model while the thread runs. The tokens ``end_ids`` end an
-    answer, unless a request says otherwise.
+    Each step adds a token to every sequence in the batch, lane by lane. Before a step, sequences of cancelled
+    requests are removed, and waiting sequences join if there is room. The thread sleeps while there is no
+    work. Nothing else may use the model while the thread runs. ``end_ids`` end a sequence, unless the request
+    says otherwise.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Scheduler:
         self.end_ids = end_ids
         self._changed = threading.Condition()  # guards the next four attributes
         self._waiting: deque[Waiting] = deque()
-        self._num_rows = 0  # number of waiting and running rows, for the limit
+        self._num_rows = 0  # waiting and running sequences
         self._closing_at: float | None = None
         self._died = False
         self._adapters = adapters or Adapters(model)
@@ -92,13 +94,13 @@ class Scheduler:
     # ---- called by the HTTP side, in any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread; events are delivered in ``loop``."""
+        """Start the thread. Events are delivered in the event loop ``loop``."""
         self._loop = loop
         self._thread.start()
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread is running, or has ended because it was asked to."""
+        """Whether the thread has not failed."""
         return not self._died
 
     @property
@@ -107,12 +109,12 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """The limit of sequences that are waiting or running."""
+        """The maximum number of waiting and running sequences."""
         return self._cfg.max_batch_size + self._cfg.max_waiting
 
     def submit(self, work: Work) -> None:
-        """Queue a request. Raises ApiError: 429 if the queue is full; 503 if no more requests are
-        accepted."""
+        """Queue a request. Raises ApiError: 429 if the queue is full; 503 if the server is shutting down or
+        has failed."""
         with self._changed:
             if self._died:
                 raise ApiError(503, "the model has failed; see the server's log", code="unhealthy")
@@ -132,7 +134,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Drop a request whose client has gone; its sequences leave at the next step."""
+        """Drop a request whose client has disconnected. Its sequences are removed before the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()
@@ -140,7 +142,7 @@ class Scheduler:
     def close(self, seconds: float) -> None:
         """Accept no more requests, and end within ``seconds``. Requests that are unfinished by then fail.
 
-        A signal handler may call this, because the lock is reentrant.
+        Signal handlers may call this, because the lock is reentrant.
         """
         with self._changed:
             closing_at = time.monotonic() + seconds
@@ -163,7 +165,7 @@ class Scheduler:
             with paddle.no_grad():
                 while self._has_work():
                     self._step()
-        except BaseException:  # noqa: BLE001 any error ends the thread and fails waiting requests
+        except BaseException:  # noqa: BLE001 any error ends the thread and fails all requests
             get_logger().exception("the model's thread has ended; nothing can be answered any more")
             with self._changed:
                 self._died = True
@@ -173,7 +175,7 @@ class Scheduler:
         self._fail_all(error)
 
     def _has_work(self) -> bool:
-        """Sleep until there is something to do. Returns False when it is time to close."""
+        """Sleep until there is work. Returns False when the thread must end."""
         with self._changed:
             while not self._rows and not self._waiting:
                 if self._closing_at is not None:
@@ -200,7 +202,7 @@ class Scheduler:
         try:
             logits = self._next_logits(lane, has_newcomers=bool(joining))
             tokens, events = self._choose(lane.rows, logits)
-        except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
+        except Exception:  # noqa: BLE001 logged; requests in other lanes continue
             self._fail_step(lane)
             return
         reused = lane.prefixes.num_reused - reused
@@ -214,7 +216,8 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, lane: Lane, *, has_newcomers: bool) -> paddle.Tensor:
-        """Logits ``[1 + s, b, V]`` after the last token of each row and each of its up to s guesses."""
+        """Logits ``[1 + s, b, V]`` after the last token of each row and after each of its up to s draft
+        tokens."""
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(lane.rows) > MOST_ROWS:
             return lane.batch.next_logits().unsqueeze(0)
@@ -226,8 +229,8 @@ class Scheduler:
     def _choose(
         self, rows: Sequence[Running], logits: paddle.Tensor
     ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
-        """Choose the new tokens of each row by ``logits [1 + s, b, V]``: its correct guesses and one more.
-        Also returns the events for the clients."""
+        """Choose the new tokens of each row from ``logits [1 + s, b, V]``: its accepted draft tokens and one
+        more. Also returns the events for the clients."""
         new: list[list[int]] = [[] for _ in rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(rows)))
@@ -265,7 +268,7 @@ class Scheduler:
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
-        """Deliver scores and embeddings of prompts, and return the prompts to continue."""
+        """Compute and deliver scores and embeddings of admitted prompts. Returns the prompts to continue."""
         going_on, events = [], []
         for one in admitted:
             read = self._metrics.prompt_tokens.labels(self._lanes[one.job.adapter].name)
@@ -278,7 +281,7 @@ class Scheduler:
                     vector = embedding_of(self._model, one.job.ids)
                     read.inc(len(one.job.ids))
                     events.append((one.work, Embedded(one.job.number, vector)))
-            except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
+            except Exception:  # noqa: BLE001 logged; other requests continue
                 get_logger().exception("the scores or the embedding of a prompt could not be computed")
                 one.work.cancelled = True
                 events.append((one.work, Failed(_failed_step())))
@@ -302,8 +305,8 @@ class Scheduler:
             self._keep(lane, [not row.work.cancelled for row in lane.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take as many prompts from the queue, in order, as fit into the batch and one prompt pass of one
-        model."""
+        """Take prompts from the queue, in order, while they fit into the batch and one prompt pass, and use
+        the same lane."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -329,13 +332,12 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _fail_step(self, lane: Lane) -> None:
-        """Fail the requests of a step in which the model raised an error; the others continue with a new
-        batch."""
+        """Fail all requests of a lane after an error in its step, and start a new batch for the lane."""
         get_logger().exception("a step of %d sequences has failed", len(lane.rows))
         failed = list(dict.fromkeys(row.work for row in lane.rows))
         with self._changed:
             for work in failed:
-                work.cancelled = True  # its other prompts need not begin
+                work.cancelled = True  # so that its waiting prompts do not start
             self._num_rows -= len(lane.rows)
         lane.clear()
         self._metrics.running.set(len(self._rows))
@@ -354,7 +356,7 @@ class Scheduler:
         self._deliver((work, Failed(error)) for work in works)
 
     def _deliver(self, events: Iterable[tuple[Work, Event]]) -> None:
-        """Hand the events of a step to the event loop with one call."""
+        """Send the events of a step to the event loop in a single call."""
         assert self._loop is not None
         addressed = list(events)
 

@@ -1,8 +1,8 @@
-"""Tools: the functions that a chat offers to the model, and the calls in its answer.
+"""Tool calling: the functions that a chat request offers to the model, and the calls in its answer.
 
-Two forms of calls are supported: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as in Hermes,
-Qwen and SmolLM; and an answer that consists only of such an object or a list of them, as in Llama. In both,
-``parameters`` may replace ``arguments``. A forced call is a list.
+Two formats of calls are parsed: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as in Hermes,
+Qwen and SmolLM; and an answer that is only such an object or a list of them, as in Llama. In both,
+``parameters`` may replace ``arguments``. If the request forces a call, the answer is a list.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """The required form of an answer that must call tools; None if it need not call any. Raises ValueError if
-    the chosen tool is not among ``tools``."""
+    """The structured output of an answer that must call tools; None if calls are optional. Raises ValueError
+    if ``choice`` names a tool that is not in ``tools``."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -70,8 +70,8 @@ def forced_form(
 
 
 def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Copy a message with the arguments of its ``tool_calls`` as objects, which templates expect, instead of
-    JSON. Raises ValueError."""
+    """Copy a message with the arguments of its ``tool_calls`` parsed from JSON, as templates expect. Raises
+    ValueError."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -90,15 +90,18 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerText:
-    """The text of an answer that may call tools, as it grows. An answer that calls anything but ``names`` is
-    plain text; at most ``most`` calls are returned."""
+    """Splits an answer into text and tool calls while it grows.
+
+    An answer that calls a tool not in ``names`` is plain text. At most ``most`` calls are returned; None:
+    all.
+    """
 
     def __init__(self, names: Collection[str], most: int | None) -> None:
         self._names, self._most = names, most
         self._text, self._num_sent = "", 0
 
     def feed(self, piece: str) -> str:
-        """Add a piece of text. Returns the text that is certainly not part of a call."""
+        """Add a piece of text. Returns the new text that cannot be part of a call."""
         self._text += piece
         sure = self._text[self._num_sent : self._sure_length()]
         self._num_sent += len(sure)
@@ -120,7 +123,7 @@ class AnswerText:
         return len(self._text) - held
 
     def _calls(self) -> tuple[int, list[dict[str, Any]]]:
-        """Find the place of the first call, and return the calls in OpenAI's form."""
+        """The position of the first call in the text, and the calls in OpenAI's format."""
         blocks = [found.group(1) for found in _CALL.finditer(self._text)]
         begin = self._text.index(_OPEN) if blocks else 0
         calls: list[dict[str, Any]] = []

@@ -1,6 +1,7 @@
-"""The key/value cache in the decoding loop of an exported program.
+"""Key/value caches in the decoding loop of an exported program.
 
-Shape letters: b rows, g key/value heads, k columns allocated, s new positions, d head size.
+A column is one position. Shape letters: b rows, g key/value heads, k columns allocated, s new positions, d
+head size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ppfleetx.nn.masks import penalty_of
 
 
 class LoopCache:
-    """The cache of one iteration of the loop. It takes the past tensors and returns extended ones."""
+    """The cache of one loop iteration, which concatenates new keys and values to the ``past`` ones."""
 
     def __init__(self, past: Sequence[paddle.Tensor]) -> None:
         self.past, self.extended = past, []
@@ -23,7 +24,7 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key, value [b, g, s, d]``. The layers call this in their order."""
+        """Append ``key`` and ``value``, ``[b, g, s, d]``. Must be called in layer order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -33,9 +34,11 @@ class LoopCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """Prepare a pass that runs all layers at once, on a single row without padding. Returns the first new
-        column ``[1]``, the mask to add to the scores (None: no mask), and memory with room for ``num_new``
-        columns."""
+        """Prepare a pass that runs all layers in one operation, for a single row without padding.
+
+        Returns the first new column ``[1]``, the additive attention mask (None: no mask), and keys and values
+        with room for ``num_new`` more columns.
+        """
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)
         penalty = None
@@ -48,10 +51,12 @@ class LoopCache:
 
 
 class RoomCache:
-    """The cache of one iteration of a loop with memory allocated in advance. The new column, ``column [1]``,
-    is written in place into keys and values ``past [b, g, k, d]``, which are zero from it on; copying all of
-    them in every iteration would cost a batch of 8 a tenth of its time. ``visible [b, k]`` are the columns
-    that a row may attend to."""
+    """The cache of one loop iteration, which writes into preallocated memory.
+
+    Keys and values ``past [b, g, k, d]`` are zero from ``column [1]`` on, and the new ones are written there
+    in place. Copying them in every iteration would take a tenth of the time of a batch of 8. ``visible [b,
+    k]`` are the columns that each row may attend to.
+    """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
         self.past, self.column, self.extended = past, column, []
@@ -61,9 +66,8 @@ class RoomCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Write ``key, value [b, g, 1, d]``. The layers call this in their order."""
-        # In a program paddle.index_add_ copies, and Paddle's passes never make operations on loop variables
-        # in-place.
+        """Write ``key`` and ``value``, ``[b, g, 1, d]``. Must be called in layer order."""
+        # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
         self.extended += [key, value]
@@ -72,13 +76,13 @@ class RoomCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """Prepare a pass that runs all layers at once. Returns the column, the mask for the scores, and the
-        memory."""
+        """Prepare a pass that runs all layers in one operation. Returns the column, the additive attention
+        mask, and the memory."""
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
-        """The mask that layers with this window add to their scores. No row has unused columns in its
-        window."""
+        """The additive attention mask for layers with this sliding window. Rows have no unused columns inside
+        the window."""
         if window not in self.penalties:
             visible = self.visible
             if window is not None:
@@ -89,12 +93,12 @@ class RoomCache:
 
 
 def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Extend ``past`` by columns of zeros."""
+    """Append columns of zeros to keys and values ``past``."""
     return _with_room(past, ROOM)
 
 
 def _with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
     rows, groups = past[0].shape[:2]
-    # Keys and values each have one width.
+    # Keys and values may differ in head size, but are the same in all layers.
     rooms = [paddle.zeros([rows, groups, num_columns, one.shape[3]], one.dtype) for one in past[:2]]
     return [paddle.concat([tensor, rooms[i % 2]], axis=2) for i, tensor in enumerate(past)]

@@ -1,5 +1,4 @@
-"""Mixtures of experts in an exported program, which learns the number of rows of each expert only at run
-time.
+"""Mixtures of experts in an exported program, where the number of rows per expert is known only at run time.
 
 Shape letters: n rows sorted by expert, E experts, k input features, m output features.
 """
@@ -18,14 +17,17 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round
 
 
 class GroupedMatrix:
-    """The constant matrices ``weight [E, k, m]`` of all experts, computed by our operator if ``by_cpu_ops``.
-    If they are quantized, ``stored`` are their linears, which are dequantized when the program is loaded."""
+    """The constant matrices ``weight [E, k, m]`` of all experts.
+
+    ``stored`` is the quantized layer they come from, if any; it is dequantized when the program is loaded.
+    With ``by_cpu_ops``, our C++ operator computes products.
+    """
 
     def __init__(self, weight: paddle.Tensor, stored: QuantizedGroupedLinear | None = None) -> None:
         self.weight, self.stored, self.by_cpu_ops = weight, stored, False
 
     def begin(self) -> None:
-        """Prepare the matrices. Call this first in the program, and outside of branches, so that the
+        """Dequantize the matrices. Must be called first in the program and outside of branches, so that the
         operations run only once, when the program is loaded."""
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
@@ -36,7 +38,7 @@ class GroupedMatrix:
     def linear(
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Map ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, to ``[n, m]``; ``bias`` is
+        """Map ``x [n, k]`` to ``[n, m]``. ``counts [E]`` is the number of rows of each expert; ``bias`` is
         ``[E, m]``."""
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
@@ -54,15 +56,16 @@ class GroupedMatrix:
 
 
 def _of_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """For each row, its expert's row of ``values [E, m]``."""
+    """Repeat each expert's row of ``values [E, m]`` for all its rows, ``[n, m]``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, by ``weight [E, k, m]``.
+    """Multiply ``x [n, k]`` by the experts' matrices ``weight [E, k, m]``. ``counts [E]`` is the number of
+    rows of each expert.
 
-    The loop runs over the experts with rows, and copies one matrix at a time.
+    Loops over the experts that have rows, and copies one matrix at a time.
     """
     ends = counts.cumsum(0)
     used = paddle.nonzero(counts).flatten()
@@ -73,15 +76,15 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
         end = ends[expert]
         begin = end - counts[expert]
         rows = paddle.matmul(x[begin:end], weight[expert])
-        # In place; in a program paddle.index_add_ copies.
+        # In place. paddle.index_add_ copies in a static program.
         product = _C_ops.index_add_(product, paddle.arange(begin, end), rows, 0)
         done = done + 1
     return product
 
 
 class ProgramGroupedLinear(nn.Layer):
-    """Replaces the linears of all experts, and has their parameters. ``matrices`` are those of the linears,
-    and of their adapters if they have any."""
+    """Replaces the linear layer of all experts, and takes over its parameters. ``matrices`` are its weights
+    and those of its LoRA adapter, if any."""
 
     def __init__(self, linear: GroupedLinear | QuantizedGroupedLinear) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ class ProgramGroupedLinear(nn.Layer):
             self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, k]``, of which ``counts [E]`` rows belong to each expert, to ``[n, m]``."""
+        """Map ``x [n, k]`` to ``[n, m]``. ``counts [E]`` is the number of rows of each expert."""
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
         if adapter:
@@ -110,14 +113,14 @@ class _CountsOnDevice(Journey):
 
 
 class ProgramExchange(ExpertExchange):
-    """Leaves the numbers of rows on the device, where the program needs them."""
+    """Keeps the row counts on the device, where the program needs them."""
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
         return _CountsOnDevice(rows, counts)
 
 
 def grouped_matrices_of(model: nn.Layer) -> list[GroupedMatrix]:
-    """Prepare the mixtures of ``model`` for a program, and return the matrices of their experts."""
+    """Replace the experts of ``model`` by exportable layers, and return their matrices."""
     matrices = []
     for mixture in model.sublayers():
         if isinstance(mixture, MoE):

@@ -1,10 +1,11 @@
-"""Matrix products of an exported program, one by one, or all blocks of a quantized model in one operation.
+"""Matrix products in an exported program: single products, or all blocks of a quantized model in one
+operation.
 
-On a CPU, MKL repacks the matrix for every product, which for a few rows costs as much as reading it once
-more. Cut into panels as narrow as a tile of its kernels, the matrix is used in place: the result is the same,
-and about one and a half times faster for 2 to 16 rows. A single row is faster with the original matrix. Our
-own operator (ppfleetx/nn/cpu_ops) is faster still, but a program with it runs only on machines where the
-operator has been compiled.
+On a CPU, MKL repacks the matrix for every product, which for a few rows costs as much as reading the matrix
+again. A matrix stored in panels, as narrow as a tile of MKL's kernel, is used in place: the result is the
+same, and 2 to 16 rows are about 1.5 times as fast. A single row is faster with the original matrix. Our C++
+operators (ppfleetx/nn/cpu_ops) are faster still, but their programs run only on machines that have compiled
+them.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -27,8 +28,11 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 
 class Matrix:
-    """A constant matrix ``weight [k, n]`` of a program, whose products with panels our operator computes if
-    ``by_cpu_ops``; for ``panels`` and ``single_axis`` see :func:`use_panels`."""
+    """A constant matrix ``weight [k, n]`` of a program.
+
+    With ``by_cpu_ops``, our C++ operator computes products with panels. For ``panels`` and ``single_axis``
+    see :func:`use_panels`.
+    """
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight, self.by_cpu_ops = weight, False
@@ -36,17 +40,17 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Prepare the matrix. Call this first in the program, and outside of branches, so that the operations
-        run only once, when the program is loaded."""
+        """Prepare the matrix. Must be called first in the program and outside of branches, so that the
+        operations run only once, when the program is loaded."""
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x [..., k] @ weight + bias``. With panels, x is ``[m, k]``, possibly with an extra axis
-        of size 1.
+        """Compute ``x [..., k] @ weight + bias``. With panels, x must be ``[m, k]``, possibly with an extra
+        axis of size 1.
 
-        Our operator is used for any number of rows; from 64 rows on it is at most a tenth slower than MKL.
+        The C++ operator is used for any number of rows; from 64 rows on, it is at most 10% slower than MKL.
         """
         if self.panels is None:
             return F.linear(x, self.weight, bias)
@@ -63,8 +67,11 @@ class Matrix:
 
 
 class SmallMatrix(Matrix):
-    """A constant low-bit matrix. Our own operators use it as ``stored``, in panels set by :meth:`begin`.
-    Without them it is dequantized when the program is loaded, and then used like any other matrix."""
+    """A constant low-bit matrix.
+
+    Our C++ operators use its integers, in panels set by :meth:`begin`. Without the operators, it is
+    dequantized when the program is loaded, and then used like any other matrix.
+    """
 
     def __init__(self, stored: QuantizedMatrix) -> None:
         super().__init__(stored.weight)
@@ -89,7 +96,7 @@ class SmallMatrix(Matrix):
 
 
 class ProgramLinear(nn.Layer):
-    """Replaces a linear, quantized or not, and has its parameters."""
+    """Replaces a linear layer, quantized or not, and takes over its parameters."""
 
     def __init__(self, linear: Linear | QuantizedLinear) -> None:
         super().__init__()
@@ -112,20 +119,26 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose how products are computed from here on: with ``panels``, the result of
-    :meth:`Matrix.make_panels` for each of ``matrices``, or if empty with the matrices. ``single_axis`` is the
-    axis of the activations ``[s, b, k]`` that has size 1 with panels: 0 for one position of many rows, 1 for
-    many positions of one row."""
+    """Choose how all following products are computed: with ``panels``, or with the original matrices if
+    empty.
+
+    Args:
+        matrices: the matrices to set.
+        panels: the result of :meth:`Matrix.make_panels` for each matrix, or empty.
+        single_axis: the axis of the activations ``[s, b, k]`` that has size 1 when panels are used: 0 for one
+            position of many rows, 1 for many positions of one row.
+    """
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis
 
 
 def matrices_of(model: nn.Layer) -> list[Matrix]:
-    """Replace the plain linears of ``model`` by ones that can use panels, and return their matrices."""
+    """Replace the plain linear layers of ``model`` by layers that can use panels, and return their
+    matrices."""
     matrices = []
     for parent in model.sublayers(include_self=True):
         for name, child in parent.named_children():
-            # Linears with more than a weight and a bias (adapters, hooks) stay as they are.
+            # Linear layers with adapters or hooks are not replaced.
             is_plain = (
                 isinstance(child, Linear | QuantizedLinear)
                 and not child.sublayers()
@@ -139,7 +152,8 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
 
 
 class ProgramBlocks:
-    """The blocks and the final norm, whose weights are prepared once, when the program is loaded."""
+    """The blocks and the final norm as one operation. The weights are prepared once, when the program is
+    loaded."""
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         self.fused = FusedBlocks(layers)
@@ -147,7 +161,7 @@ class ProgramBlocks:
 
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
-    """The blocks and the final norm as one operation; None if they must run layer by layer."""
+    """Build the fused blocks; None if the layers must run one by one."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -157,7 +171,7 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Prepare the weights. Call this in the program after :func:`begin`, and outside of branches."""
+    """Prepare the weights of the fused blocks. Must be called after :func:`begin` and outside of branches."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 
@@ -165,7 +179,8 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
-    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow those in ``cache``."""
+    """Run all blocks on ``hidden [s, b, h]`` at positions ``[b, s]``, which follow the positions in
+    ``cache``."""
     fused = blocks.fused
     column, penalty, memory = cache.place(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

@@ -1,9 +1,9 @@
-"""The exported program: the whole decoding loop, including the model and its cache.
+"""The exported program: the whole decoding loop, with the model and its cache.
 
-It consists of the generator's own model and processors, written as one function of tensors. Settings that a
-user may choose at run time are inputs; the model and the vocabulary are part of the program.
+It is built from the generator's own model and logit processors, as one function of tensors. Options that
+users choose at run time are inputs; the model and the vocabulary are constants.
 
-Shape letters: b rows, n positions of the longest prompt, t limit of new tokens, V vocabulary.
+Shape letters: b rows, n length of the longest prompt, t limit of new tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from ppfleetx.nn.latent_attention import LatentAttention
 
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
-    """Context in which Paddle converts methods once per class, and searches its list once per function."""
+    """Context manager that speeds up Paddle's to_static: methods are converted once per class, and each
+    function is looked up once in the list of unsupported functions."""
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):
@@ -100,17 +101,17 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("top_p", "float32", (1,)),
     ("most_guesses", "int64", (1,)),  # per pass; used for one row, greedy search, no repetition_penalty
 )
-"""Name, type and shape of each input of the program, in the order of its arguments."""
+"""Name, type and shape of each input of the program, in argument order."""
 
 
 def save_program(
     next_token: NextTokenModel, max_positions: int, path: Path, *, use_panels: bool = True
 ) -> None:
-    """Write ``{path}.json`` and ``{path}.pdiparams``. The model, which is whole in this process, can no
-    longer be trained afterwards.
+    """Write ``{path}.json`` and ``{path}.pdiparams``. The model must not be sliced over ranks, and cannot be
+    trained afterwards.
 
-    With panels, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` have been compiled, a second program
-    is written that uses them and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
+    With ``use_panels``, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` are compiled, a second program
+    is written that uses these operators and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -128,8 +129,7 @@ def save_program(
 def _save(program: GenerationProgram, path: Path) -> None:
     spec = [InputSpec(list(shape), dtype, name) for name, dtype, shape in INPUTS]
     with warnings.catch_warnings():
-        # Warnings about branches whose inner variables are not used after them, and about the device of a
-        # tensor that has none yet.
+        # Paddle warns about variables that are used only inside a branch, and about tensors without a device.
         warnings.simplefilter("ignore", UserWarning)
         with quick_conversion():
             static = paddle.jit.to_static(program, input_spec=spec, full_graph=True)
@@ -138,21 +138,21 @@ def _save(program: GenerationProgram, path: Path) -> None:
 
 
 class GenerationProgram(nn.Layer):
-    """Continues a batch of prompts.
+    """A layer that generates continuations of a batch of prompts.
 
-    The loop ends when every row has ended, at an end token or at its limit. A finished row stays in the
-    batch; the tokens after its end are meaningless. The model's linears are replaced by forms that Paddle
-    can export.
+    The loop ends when every row has reached an end token or its limit. Finished rows stay in the batch; their
+    tokens after the end are meaningless. The model's linear layers are replaced by layers that Paddle can
+    export.
 
     Args:
-        use_panels: add a second copy of the matrices, in a layout that is faster on CPUs when more than one
-            row or position is multiplied. It is made when the program is loaded and is not in the file.
+        use_panels: keep a second copy of the matrices, in a layout that is faster on CPUs for more than one
+            row or position. The copy is made when the program is loaded and is not in the file.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
         super().__init__()
         self.vocab_size, self.max_positions = next_token.vocab_size, max_positions
-        # Sub-layers and buffers are saved.
+        # Assigned, so that the program's weights include the model's parameters and buffers.
         self.model = next_token.model
         for layer in self.model.sublayers():
             if isinstance(layer, LatentAttention):
@@ -174,13 +174,13 @@ class GenerationProgram(nn.Layer):
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
-        """File name of the program with our operators, by the operators that it needs."""
+        """The file name of the program with C++ operators, which depends on the operators it needs."""
         if self.blocks is not None:
             return blocks_file(width)
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """Switch to our operators for products with panels, top-p and, if possible, whole blocks."""
+        """Switch to C++ operators for products with panels, for top-p and, if possible, for whole blocks."""
         self.by_cpu_ops = True
         for matrix in (*self.matrices, *self.grouped):
             matrix.by_cpu_ops = True
@@ -215,7 +215,7 @@ class GenerationProgram(nn.Layer):
         token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
         rules = (end_ids, min_new_tokens, repetition_penalty)
         sampling = (exponentials, temperature, top_k, top_p)
-        # Outside of branches, so that they are computed only once, when the program is loaded.
+        # Outside of branches, so that panels are computed only once, when the program is loaded.
         panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
         if tokens.shape[0] > 1:
             history = self._decode(tokens, token, past, padding, limits, rules, sampling, panels)
@@ -237,8 +237,10 @@ class GenerationProgram(nn.Layer):
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
         """Run the loop after the first ``token [b]``. Returns prompts and new tokens, ``[b, n + up to t]``.
-        ``rules`` are end_ids, min_new_tokens, repetition_penalty; ``sampling`` exponentials, temperature,
-        top_k, top_p; ``panels`` those of ``self.matrices``, or none."""
+
+        ``rules`` are end_ids, min_new_tokens and repetition_penalty. ``sampling`` is exponentials,
+        temperature, top_k and top_p. ``panels`` are those of ``self.matrices``, or empty.
+        """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
         exponentials, temperature, top_k, top_p = sampling
@@ -262,9 +264,9 @@ class GenerationProgram(nn.Layer):
     def _append(
         self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Put ``token [b]`` into ``column [1]`` of the cache. Returns the logits ``[b, V]`` and the new
-        ``past``."""
-        # A finished row must not run out of positions while others continue.
+        """Add ``token [b]`` at ``column [1]`` of the cache. Returns the next logits ``[b, V]`` and the new
+        cache."""
+        # A finished row keeps the last position while other rows continue.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
         columns = paddle.arange(past[0].shape[2])
@@ -282,8 +284,12 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Like ``_decode``, for a single row without padding; returns ``[n + up to t]``. If the last tokens
-        of the row have occurred before, up to ``most_guesses [1]`` guesses are verified in one pass."""
+        """Run the loop for a single row without padding. Returns the prompt and new tokens, ``[n + up to
+        t]``.
+
+        Arguments as in ``_decode``. In greedy search, up to ``most_guesses [1]`` draft tokens from the row's
+        own text (prompt lookup) are verified in one pass.
+        """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
         most_guesses = paddle.where(
@@ -299,7 +305,7 @@ class GenerationProgram(nn.Layer):
         while paddle.logical_not(finished):
             size = history.shape[0]
             place, alike = last_occurrence(history)
-            # Leave one place for the token after the guesses.
+            # Leave room for the token after the draft tokens.
             count = paddle.minimum(width, most - size - 1)
             count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
             if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
@@ -311,7 +317,7 @@ class GenerationProgram(nn.Layer):
                 width = next_width(width, right, most_guesses)
             else:
                 new, past = self._one_more(history, past, size - length, rules, sampling)
-            # A correct guess may be an end token; drop all tokens after it.
+            # An accepted draft token may be an end token; drop all tokens after it.
             is_end = is_any_of(new, end_ids)
             ends = paddle.where(is_end, paddle.arange(new.shape[0]), paddle.full_like(new, size))
             history = paddle.concat([history, new[: ends.min() + 1]])
@@ -325,8 +331,8 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Find the likeliest tokens ``[1 + k]`` after the row's last token and after each of ``guesses
-        [k]``."""
+        """Run the draft tokens ``guesses [k]``. Returns the likeliest tokens ``[1 + k]`` after the row's last
+        token and after each draft token, and the new cache."""
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], guesses])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -352,9 +358,12 @@ class GenerationProgram(nn.Layer):
     def _run_model(
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model on ``state``: tokens and positions ``[b, s]``, for prompts also the column in which
-        each begins. Returns logits ``[b, V]`` after the last tokens, or with ``last_only`` False ``[s, V]``
-        after each token of a single row, and extended keys and values."""
+        """Run the model on ``state``: tokens and positions ``[b, s]`` and, for prompts, each row's first
+        column.
+
+        Returns the new cache, and logits ``[b, V]`` after the last tokens; if not ``last_only``, ``[s, V]``
+        after each token of a single row.
+        """
         embedding, *trunk, head = self.model.stages
         position_ids = state[1]
         state = embedding(state, cache)
@@ -379,8 +388,8 @@ class GenerationProgram(nn.Layer):
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
     ) -> paddle.Tensor:
-        """:func:`ppfleetx.generation.decode_loop.process` in one branch: each branch costs about a
-        millisecond."""
+        """Apply the repetition penalty and the minimum length. Both are in one branch, because a branch costs
+        about a millisecond."""
         is_early = step < min_new_tokens
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
@@ -407,7 +416,7 @@ class GenerationProgram(nn.Layer):
     def _sample(
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
-        """Sample like :func:`~ppfleetx.generation.processors.candidates` followed by ``draw``."""
+        """Sample tokens, like :func:`~ppfleetx.generation.processors.candidates` followed by ``draw``."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)
             kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
@@ -422,5 +431,6 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace ``top_p`` = 1, which must keep everything, by 2, because sums may be rounded up to 1."""
+    """Replace ``top_p`` = 1, which must keep everything, by 2, because rounding can make sums reach 1
+    early."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -1,8 +1,8 @@
-"""Token choice as operations of an exported program: prompt lookup, and top-p without a sort.
+"""Token choice with operations that can be exported: prompt lookup, and top-p without a sort.
 
-The results are those of :mod:`ppfleetx.generation.prompt_lookup` and ``processors``.
+Results are the same as in :mod:`ppfleetx.generation.prompt_lookup` and ``processors``.
 
-Shape letters: n tokens of the row, k guesses.
+Shape letters: n tokens of the row, k draft tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find the latest earlier occurrence of the longest possible end of ``history [n]``, n >= 2. Returns the
-    place of its last token, and its length, 0 to 3."""
+    """Find where the last tokens of ``history [n]``, n >= 2, occurred before.
+
+    Returns the index of the last token of the longest match (the latest of equally long ones), and the number
+    of matching tokens, 0 to 3.
+    """
     size = history.shape[0]
-    # Padding with -1, which is not a token and so never matches.
+    # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
-    # alike[j]: how many tokens up to and including the j-th match the tokens at the end.
+    # alike[j]: the number of tokens ending at j that match the end of the row.
     alike = paddle.zeros([size - 1], "int64")
     matched = paddle.ones([size - 1], "int64")
     for back in range(_MOST_ALIKE):
@@ -34,18 +37,19 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """The ``[count]`` tokens that followed ``place``, repeated as a cycle if the history ends before."""
+    """The ``[count]`` tokens after index ``place``, repeated cyclically if there are fewer."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
 
 def accept(likeliest: paddle.Tensor, guesses: paddle.Tensor) -> paddle.Tensor:
-    """How many of ``guesses [k]``, from the first on, agree with the model's ``likeliest [k + 1]``."""
+    """How many of the leading draft tokens ``guesses [k]`` equal the model's ``likeliest [k + 1]``,
+    ``[1]``."""
     return (likeliest[:-1] == guesses).astype("int64").cumprod(0).sum().reshape([1])
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """Like :func:`ppfleetx.generation.prompt_lookup.next_width`, for tensors ``[1]``."""
+    """Do the same as :func:`ppfleetx.generation.prompt_lookup.next_width`, for tensors ``[1]``."""
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
 
@@ -53,8 +57,9 @@ _BUCKETS = 1 << 13
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """:func:`~ppfleetx.generation.processors.nucleus` of ``probabilities [b, V]`` with ``top_p [1]``."""
-    # The fourth root spreads typical probabilities, from 1 down to 1e-10, over the buckets.
+    """Apply :func:`~ppfleetx.generation.processors.nucleus` to ``probabilities [b, V]`` with ``top_p
+    [1]``."""
+    # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")
     up_to = _bucket_mass(probabilities, bucket).cumsum(-1)
@@ -69,7 +74,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
     smallest = paddle.take_along_axis(falling, count - 1, axis=1)
     has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # lower ids are kept
-    # Cumulative sums on a GPU may decrease, which can lead to an empty bucket.
+    # On a GPU, rounding can make cumulative sums decrease, so the bucket may be empty.
     if paddle.logical_or(has_equals, (smallest <= 0).any()):
         kept = nucleus(probabilities, top_p)
     else:
@@ -80,7 +85,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Pack the elements of ``values [b, V]`` under ``mask`` to the left, followed by zeros: ``[b, m]``."""
+    """Pack the elements of ``values [b, V]`` where ``mask`` is true to the left, padded with zeros: ``[b,
+    m]``."""
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)
@@ -94,7 +100,7 @@ def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.
     """Sum the probabilities in each bucket, ``[b, buckets]`` float64."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
-    # One more entry with weight 0 in the last bucket makes the result long enough.
+    # An extra entry of weight 0 in the last bucket makes bincount's result long enough.
     last = rows.max().reshape([1]) * _BUCKETS + (_BUCKETS - 1)
     weights = paddle.concat([probabilities.flatten().astype("float64"), paddle.zeros([1], "float64")])
     mass = paddle.bincount(paddle.concat([place, last]), weights=weights)
