@@ -1,17 +1,18 @@
-"""The keys of a dialect and their translations, read from its ``keys.yaml``.
+"""Key tables: the keys of a dialect (another toolkit's options) and their translations, read from
+``keys.yaml``.
 
-The tables of a file are also the tables of the dialect's page. A row says what happens to a key, or to
-several keys separated by blanks:
+The same tables appear on the dialect's documentation page. Each row has one key, or several separated by
+spaces, and one of these fields:
 
-- ``to``: the native keys that get its value, unchanged, converted ``by`` one of `CONVERSIONS`, or by a table
-  of ``choices``; ``default`` is the value where none of the row's keys is given;
-- ``joint``: native keys that a rule of the dialect computes from this key and others;
-- ``fixed``: the key has no effect, for this reason; with ``only``, no other values are accepted;
-- ``unused``: the key has no meaning here, for this reason;
+- ``to``: the native keys that get the value, unchanged, converted ``by`` one of `CONVERSIONS`, or mapped by
+  ``choices``. ``default`` is the value if none of the row's keys is given.
+- ``joint``: the native keys that a Python rule computes from this key and others.
+- ``fixed``: the key has no effect, for this reason. ``only`` lists the accepted values, if not all are.
+- ``unused``: the key has no meaning here, for this reason.
 - ``refused``: the key is an error, for this reason.
 
-``says`` is a note for the page. ``*`` stands for any single part of a key, and ``**`` at the end for one or
-more parts.
+``says`` is a note for the page. ``*`` matches one part of a dotted key, and ``**`` at the end one or more
+parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ppfleetx.config.errors import shown, shown_key
 from ppfleetx.config.reading.parse import shipped_yaml
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
-"""Converts the value of a key to a mapping of native keys, or to a single value for ``Key.to``."""
+"""Converts a key's value to a mapping of native keys to values, or to one value for all of ``Key.to``."""
 
 
 class Kind(StrEnum):
@@ -44,14 +45,13 @@ class Key:
     """One key of a dialect.
 
     Attributes:
-        name: the dotted name, with ``*`` and ``**`` as above.
-        kind: what happens to the key.
-        to: the native keys that it sets, alone or together with other keys.
-        convert: the conversion of its value; None if there is none, or if a rule of the dialect reads the key
-            together with others.
-        accepts: the values that a fixed key may have; None allows any.
-        default: the value of a key that is not given; None if nothing follows from that.
-        says: the conversion, the reason, or what to do instead, as a sentence without its full stop.
+        name: the dotted name, which may contain ``*`` and ``**``.
+        kind: how the key is treated.
+        to: the native keys that it sets, alone or with other keys.
+        convert: converts its value; None if the key sets nothing, or a rule of the dialect reads it.
+        accepts: the values that a fixed key may have; None: any.
+        default: the value to use if the key is not given; None: no default.
+        says: a note on the conversion, the reason, or what to do instead, without a final period.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Key:
     default: Any = None
 
     def natives(self, value: Any) -> Mapping[str, Any]:
-        """The native values that follow from ``value``; None leaves a native key unset. Raises ValueError."""
+        """Convert ``value`` to native keys and values. None leaves a native key unset. Raises ValueError."""
         found = self.convert(value)
         return found if isinstance(found, Mapping) else dict.fromkeys(self.to, found)
 
@@ -73,8 +73,10 @@ def same(value: Any) -> Any:
 
 
 class KeyTable:
-    """The keys of a dialect, in the order of the documentation, found by the names that its users write;
-    ``normal`` turns such a name into the name in the table."""
+    """The keys of a dialect, in the order of the documentation.
+
+    ``normal`` converts a name as users write it to the name in the table.
+    """
 
     def __init__(self, keys: Iterable[Key], normal: Callable[[str], str] = same) -> None:
         self.keys = tuple(keys)
@@ -85,7 +87,7 @@ class KeyTable:
             raise ValueError("a key stands twice in the table")
 
     def find(self, name: str) -> Key | None:
-        """An exact match takes precedence over a pattern."""
+        """Look up a name; None if it is unknown. Exact names win over patterns."""
         name = self._normal(name)
         if name in self._exact:
             return self._exact[name]
@@ -93,7 +95,7 @@ class KeyTable:
         return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
 
     def is_block(self, name: str) -> bool:
-        """Whether ``name`` is a mapping that holds keys of the table."""
+        """Whether ``name`` is a mapping that contains keys of the table."""
         prefix = f"{self._normal(name)}."
         parts = prefix.split(".")[:-1]
         return any(key.name.startswith(prefix) for key in self.keys) or any(
@@ -102,14 +104,14 @@ class KeyTable:
         )
 
     def nearest(self, name: str) -> str:
-        """A sentence with the known keys that the user may have meant by an unknown key."""
+        """A sentence that suggests known keys for an unknown key."""
         return nearest_names(
             self._normal(name), [key.name for key in self.keys if not key.name.endswith("**")]
         )
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """A sentence with the names in ``known`` that the user may have meant by ``name``."""
+    """A sentence that suggests names from ``known`` for the unknown ``name``."""
     last = name.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == last]
     near += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
@@ -141,7 +143,8 @@ _WINDOW = re.compile(r"\s*[(\[]?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*[)\]]?\s*",
 
 
 def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Make a conversion from a table of values. Other values are refused with a list of the allowed ones."""
+    """Make a conversion from a table of values. It raises ValueError, listing the allowed values, for
+    others."""
 
     def convert(value: Any) -> Any:
         for word, meaning in words.items():
@@ -153,8 +156,7 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int | None = None) -> int:
-    """Return ``value`` if it is an integer of at least ``least``; else raise ValueError, as all conversions
-    do."""
+    """Check that ``value`` is an integer of at least ``least``. Raises ValueError, like all conversions."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("must be an integer")
     return _at_least(value, least)
@@ -179,7 +181,8 @@ def flag(value: Any) -> bool:
 
 
 def _window(value: Any) -> dict[str, Any]:
-    """Convert ``(left, right)``. A causal model has no right side, and a left side of -1 means no window."""
+    """Convert the window ``(left, right)``. The right side is ignored for a causal model; a left side of -1
+    means no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
@@ -212,7 +215,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "window": _window,
     "betas": _betas,
 }
-"""Functions that convert the value of a key to native values. None leaves the native key unset."""
+"""Conversions for ``by``. A result of None leaves the native key unset."""
 
 
 def read_file(dialect: str) -> dict[str, Any]:
@@ -222,7 +225,8 @@ def read_file(dialect: str) -> dict[str, Any]:
 def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
-    """Make the tables of a file, by name, from its lists of rows; ``prefixes`` of all keys of some tables."""
+    """Build the tables of a file from its lists of rows, by name. ``prefixes`` are added to all keys of a
+    table."""
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
         for name, rows in content.items()

@@ -1,4 +1,4 @@
-"""The dialects, and how to recognize the dialect of a file or command line."""
+"""The registry of dialects, and how to recognize the dialect of a file or a command line."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _MODULES: tuple[str, ...] = (
     "mindspeed.dialect",
     "paddleformers.dialect",
 )
-"""Modules of this package with a ``DIALECT``, in the order in which they are tried."""
+"""Modules that define a ``DIALECT``. If several match equally well, the first one wins."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The way in which another toolkit describes a run.
+    """The configuration language of another toolkit.
 
     Attributes:
         name: the name of its module, and the value of ``--dialect``.
         title: its name in messages.
-        tables: key tables, by their headings in the documentation, ``docs/dialects/{name}.md``.
-        of_file: a function that translates a file, with further arguments of the toolkit's own program.
-        of_arguments: a function that translates a command line without the program's name; None if there is
-            none.
+        tables: its key tables, by heading in ``docs/dialects/{name}.md``.
+        of_file: translates a file, given also the remaining command-line arguments.
+        of_arguments: translates a command line without the program's name; None if not supported.
         programs: file names of the toolkit's programs, to recognize a command line.
         keys_of_files: top-level keys of its files, to recognize a file.
-        options: normal names of the options on its command lines, to recognize a command line.
+        options: normalized names of its options, to recognize a command line.
     """
 
     name: str
@@ -49,13 +48,13 @@ class Dialect:
 
 
 def dialects() -> dict[str, Dialect]:
-    """All dialects by name."""
+    """All dialects, by name."""
     found = [import_module(f"{__package__}.{name}").DIALECT for name in _MODULES]
     return {one.name: one for one in found}
 
 
 def dialect_named(name: str) -> Dialect:
-    """The dialect ``name``."""
+    """The dialect ``name``. Raises ConfigError if there is none."""
     known = dialects()
     if name not in known:
         raise ConfigError(f"must be one of {', '.join(known)}", key="--dialect", value=name)
@@ -63,7 +62,8 @@ def dialect_named(name: str) -> Dialect:
 
 
 def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
-    """Find the dialect to which most of the top-level ``keys`` of the file ``path`` belong."""
+    """The dialect with the most of the top-level ``keys`` of the file ``path``. Raises ConfigError if no
+    dialect has any."""
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
     if best is None or scores[best] == 0:
@@ -78,8 +78,9 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """Find the dialect of a command line. Returns it and the arguments for its ``of_arguments``: the whole
-    line if a launcher's options come before the program, otherwise the words after the program.
+    """Find the dialect of a command line. Returns it and the arguments to pass to its ``of_arguments``.
+
+    These are the whole command line if the launcher has options, otherwise the words after the program.
     """
     refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]
@@ -103,7 +104,7 @@ def _runs(dialect: Dialect, text: str) -> bool:
 
 
 def _score(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """The number of given options that only this dialect has, and the number of given options that it has."""
+    """The number of given options that only this dialect has, and the number that it has."""
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

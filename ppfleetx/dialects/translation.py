@@ -1,7 +1,7 @@
-"""Translate another toolkit's values to native values, with a table of keys and with rules.
+"""Translate another toolkit's options to our configuration, using a key table and rules.
 
-Each native value keeps its origins. All functions of the dialects raise ConfigError, with key, value and
-place as the user wrote them.
+Each native value remembers the user's values it came from. All functions of the dialects raise ConfigError
+with the key, value and place that the user wrote.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, inte
 from ppfleetx.dialects.user_values import Given
 
 DEFAULT = "its default"
-"""The comment on a value that is the toolkit's default."""
+"""Comment for values that are the toolkit's default."""
 
 
 @dataclass(frozen=True)
 class Native:
-    """A native value.
+    """A value of our configuration.
 
     Attributes:
         value: the plain Python value.
-        origins: the user's values that it follows from; empty if it is always the same in this dialect.
-        why: an explanation in addition to the origins, or instead of them, for the comment in the YAML.
+        origins: the user's values it was derived from; empty if the dialect always sets it.
+        why: an explanation for the comment in the YAML output.
     """
 
     value: Any
@@ -43,24 +43,24 @@ class Native:
 
     @property
     def comment(self) -> str:
-        """The origin of the value and the reason for it, for the comment in the YAML."""
+        """The origins and the explanation, as a comment for the YAML output."""
         return "; ".join([*(one.origin for one in self.origins), *filter(None, [self.why])])
 
 
 @dataclass
 class Translation:
-    """The user's values, which :meth:`integer` and similar methods read, and the native values.
+    """The user's values, and the native values they translate to.
 
-    These methods take a default for a key that is missing or has no value. If a value has another type, they
-    raise a ConfigError with key, value and place.
+    Rules read the user's values with :meth:`integer` and similar methods. These return a default if a key is
+    missing or has no value, and raise ConfigError, with key, value and place, if the type is wrong.
 
     Attributes:
-        dialect: the toolkit's name, as in "MindFormers".
+        dialect: the toolkit's name, such as "MindFormers".
         place: the file or command line that was translated.
         native: the values of our configuration, by dotted key.
-        fixed: the given keys that have no effect.
-        unused: the given keys that have no meaning here.
-        notes: deliberate differences between a run here and a run of the toolkit; tools log them.
+        fixed: given keys that have no effect.
+        unused: given keys that have no meaning here.
+        notes: deliberate differences from a run of the toolkit, which are logged.
         given: all given values, by their names in the key table.
     """
 
@@ -73,12 +73,13 @@ class Translation:
     given: dict[str, Given] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set a native value. None leaves the key unset.
+        """Set a native value; None leaves the key unset. Raises ConfigError if the key already has another
+        value.
 
         Args:
-            sources: the values that it follows from, or their names. Names that are not given are left out;
-                if none is given, the value is the toolkit's default.
-            why: an explanation for the comment in the YAML.
+            sources: the user's values, or their names, that it is derived from. Names that are not given are
+                ignored; if none is given, the value counts as the toolkit's default.
+            why: an explanation for the comment in the YAML output.
         """
         if value is None:
             return
@@ -94,7 +95,7 @@ class Translation:
         self.native[key] = new
 
     def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set a native value, and replace any earlier one."""
+        """Set a native value, replacing any earlier one."""
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
 
@@ -113,7 +114,7 @@ class Translation:
         return key in self.given and self.given[key].value is not None
 
     def origins(self, *keys: str) -> tuple[Given, ...]:
-        """The given values among ``keys``, as the origins of a native value."""
+        """The given values among ``keys``."""
         return tuple(self.given[key] for key in keys if key in self)
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -144,7 +145,7 @@ class Translation:
             raise self.error(key, str(error)) from None
 
     def text(self, key: str, default: Any = None) -> Any:
-        """Read a text that is not empty, as the user wrote it."""
+        """Read a non-empty text, exactly as the user wrote it."""
         if key not in self:
             return default
         one = self.given[key]
@@ -154,12 +155,12 @@ class Translation:
         return value
 
     def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
-        """Make an error about a given key."""
+        """Create an error about a given key."""
         one = self.given[key]
         return ConfigError(rule, key=one.key, value=one.value, place=one.place, hint=hint)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
-        """Make an error about several keys. The first given one is named first."""
+        """Create an error about several keys, starting with the first given one."""
         first, *others = self.origins(*keys)
         also = ", ".join(f"{one.key} = {shown(one.value)} ({one.place})" for one in others)
         return ConfigError(
@@ -174,7 +175,7 @@ class Translation:
         return (*self.notes, *line)
 
     def tree(self) -> Node:
-        """The native values as a tree. Its places name the user's files, lines and keys."""
+        """The native values as a tree, whose places name the user's files, lines and keys."""
         root = Node({}, self.place)
         for key, native in self.native.items():
             node = node_of(native.value, native.place)
@@ -199,7 +200,7 @@ class Translation:
 
 
 def _as_written(native: Native) -> str | None:
-    """The user's spelling of an unchanged value, so that a text field gets ``007``."""
+    """The user's spelling of an unchanged value, so that a text field gets ``007`` and not 7."""
     if len(native.origins) != 1 or isinstance(native.value, str):
         return None
     one = native.origins[0]
@@ -207,7 +208,7 @@ def _as_written(native: Native) -> str | None:
 
 
 def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
-    """Yield lines of YAML, with sections and keys in the order of the configuration's documentation."""
+    """Yield YAML lines, with sections in the order of our configuration's documentation."""
     order = {name: index for index, name in enumerate(RunConfig.model_fields)}
     tree: dict[str, Any] = {}
     for key in sorted(native, key=lambda name: order.get(name.split(".")[0], len(order))):
@@ -240,7 +241,7 @@ def _one_line(text: str) -> str:
 
 
 Rule = Callable[[Translation], None]
-"""A function that reads keys that together decide native values, and puts these into the translation."""
+"""Reads several of the user's keys, and sets the native values that depend on all of them."""
 
 
 def translate(
@@ -248,8 +249,8 @@ def translate(
 ) -> Translation:
     """Translate all given values to native values.
 
-    Of ``given``, later values replace earlier ones of the same name. The rules are applied in order, after
-    the keys that are translated one by one.
+    If a name occurs several times in ``given``, the last value is used. Rules run in order, after the keys
+    that are translated individually. Raises ConfigError for unknown and unsupported keys.
     """
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
@@ -257,7 +258,7 @@ def translate(
     for one in given:
         key = table.find(one.key)
         if key is None:
-            if one.value is not None or not table.is_block(one.key):  # otherwise an empty block
+            if one.value is not None or not table.is_block(one.key):  # an empty block is allowed
                 unknown.append(one)
             continue
         name = one.key if "*" in key.name else key.name
@@ -280,7 +281,8 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
-    """Raise an error for the first unsupported key in table order, where the kind of network comes first."""
+    """Raise ConfigError for the first unsupported key, in the order of the table, which starts with the kind
+    of network."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

@@ -1,4 +1,4 @@
-"""The values of a file or command line as the user wrote them, and the launcher before the program."""
+"""Read the values of a file or a command line as the user wrote them, and split off the launcher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ppfleetx.config.reading.tree import Node, is_index, plain_scalar, plain_val
 
 @dataclass(frozen=True)
 class Given:
-    """One value of another toolkit.
+    """One value as the user gave it to another toolkit.
 
     Attributes:
-        key: the dotted name as the user wrote it (``parallel_config.data_parallel``, ``--num-layers``). For
-            items of a list of mappings, it contains their number: ``callbacks.0.type``.
-        value: the plain Python value; None if the key was written without a value.
+        key: the dotted name as the user wrote it (``parallel_config.data_parallel``, ``--num-layers``). For a
+            list of mappings it contains the item's index: ``callbacks.0.type``.
+        value: the plain Python value; None if the key has no value.
         place: ``file:line`` or ``argument 3``.
-        text: the value as the user wrote it, if it is a plain scalar.
+        text: the value as the user wrote it, for plain scalars.
     """
 
     key: str
@@ -35,9 +35,10 @@ class Given:
 
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
-    """All values of ``tree`` with their dotted keys, in the order of the file.
+    """All values in ``tree``, with dotted keys, in file order.
 
-    Mappings and lists of mappings are flattened; every other list is one value. An empty mapping is None.
+    Mappings and lists of mappings are flattened; every other list is one value. An empty mapping becomes
+    None.
     """
     for key, node in tree.value.items():
         name = f"{prefix}{key}"
@@ -55,9 +56,10 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
 
 
 def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -> Iterator[Given]:
-    """All values of a YAML or JSON file, with ``prefix`` before their keys; ``named`` names the file."""
+    """All values in a YAML or JSON file. ``prefix`` is added to keys; ``named`` is the user's value that
+    named the file."""
     entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
-    # JSON may be indented with tabs, which YAML does not allow; its strings contain none.
+    # JSON may be indented with tabs, which YAML forbids. JSON strings cannot contain raw tabs.
     text = read_text(path, **entry).replace("\t", " ")
     tree = parse_yaml(text, shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
@@ -73,15 +75,14 @@ def given_arguments(
     *,
     first: int = 1,
 ) -> Iterator[Given]:
-    """All options of a command line: ``--name value``, ``--name=value`` or a flag alone.
+    """All options of a command line: ``--name value``, ``--name=value``, or a flag without a value.
 
     Args:
         argv: the arguments, without the program's name.
-        flags: normal names (see :func:`normal_name`) of options that take no value; their value is True.
-        many: normal names of options that take all values up to the next option, as a list.
-        known: normal names of all options; None allows any. An unknown option may be a flag, and is refused
-            later.
-        first: the number of ``argv[0]`` in places.
+        flags: normalized names (:func:`normal_name`) of options without a value; their value is True.
+        many: normalized names of options that take all following values, as a list.
+        known: normalized names of all options; None: unknown. An option that is not in it may be a flag.
+        first: the number of ``argv[0]`` in error messages.
     """
     seen: dict[str, Given] = {}
     position = 0
@@ -122,7 +123,8 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """The corpora in a list, and their weights if there is a number before each: ``0.3 a 0.7 b``."""
+    """Split a list of corpora into names and weights, if each has a number before it: ``0.3 a 0.7 b``.
+    Weights are None otherwise."""
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
@@ -131,7 +133,8 @@ def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | Non
 
 
 def normal_name(name: str) -> str:
-    """The name of an option in lower case, with underscores and no leading dashes: ``num_layers``."""
+    """Normalize an option's name to lower case with underscores and no leading dashes, such as
+    ``num_layers``."""
     return name.lstrip("-").replace("-", "_").lower()
 
 
@@ -142,8 +145,10 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Split off the launcher before ``*.py``. Returns the number of processes that the launcher starts, the
-    arguments after the program, and the number of the first of these arguments.
+    """Split off the launcher, everything up to the first ``*.py``.
+
+    Returns the number of processes that the launcher starts (None if unknown), the arguments after the
+    program, and the number of the first of these arguments.
     """
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
@@ -155,7 +160,7 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
         name, equals, value = text.partition("=")
         value = value if equals else "".join(before[at + 1 : at + 2])
         option = normal_name(name) if text.startswith("-") else ""
-        if option == "worker_num" and is_index(value):  # for msrun, of all hosts
+        if option == "worker_num" and is_index(value):  # msrun's number of processes on all hosts
             return int(value), list(argv[program + 1 :]), program + 2
         if option in _PROCESSES:
             processes = _count(name, value)
@@ -169,7 +174,7 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
 
 
 def refuse_other_models(argv: Sequence[str]) -> None:
-    """Refuse the command line of a Megatron program that trains a model other than GPT."""
+    """Raise ConfigError for a Megatron program that trains another model than GPT."""
     for text in argv:
         name = text.rpartition("/")[2]
         if name.startswith("pretrain_") and name.endswith(".py") and name != "pretrain_gpt.py":
@@ -183,7 +188,8 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """The number of processes of the job, from its launcher's variables; None without a launcher."""
+    """The number of processes of the job, from the launcher's environment variables; None without a
+    launcher."""
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

@@ -1,4 +1,4 @@
-"""Megatron-LM, Megatron-DeepSpeed and MindSpeed: the command line of ``pretrain_gpt.py``."""
+"""The dialect of Megatron-LM and Megatron-DeepSpeed: the command line of ``pretrain_gpt.py``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TITLE = "Megatron"
 _DEEPSPEED = "deepspeed_config"
 _FILE = read_file("megatron")
 FLAGS = frozenset(_FILE["flags"].split())
-"""Options that take no value and are true when they are given."""
+"""Options without a value, which are true if given."""
 MANY = frozenset(_FILE["many"].split())
-"""Options that take all words up to the next option."""
+"""Options that take all values up to the next option."""
 TABLES = tables_of(_FILE, {"deepspeed": f"{_DEEPSPEED}."})
 ALL_KEYS = KeyTable([key for keys in TABLES.values() for key in keys], normal_name)
 OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepspeed" for key in keys)
@@ -59,15 +59,17 @@ def rules(world_size: int | None) -> list[Rule]:
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``. ``world_size`` None
-    means: from the launcher's options or environment, if known."""
+    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``.
+
+    If ``world_size`` is None, it is taken from the launcher's options or environment, if known.
+    """
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
     return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
-    """Translate arguments, and the file that ``deepspeed_config`` among them names."""
+    """Translate arguments, including the contents of the file that ``deepspeed_config`` names."""
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:
@@ -76,7 +78,7 @@ def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Tran
 
 
 def of_file(path: Path, argv: Sequence[str]) -> Translation:
-    """Translate a YAML file of arguments (``tensor_model_parallel_size: 2``), and further arguments."""
+    """Translate a YAML file of arguments (``tensor_model_parallel_size: 2``), together with ``argv``."""
     tree = read_yaml(path, is_ours=False)
     arguments = tree.value.get("MODEL_ARGS")
     if arguments is not None and not isinstance(arguments.value, dict):

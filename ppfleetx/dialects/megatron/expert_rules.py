@@ -1,7 +1,5 @@
-"""Rules for Megatron arguments that depend on each other: mixtures of experts.
-
-Megatron-DeepSpeed has its own arguments for these, with other defaults.
-"""
+"""Rules for Megatron's mixture-of-experts arguments. Megatron-DeepSpeed has its own arguments and
+defaults."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ _DEEPSPEED = (
     "moe_eval_capacity_factor", "moe_min_capacity", "disable_moe_token_dropping", "moe_expert_parallel_size",
     "enable_expert_tensor_parallelism",
 )  # fmt: skip
-"""Arguments that only Megatron-DeepSpeed has."""
+"""Arguments that exist only in Megatron-DeepSpeed."""
 _LOSSES = {"aux_loss": "switch", "seq_aux_loss": "sequence", "global_aux_loss": "switch", "none": "none"}
 _MAX_PATTERN = 10_000
 
 
 def experts(run: Translation) -> None:
-    """Translate ``Model.moe`` and the distribution of experts among ranks."""
+    """Translate ``Model.moe`` and the parallel degrees of experts."""
     number = _num_experts(run)
     if number < 2:
         for key in [key for key in run.native if key.startswith("Model.moe.")]:
@@ -72,7 +70,8 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
 
 
 def _pattern(run: Translation, total: int) -> list[int]:
-    """1 for each layer that is a mixture, else 0: every n-th from layer 0 on, or as listed."""
+    """1 for each mixture-of-experts layer, else 0. ``moe_layer_freq`` n means every n-th layer from layer 0
+    on; otherwise it is the list."""
     value = run.value("moe_layer_freq", 1)
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
@@ -91,7 +90,7 @@ def _pattern(run: Translation, total: int) -> list[int]:
 
 
 def _list_of(node: ast.expr) -> list[int]:
-    """Evaluate a sum of repeated lists. Raises ValueError for anything else."""
+    """Evaluate a sum of repeated lists, such as ``[0]*1+[1]*26``. Raises ValueError for anything else."""
     match node:
         case ast.List(elts=elements):
             return [_number_of(element) for element in elements]

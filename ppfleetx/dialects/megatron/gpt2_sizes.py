@@ -1,4 +1,4 @@
-"""The five model sizes of the GPT-2 port of Megatron-DeepSpeed for eight devices, as arguments."""
+"""Arguments for the five model sizes of a GPT-2 port of Megatron-DeepSpeed to eight devices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _DECAY_STEPS = 320_000
 
 @dataclass(frozen=True)
 class GPT2Size:
-    """Plan, shape, batch and learning rate of a model size. All sizes are trained in float16 without
-    dropout.
-    """
+    """Plan, shape, batch and learning rate of a model size. All sizes train in float16 without dropout."""
 
     tensor: int
     pipeline: int
@@ -38,16 +36,15 @@ SIZES: Mapping[str, GPT2Size] = {
     "1.3B": GPT2Size(2, 2, 24, 2048, 16, 1024, 32, 8, 2e-4),
     "2.7B": GPT2Size(2, 2, 32, 2560, 32, 2048, 32, 8, 1.6e-4),
     "3.7B": GPT2Size(2, 2, 32, 3072, 32, 2048, 16, 4, 1.2e-4),
-    # No published script has its batch: one micro batch of 4 for each of the eight replicas.
+    # No published script gives this batch size. 32 is one micro batch of 4 for each of the eight replicas.
     "345M_without_mp": GPT2Size(1, 1, 24, 1024, 16, 1024, 32, 4, 1.5e-4),
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """The request to a script: ``--data_path --model_size --train_iters``, and further arguments of
-    ``pretrain_gpt.py``, which replace the arguments of the size.
-    """
+    """The arguments of a script: ``--data_path --model_size --train_iters``, and arguments of
+    ``pretrain_gpt.py`` (``more``), which override those of the model size."""
 
     data_path: str
     size: str
@@ -56,7 +53,7 @@ class Request:
 
 
 def request_of(argv: Sequence[str]) -> Request:
-    """Read the arguments of a script, each ``--name=value``."""
+    """Parse the arguments of a script, each ``--name=value``. Raises ConfigError."""
     own = {"data_path": "./data", "model_size": DEFAULT_SIZE, "train_iters": str(DEFAULT_STEPS)}
     more = []
     for number, word in enumerate(argv, start=1):
@@ -77,7 +74,7 @@ def request_of(argv: Sequence[str]) -> Request:
 
 
 def arguments_of(request: Request, *, evaluates: bool) -> list[str]:
-    """Make the command line of ``pretrain_gpt.py``, with an evaluation every 1000 steps if ``evaluates``."""
+    """The command line of ``pretrain_gpt.py``. If ``evaluates``, it evaluates every 1000 steps."""
     size, data = SIZES[request.size], Path(request.data_path)
     freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
     values = {

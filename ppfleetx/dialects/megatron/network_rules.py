@@ -1,6 +1,6 @@
 """Rules for Megatron arguments that depend on each other: the network and its data.
 
-Each rule reads the given values and puts native values into the translation. The rules for the run are in
+Each rule reads the given values and sets native values. The rules for training are in
 :mod:`ppfleetx.dialects.megatron.run_rules`.
 """
 
@@ -19,15 +19,15 @@ from ppfleetx.dialects.user_values import Given, weighted_corpora
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
-# The size of GPT-2's vocabulary, used if the file with its usual name does not exist yet.
+# Vocabulary sizes to assume if a file with this name does not exist yet.
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
-# The constants of use_rope_scaling besides its factor (Megatron-LM, rotary_pos_embedding.py).
+# The constants of use_rope_scaling, except its factor (Megatron-LM, rotary_pos_embedding.py).
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _ACTS = {name: name for name in ("gelu", "gelu_exact", "relu", "relu2", "swiglu")} | {"squared_relu": "relu2"}
 
 
 def required(run: Translation) -> None:
-    """Refuse a command line without arguments that Megatron requires."""
+    """Raise ConfigError if an argument is missing that Megatron requires."""
     absent = [name for name in REQUIRED if name not in run]
     if "train_iters" not in run and "train_samples" not in run:
         absent.append("train_iters")
@@ -38,7 +38,8 @@ def required(run: Translation) -> None:
 
 
 def option(name: str, run: Translation) -> str:
-    """A missing key as the user would write it: as an option of a command line, or as a key of a file."""
+    """The name of a missing key as the user would write it: an option of a command line, or a key of a
+    file."""
     return f"--{name.replace('_', '-')}" if run.place == COMMAND_LINE else name
 
 
@@ -67,7 +68,7 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Translate latent attention, whose rotary positions rotate neighboring features, as in DeepSeek."""
+    """Translate multi-head latent attention. Its rotary positions rotate adjacent pairs, as in DeepSeek."""
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
         raise run.error(name, "needs qk_layernorm: compressed vectors are always normalized")
@@ -101,7 +102,8 @@ def _positions(run: Translation) -> None:
     if kind is not None:
         run.put("Model.position_embedding_type", kind, *names)
     if run.flag("use_alibi_position_embeddings", False) and not run.flag("no_query_key_layer_scaling", False):
-        # Its softmax multiplies scores by the layer's number, which only products had been divided by.
+        # Megatron's layer scaling divides only QK products by the layer number, but multiplies the whole
+        # scores, including ALiBi, by it.
         raise run.error(
             "use_alibi_position_embeddings",
             "needs no_query_key_layer_scaling: without it the biases of layer n are n times as steep there; "
@@ -175,7 +177,7 @@ def _window(run: Translation) -> None:
 
 
 def vocabulary(run: Translation) -> None:
-    """Translate the tokenizer files and the size of the vocabulary."""
+    """Translate the tokenizer files and the vocabulary size."""
     kind = run.value("tokenizer_type", "GPT2BPETokenizer")
     if kind not in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"):
         raise run.error(
@@ -221,7 +223,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[Given], str]
 
 
 def data(run: Translation) -> None:
-    """Translate corpora, their shares, and the length and masks of samples."""
+    """Translate the corpora and their weights, and the length and masks of samples."""
     evaluates = run.integer("eval_iters", 100, least=0) > 0
     single = "data_path" in run
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if name in run]
@@ -263,7 +265,7 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 
 
 def _evaluation_share(split: str) -> float:
-    """The second share. The loader refuses invalid shares later, with the same place."""
+    """The second number of ``split``. The loader later refuses invalid splits, naming the same place."""
     try:
         numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
@@ -286,12 +288,12 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
 
 
 def _is_directory(path: Path) -> bool:
-    """Whether ``path`` is a directory; False for a name that no file can have."""
+    """Whether ``path`` is a directory. False for names that no file can have."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
 def highest_id(file: Path, one: Given) -> int:
-    """Read the highest id in a ``vocab.json`` or ``tokenizer.json``."""
+    """Read the highest token id in a ``vocab.json`` or ``tokenizer.json``."""
     try:
         ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:
@@ -309,7 +311,7 @@ def _ids(read: Any) -> list[Any]:
     if not isinstance(read, dict) or not isinstance(read.get("model"), dict):
         return list(read.values()) if isinstance(read, dict) else []
     words, added = read["model"].get("vocab", {}), read.get("added_tokens") or []
-    # In a unigram model, the position is the id.
+    # A unigram model has a list; the index is the id.
     return [
         *(words.values() if isinstance(words, dict) else range(len(words))),
         *(one["id"] for one in added),

@@ -1,4 +1,4 @@
-"""Rules for Megatron arguments that depend on each other: the parallel plan and recomputation."""
+"""Rules for Megatron arguments that depend on each other: the parallel plan and activation recomputation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _MAX_COUNTS = 10_000
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Make the rule for degrees and stages in a job of ``world_size`` processes; None if unknown."""
+    """Make the rule for parallel degrees and pipeline stages. ``world_size`` is the number of processes; None
+    if unknown."""
 
     def plan(run: Translation) -> None:
         if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
@@ -205,7 +206,7 @@ def _replicas(run: Translation, world_size: int | None) -> int | None:
 
 
 def recomputation(run: Translation) -> None:
-    """Translate the recomputation of activations in the backward pass."""
+    """Translate activation recomputation."""
     granularity, names = _granularity(run)
     if granularity is None:
         _listed(run)
@@ -244,7 +245,8 @@ def _granularity(run: Translation) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _listed(run: Translation) -> None:
-    """Translate layers per chunk: ``recompute`` (whole layers) and ``select_recompute`` (attention)."""
+    """Translate numbers of layers per chunk: ``recompute`` (whole layers) and ``select_recompute`` (attention
+    only)."""
     found = {}
     for name in ("recompute", "select_recompute"):
         if run.value(name) in (None, False):
@@ -266,7 +268,7 @@ def _listed(run: Translation) -> None:
 
 
 def _chunk_sizes(run: Translation) -> list[int]:
-    """The layers of each chunk in model order, according to the native values set so far."""
+    """The number of layers of each pipeline chunk in model order, from the native values set so far."""
 
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
@@ -274,7 +276,7 @@ def _chunk_sizes(run: Translation) -> list[int]:
     layers, stages = of("Model.num_layers", 1), of("Distributed.pp_degree", 1)
     virtual, rows = of("Model.virtual_pp_degree", 1), of("Distributed.pp_layers", None)
     if type(layers) is not int or type(stages) is not int or stages < 1 or layers < 1:
-        return [0]  # refused later because of their types
+        return [0]  # the configuration refuses these types later
     if rows is not None:
         return [number for row in rows for number in (row if isinstance(row, list) else [row])]
     empty = of("Distributed.noop_layers", None)
@@ -284,7 +286,7 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
-    """The first layers of each chunk, as many as ``counts`` says, by their numbers in the model."""
+    """The layer numbers of the first ``counts[i]`` layers of each chunk i."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))
@@ -300,7 +302,7 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """Read a list of numbers, or of lists of numbers, as a list of rows. The value may also be a text."""
+    """Read a list of numbers, or a list of lists, as a list of rows. The value may be a string."""
     if name not in run:
         return None
     value = run.value(name)

@@ -1,4 +1,5 @@
-"""Rules for Megatron arguments that depend on each other: batches, precision, schedule, checkpoints."""
+"""Rules for Megatron arguments that depend on each other: batches, precision, schedule, checkpoints and
+others."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs_rule(log: str, *, interval: int) -> Rule:
-    """Make the rule that enables the callback ``log``; ``interval`` is the default of ``log_interval``."""
+    """Make the rule that enables the callback ``log``. ``interval`` is the default of ``log_interval``."""
 
     def logs(run: Translation) -> None:
         run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
@@ -49,7 +50,7 @@ def batches(run: Translation) -> None:
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
-    """Convert samples to optimizer steps of ``global_batch_size``, at least ``least`` steps."""
+    """Convert a number of samples to steps of ``global_batch_size``, at least ``least`` steps."""
     size = run.integer("global_batch_size", least=1)
     if size is None:
         raise run.error(
@@ -59,7 +60,7 @@ def _steps(run: Translation, name: str, *, least: float = 0) -> float:
 
 
 def lengths(run: Translation) -> None:
-    """Translate DeepSpeed's curriculum by length: sequences that grow."""
+    """Translate DeepSpeed's curriculum learning by sequence length."""
     if not run.flag(f"{_CURRICULUM}.enabled", False):
         return
     kind, schedule, least, most, steps, unit = names = tuple(
@@ -91,7 +92,7 @@ def lengths(run: Translation) -> None:
 
 
 def precision(run: Translation) -> None:
-    """Translate the type of computation and the loss scale."""
+    """Translate the compute type and the loss scale."""
     switches = {
         "bf16": "bfloat16",
         "fp16": "float16",
@@ -121,7 +122,7 @@ def precision(run: Translation) -> None:
 
 
 def device(run: Translation) -> None:
-    """Set ``Global.device`` if an argument of Megatron's ports to Ascend names the device."""
+    """Set ``Global.device`` if an argument of Megatron's Ascend ports names the device."""
     target, backend = "device_target", "distributed_backend"
     kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
     if target in run:
@@ -166,7 +167,7 @@ def _loss_scale(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Translate the update rule and weight decay."""
+    """Translate the optimizer and weight decay."""
     names = ("optimizer", "sgd_momentum")
     if run.choice("optimizer", ("adam", "sgd"), "adam") == "sgd":
         if run.number("sgd_momentum", 0.9) != 0:
@@ -226,12 +227,12 @@ def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) 
         return
     length = (run.native.get("Optimizer.lr.decay_steps") or run.native["Engine.max_steps"]).value
     if type(length) is not int or length < 1:
-        return  # refused later because of its type
+        return  # the configuration refuses this type later
     run.put("Optimizer.lr.warmup_rate", steps / length, *origins, why=f"{steps:.2f} steps")
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate where a run is saved, and the checkpoint that it starts from."""
+    """Translate where to save, and the checkpoint to start from."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")
@@ -254,7 +255,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def profiler(run: Translation) -> None:
-    """Translate which steps are profiled, and in how much detail."""
+    """Translate which steps to profile, and in how much detail."""
     names = ("profile_step_start", "profile_step_end")
     if run.flag("profile", False) or any(name in run for name in names):
         steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]

@@ -1,4 +1,5 @@
-"""The command line of ``run_mindformer.py``: a file with its bases, then flags, then ``--options``."""
+"""Read the command line of ``run_mindformer.py``: a YAML file with its base files, flags, and
+``--options``."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _FIRST = {
     "load_checkpoint": "resume_or_finetune_checkpoint",
     "profile": "profile",
 }
-"""Flags that ``--options`` may override, and the keys that they set."""
+"""Flags that ``--options`` overrides -> the keys they set."""
 
 _LAST = {
     "epochs": "runner_config.epochs",
@@ -33,10 +34,10 @@ _LAST = {
     "sink_mode": "runner_config.sink_mode",
     "predict_data": "input_data",
 }
-"""Flags that override ``--options``."""
+"""Flags that override ``--options`` -> the keys they set."""
 
 _OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_loader.num_samples"}
-"""Flags that set a key of ``train_dataset`` or, with ``run_mode: eval``, of ``eval_dataset``."""
+"""Flags -> the keys they set in ``train_dataset``, or in ``eval_dataset`` for ``run_mode: eval``."""
 
 
 def _flag(name: str) -> Key:
@@ -65,8 +66,14 @@ FLAGS = KeyTable(
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The configuration of a YAML file with all flags and options applied, whether ``--check`` was given, and
-    the given flags that have no meaning here."""
+    """The configuration with all flags and options applied.
+
+    Attributes:
+        tree: the configuration.
+        path: the file that ``--config`` names.
+        checks: whether ``--check`` was given.
+        unused: given flags that have no meaning here.
+    """
 
     tree: Node
     path: Path
@@ -75,7 +82,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read the arguments of ``run_mindformer.py`` and the file that ``--config`` names."""
+    """Read the arguments of ``run_mindformer.py``, and the file that ``--config`` names."""
     given: dict[str, Given] = {}
     for one in given_arguments(argv, flags={"check"}, many={"options"}):
         if FLAGS.find(one.key) is None:
@@ -110,7 +117,7 @@ def _put_flags(tree: Node, given: dict[str, Given], keys: dict[str, str]) -> Non
 
 
 def _options(one: Given | None) -> list[str]:
-    """The texts of ``--options``, including a first one given with ``=``."""
+    """The ``key=value`` texts of ``--options``; the option itself may be written with ``=``."""
     if one is None:
         return []
     return [str(text) for text in one.value] if isinstance(one.value, list) else [one.text or str(one.value)]
@@ -122,11 +129,11 @@ def usage() -> str:
 
 
 def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
-    """Read the tree of ``path`` merged over its bases.
+    """Read ``path``, merged over its base files, as MindFormers v0.3 does.
 
-    If several bases have the same top-level block, the block of the last base replaces the others entirely.
-    The file itself is then merged over the result key by key. MindFormers v0.3 does the same. ``chain`` has
-    the real paths of the files that lead here, ``entry`` the ``base_config`` that names the file.
+    If several base files have the same top-level block, the last one replaces the others' block entirely. The
+    file itself is then merged over the result key by key. ``chain`` are the real paths of the files that are
+    being read, to detect cycles; ``entry`` is the ``base_config`` that named the file, for errors.
     """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
@@ -157,7 +164,7 @@ def _items(bases: Node | None) -> list[Node]:
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:
-    """Split one ``a.b=c`` of ``--options`` into key and value. The value is read as YAML."""
+    """Split one ``a.b=c`` of ``--options`` into key and value, which is parsed as YAML."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     problem = next(filter(None, map(key_problem, path)), None)
@@ -165,7 +172,7 @@ def option(text: str, place: str) -> tuple[list[str], Node]:
         rule = problem or f"{shown(text)} is not of the form block.key=value"
         raise ConfigError(rule, key="--options", place=place)
     value = value.strip()
-    if value.startswith("(") and value.endswith(")"):  # MindFormers writes lists as tuples, too
+    if value.startswith("(") and value.endswith(")"):  # MindFormers also accepts tuples as lists
         value = f"[{value[1:-1]}]"
     try:
         node = parse_yaml(value, place)

@@ -1,4 +1,5 @@
-"""MindFormers: ``run_mindformer.py``, its YAML files, and rules for keys that depend on each other."""
+"""The dialect of MindFormers: ``run_mindformer.py``, its YAML files, and rules for keys that depend on each
+other."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def _precision(run: Translation, on_cpu: bool) -> None:
 
 
 def experts(run: Translation) -> None:
-    """Translate ``moe_config``: all layers are mixtures of experts, or none."""
+    """Translate ``moe_config``. Either all layers are mixtures of experts, or none."""
     number = run.integer("moe_config.expert_num", 1, least=1)
     parallel = "parallel_config.expert_parallel"
     degree = run.integer(parallel, 1, least=1)
@@ -119,7 +120,7 @@ def experts(run: Translation) -> None:
 
 
 def degrees(run: Translation) -> None:
-    """Translate the plan from ``parallel_config``, in the modes that use it."""
+    """Translate the parallel plan in ``parallel_config``, if the parallel mode uses it."""
     use = run.flag("use_parallel", False)
     mode = run.choice("parallel.parallel_mode", (0, 1, 2, 3), 0)
     data, model, stages = (
@@ -188,7 +189,7 @@ def _data_axis(run: Translation, data: int) -> None:
 
 
 def _to_predict(run: Translation, data: int, model: int, stages: int) -> None:
-    """Generation runs without pipelines and sharding: their ranks become replicas."""
+    """Translate the plan for generation, which has no pipelines or sharding: their ranks become replicas."""
     names = [f"parallel_config.{name}" for name in ("data_parallel", "pipeline_stage")]
     run.put("Distributed.dp_degree", data * stages, *names, why="replicas take prompts in turn")
     run.put("Distributed.mp_degree", model, "parallel_config.model_parallel")
@@ -200,7 +201,7 @@ def _uneven_stages(run: Translation, stages: int) -> None:
     layers = run.integer("model.model_config.num_layers", least=1)
     if layers is None or layers > 10_000 or layers % stages == 0:
         return
-    per_stage = max((layers + 1) // stages, 1)  # the head counts as one layer
+    per_stage = max((layers + 1) // stages, 1)  # MindFormers counts the head as one layer
     counts = [0] * stages
     for layer in range(layers):
         counts[min(layer // per_stage, stages - 1)] += 1
@@ -245,7 +246,7 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """Translate the width and length of MindFormers' GPT-2, and set its fixed properties."""
+    """Translate the MLP width and the lengths of MindFormers' GPT-2, and set its fixed properties."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = next(
@@ -310,7 +311,7 @@ def _evaluation(run: Translation) -> None:
 
 
 def checkpoint(run: Translation) -> None:
-    """Translate the checkpoint that the run starts from."""
+    """Translate the checkpoint to start from."""
     mode = run_mode(run)
     key, path = _given_checkpoint(run)
     resumes = run.flag("resume_training")
@@ -322,7 +323,7 @@ def checkpoint(run: Translation) -> None:
         )
     if mode in ("eval", "predict") and path is None:
         key = f"{_MODEL}.checkpoint_name_or_path"
-        name = run.value(key)  # a model's name, which would have to be downloaded, is left out
+        name = run.value(key)  # names of models to download are ignored
         path = name if name and (os.sep in str(name) or os.path.lexists(str(name))) else None
     if path is None:
         return
@@ -339,7 +340,7 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def length(run: Translation) -> None:
-    """Translate the length of the run in epochs, and the learning rate schedule."""
+    """Translate the number of epochs, and the learning rate schedule."""
     run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
@@ -359,7 +360,7 @@ def length(run: Translation) -> None:
 
 
 def writing(run: Translation) -> None:
-    """Translate the callbacks for log lines and checkpoints, and the profile."""
+    """Translate the callbacks for logs and checkpoints, and the profiler."""
     for key in [key for key in run.given if key.startswith("callbacks.") and key.endswith(".type")]:
         prefix, kind = key.removesuffix(".type"), run.value(key)
         if kind == "MFLossMonitor":
@@ -389,7 +390,7 @@ def _saving(run: Translation, key: str, prefix: str) -> None:
 
 
 def generation(run: Translation) -> None:
-    """Translate prompts, and the number of tokens to generate."""
+    """Translate the prompt, and the number of tokens to generate."""
     _room(run)
     vocabulary, merges, end = (
         f"processor.tokenizer.{name}" for name in ("vocab_file", "merges_file", "eos_token")
@@ -408,7 +409,7 @@ def generation(run: Translation) -> None:
 
 
 def _room(run: Translation) -> None:
-    """``max_decode_length`` includes the prompt, whose length is not known here."""
+    """Translate ``max_decode_length``, which includes the prompt, whose length is not known here."""
     key, length_key = f"{_MODEL}.max_decode_length", f"{_MODEL}.seq_length"
     most, positions = run.integer(key, least=1), run.integer(length_key, 1024, least=1)
     if most is None:
@@ -443,7 +444,8 @@ _BLOCKS = frozenset(
 
 @dataclass(frozen=True)
 class MindFormersRun:
-    """A translated command line of ``run_mindformer.py``, its mode, and whether to print only a report."""
+    """A translated command line of ``run_mindformer.py``, with its run mode; ``checks`` means to print only a
+    report."""
 
     translation: Translation
     mode: str

@@ -1,4 +1,5 @@
-"""``run_distribute.sh``: turn a rank table and a range of devices into arguments of Paddle's launcher."""
+"""Convert a rank table and a range of devices, the arguments of ``run_distribute.sh``, to arguments of
+Paddle's launcher."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.files import atomic_write, writing
 
-_ELSEWHERE = ("192.0.2.1", 9)  # no host has this address (RFC 5737), and nothing is sent to it
-_Number = Annotated[int, Field(ge=0, lt=MAX_RANKS), PlainSerializer(str)]  # a text in the file
+_ELSEWHERE = ("192.0.2.1", 9)  # an address reserved for documentation (RFC 5737); nothing is sent
+_Number = Annotated[int, Field(ge=0, lt=MAX_RANKS), PlainSerializer(str)]  # written as a string
 
 
 class Device(BaseModel):
@@ -37,7 +38,7 @@ class Device(BaseModel):
 class Server(BaseModel):
     server_id: Annotated[str, Field(min_length=1)]
     device: Annotated[list[Device], Field(min_length=1)]
-    host_nic_ip: Any = "reserve"  # written by others, and read by nobody
+    host_nic_ip: Any = "reserve"  # in the file format, but unused
 
     @property
     def ranks(self) -> list[int]:
@@ -45,7 +46,7 @@ class Server(BaseModel):
 
 
 class RankTable(BaseModel):
-    """The file: all hosts of a job, in the order of their ranks."""
+    """A rank table file: all hosts of a job, in rank order."""
 
     version: Any = "1.0"
     server_count: _Number
@@ -94,7 +95,7 @@ def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
 
 
 def this_host() -> str:
-    """The address under which other hosts reach this one, as far as can be determined."""
+    """The address at which other hosts can probably reach this one. Raises ConfigError if none is found."""
     found = []
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
@@ -108,7 +109,7 @@ def this_host() -> str:
 
 
 def table_of_host(devices: Sequence[int], address: str) -> RankTable:
-    """Make the table of one host with these devices, ranked in this order."""
+    """Build the rank table of one host, with ranks in the order of ``devices``."""
     ranked = [
         Device(device_id=number, device_ip=address, rank_id=rank) for rank, number in enumerate(devices)
     ]
@@ -116,7 +117,7 @@ def table_of_host(devices: Sequence[int], address: str) -> RankTable:
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
-    """Merge several tables into one, with hosts in the given order and ranks numbered anew."""
+    """Merge rank tables into one. Hosts keep the given order, and ranks are renumbered."""
     servers = [server.model_copy(deep=True) for table in tables for server in table.server_list]
     _refuse_twice("server_id", [server.server_id for server in servers], "the tables")
     ranked = (device for server in servers for device in sorted(server.device, key=lambda one: one.rank_id))
@@ -126,7 +127,7 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
-    """Write a table. If the file exists already, it must hold the same table."""
+    """Write a rank table. Raises ConfigError if the file exists with other contents."""
     text = table.model_dump_json(indent=4)
     with writing(None, path):
         if not path.exists():
@@ -144,8 +145,14 @@ _RANGE = re.compile(r"[\[(]\s*(\d{1,7})\s*,\s*(\d{1,7})\s*[\])]", re.ASCII)
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes to start on this host: arguments of ``paddle.distributed.launch`` and of
-    ``run_mindformer.py``, the number of ranks on all hosts, and a line for the user."""
+    """The processes to start on this host.
+
+    Attributes:
+        launcher: arguments of ``paddle.distributed.launch``.
+        program: arguments of ``run_mindformer.py``.
+        world_size: the number of ranks on all hosts.
+        says: a line for the user.
+    """
 
     launcher: tuple[str, ...]
     program: tuple[str, ...]
@@ -154,10 +161,10 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Read the four or five arguments of the script."""
+    """Convert the four or five arguments of the script. Raises ConfigError."""
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
-    config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - `..` is taken out, links are left
+    config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - resolves `..` but not links
     table = read_rank_table(Path(argv[0]))
     if not config.is_file():
         raise ConfigError("there is no such file", key="CONFIG_PATH", value=str(argv[1]))
@@ -183,7 +190,7 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """Read a range of devices: ``[a,b]`` includes b, ``[a,b)`` does not."""
+    """Parse a range of devices, ``[a,b]`` or ``[a,b)``. Returns (a, b); b is not part of the range."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise ConfigError("must be a range such as [0,8], which is 0 to 7", key="DEVICE_RANGE", value=text)
@@ -204,7 +211,8 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """The host with these ranks or, in a table of one host, with these devices."""
+    """The host with these ranks or, if the table has only one host, with these devices. Also returns its
+    index."""
     servers = table.server_list
     if len(servers) == 1:
         known = {device.device_id for device in servers[0].device}

@@ -1,4 +1,5 @@
-"""MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, followed by Megatron's arguments."""
+"""The dialect of MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, with Megatron's arguments after
+it."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ _SECTIONS = {
     "dataset_config": "data",
     "optimizer_config": "optimizer training parallelism others",
     "parallel_config": "parallelism recomputation",
-}  # for each section, the tables of Megatron whose keys it may contain
-# The sections of the example's train_config block may also be at the top level.
+}  # section -> the Megatron tables whose keys it may contain
+# Sections may be inside these blocks, or at the top level.
 _PREFIXES = ("train_config.ms_training_config.", "train_config.")
 
 
@@ -47,11 +48,11 @@ ALIASES: dict[str, str] = {
     for table in tables.split()
     for key in TABLES[table]
 } | _FILE["aliases"]
-"""The argument of Megatron for each dotted name of MindSpeed-Core-MS with the same meaning."""
+"""Dotted name in MindSpeed-Core-MS -> Megatron argument with the same meaning."""
 
 
 def plain(name: str) -> str:
-    """Remove the ``train_config`` block around a section, or around training keys, from ``name``."""
+    """Remove a surrounding ``train_config`` block from a dotted name."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
@@ -60,7 +61,7 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """Keys under their names in MindSpeed-Core-MS, or under Megatron's names if they are outside sections."""
+    """A key table that finds keys by MindSpeed-Core-MS names or, outside sections, by Megatron's names."""
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}
@@ -89,7 +90,8 @@ TABLE = _Names()
 
 
 def documented() -> dict[str, KeyTable]:
-    """The tables of the page: for each block, Megatron's keys under their names here, and the other keys."""
+    """The tables for the documentation page, by top-level block: Megatron's keys under their names here, and
+    the dialect's own keys."""
     groups: dict[str, list[Key]] = {}
     own = {key.name: key for key in OWN}
     for name in [*(name for name in ALIASES if name not in own), *own]:
@@ -104,7 +106,7 @@ _NO_EVALUATION = "eval_interval is not given: no evaluation"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a YAML file, with Megatron's arguments, which override the file."""
+    """Translate a YAML file. Megatron arguments in ``argv`` override the file."""
     tree = read_yaml(path, is_ours=False)
     given = [_without_empty_text(one) for one in given_in(tree)]
     _refuse_two_answers(given)
@@ -157,7 +159,7 @@ def _rules(world_size: int | None) -> list[Rule]:
 
 
 def _refuse_two_answers(given: Sequence[Given]) -> None:
-    """Refuse a file that sets one thing under two names, to different values."""
+    """Raise ConfigError if the file sets the same option under two names to different values."""
     seen: dict[str, Given] = {}
     for one in given:
         if one.value is None:
@@ -173,7 +175,7 @@ def _refuse_two_answers(given: Sequence[Given]) -> None:
 
 
 def _without_empty_text(one: Given) -> Given:
-    """Replace an empty text by None: the toolkit's files leave a path unset in this way."""
+    """Replace an empty string by None, because the toolkit's files use it for unset paths."""
     return replace(one, value=None) if isinstance(one.value, str) and not one.value.strip() else one
 
 
@@ -251,7 +253,8 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """``load_checkpoint`` gives weights to a new run or, with ``resume_training``, resumes the run."""
+    """Translate ``load_checkpoint``: the weights for a new run or, with ``resume_training``, the run to
+    resume."""
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

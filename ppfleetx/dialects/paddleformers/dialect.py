@@ -1,4 +1,5 @@
-"""PaddleNLP and PaddleFormers: the YAML or JSON file, or the command line, of their pretraining."""
+"""The dialect of PaddleNLP and PaddleFormers: the YAML or JSON file, or the command line, of their
+pretraining."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_e
 
 
 def network(run: Translation) -> None:
-    """Translate the kind of network that ``config.json`` describes."""
+    """Translate the network that ``config.json`` describes."""
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in run:
         return
@@ -72,7 +73,7 @@ def network(run: Translation) -> None:
 
 
 def balancing(run: Translation) -> None:
-    """Translate the update rate of the routers' bias, if the network has one."""
+    """Translate the update rate of the router's bias, if the network has one."""
     name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
     if run.value(has_bias) is True:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
@@ -84,7 +85,7 @@ def _unless(run: Translation, key: str, value: float, *names: str) -> None:
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Make the rule for degrees in a job of ``world_size`` processes; None if unknown."""
+    """Make the rule for parallel degrees. ``world_size`` is the number of processes; None if unknown."""
 
     def plan(run: Translation) -> None:
         degrees = [
@@ -150,7 +151,7 @@ def batches(run: Translation) -> None:
 
 
 def precision(run: Translation) -> None:
-    """Translate the device and the type of computation."""
+    """Translate the device and the compute type."""
     written = run.choice("device", (GPU, NPU, XPU, CPU), GPU)
     chosen, instead = (
         device_for_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
@@ -175,7 +176,7 @@ def precision(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Translate the warm-up."""
+    """Translate the learning rate warm-up."""
     steps, ratio = run.integer("warmup_steps", 0, least=0), run.number("warmup_ratio", 0.0, least=0.0)
     if steps:
         run.put("Optimizer.lr.warmup_steps", steps, "warmup_steps")
@@ -185,7 +186,7 @@ def optimizer(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the corpora, and whether there is an evaluation."""
+    """Translate the corpora, and whether to evaluate."""
     if "input_dir" not in run:
         raise ConfigError("is missing", key="input_dir", place=run.place)
     strategy = run.choice("evaluation_strategy", ("no", "steps"))
@@ -225,7 +226,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate when a run is saved, and the checkpoint that it starts from."""
+    """Translate when to save, and the checkpoint to start from."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
@@ -244,7 +245,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def recomputation(run: Translation) -> None:
-    """Translate the recomputation of activations in the backward pass."""
+    """Translate activation recomputation."""
     words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
     granularity = run.choice("recompute_granularity", words)
     if not run.flag("recompute", "recompute" not in run and granularity is not None):
@@ -271,13 +272,13 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a file and arguments. The arguments override the file."""
+    """Translate a file. Arguments in ``argv`` override the file."""
     given = list(given_in_file(path))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line: a file or arguments, with or without a launcher and a program before them."""
+    """Translate a command line: a file or arguments, optionally after a launcher and a program."""
     world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]
