@@ -537,8 +537,9 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """The element type of a tensor in the file. Vectors and position embeddings stay float32, as in
-    llama.cpp. The embedding and the head are quantized to 8 bits at least, because 4 bits lose too much."""
+    """The element type of a tensor in the file. As in llama.cpp, vectors and position embeddings stay
+    float32. The embedding and the head get 8 bits, because 4 lose too much. Rows that do not divide into
+    blocks are float16."""
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:

@@ -1,9 +1,10 @@
 """Read Llama models that PaddleNLP or PaddleFormers wrote.
 
-Their linear weights are ``[in, out]``, unlike Hugging Face's ``[out, in]``. Names are the same, except that
-PaddleNLP uses ``llama.`` instead of ``model.``. The shapes of non-square matrices show which layout a
-directory has. If all matrices are square, Paddle's layout is assumed only if the files are Paddle's:
-``format: np``, ``paddle`` or ``pd`` in their metadata, or Paddle pickles.
+Their linear weights are usually ``[in, out]``, unlike Hugging Face's ``[out, in]``. Names are the same,
+except that PaddleNLP uses ``llama.`` instead of ``model.``. A directory is Paddle's if its files are Paddle
+pickles, or their metadata say ``format: np``, ``paddle`` or ``pd``, or the metadata say nothing and
+``config.json`` has a version of Paddle's libraries. Shapes of matrices that are not square then show the
+layout; if all are square, it is ``[in, out]``.
 """
 
 from __future__ import annotations
