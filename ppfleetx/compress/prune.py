@@ -114,8 +114,8 @@ def sizes_after(
     )
     if (groups, units, len(layers)) == (model.kv_heads, model.ffn_size, model.num_layers):
         raise ConfigError(
-            f"takes nothing out of {model.kv_heads} key/value heads and {model.ffn_size} feed-forward units"
-            + (f", where what stays is a multiple of {multiple}" if multiple > 1 else ""),
+            f"removes none of {model.kv_heads} key/value heads and {model.ffn_size} feed-forward units"
+            + (f", because what remains must be a multiple of {multiple}" if multiple > 1 else ""),
             key="--ratio",
             value=ratio,
         )
@@ -125,7 +125,7 @@ def sizes_after(
 def check_share(ratio: float, multiple: int) -> None:
     """Raise ConfigError for an invalid fraction to remove, or an invalid multiple."""
     if not 0 <= ratio < 1:
-        raise ConfigError("is the share taken out: from 0 to below 1", key="--ratio", value=ratio)
+        raise ConfigError("is the fraction to remove: at least 0, below 1", key="--ratio", value=ratio)
     if multiple < 1:
         raise ConfigError("must be at least 1", key="--multiple", value=multiple)
 
@@ -134,7 +134,7 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
     taken = parts_out(total, ratio)
     if ratio and total == 1:
         raise ConfigError(
-            f"leaves no {what}: each layer has one only; prune the other part (--part)",
+            f"leaves no {what}: each layer has only one; prune the other part (--part)",
             key="--ratio",
             value=ratio,
         )

@@ -39,8 +39,8 @@ def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
     left = min(-(-(total - parts_out(total, ratio)) // multiple) * multiple, total)
     if left == total:
         raise ConfigError(
-            f"takes none of {total} experts out"
-            + (f", where what stays is a multiple of {multiple}" if multiple > 1 else ""),
+            f"removes none of {total} experts"
+            + (f", because what remains must be a multiple of {multiple}" if multiple > 1 else ""),
             key="--ratio",
             value=ratio,
         )

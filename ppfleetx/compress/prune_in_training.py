@@ -143,7 +143,7 @@ class PruningInTraining:
             for which, out in zip((score.groups, score.units), self._out, strict=True):
                 if np.count_nonzero(which == 0) < out:
                     raise ConfigError(
-                        f"what was taken out of layer {layer} did not stay zero: the activation is not zero "
+                        f"what was pruned from layer {layer} did not stay zero: the activation is not zero "
                         "at zero, or something other than gradients changes the weights",
                         key="Compress.Prune.enable",
                         value=True,
@@ -211,8 +211,8 @@ def _check_activation(cfg: RunConfig) -> None:
     (slope,) = paddle.grad(output, given, paddle.zeros_like(output))
     if bool((output != 0).any()) or bool((slope != 0).any()):
         raise ConfigError(
-            "is not zero at zero: units that are taken out while training would come back. Train without, "
-            "and prune the checkpoint (ppfleetx prune)",
+            "is not zero at zero, so pruned units would come back in training. Train without pruning, and "
+            "prune the checkpoint (ppfleetx prune)",
             key="Model.hidden_act",
             value=name,
         )

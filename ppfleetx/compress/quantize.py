@@ -112,7 +112,7 @@ def check_options(model: ModelConfig, options: Options) -> None:
     layers = ["head", *(name.removesuffix(".weight") for name in parameter_shapes(model))]
     for pattern in options.weights.skip:
         if not fnmatch.filter(layers, pattern):
-            raise ConfigError("no layer of the model has such a name", key="--skip", value=pattern)
+            raise ConfigError("matches no layer of the model", key="--skip", value=pattern)
     for layer, in_features in (*_matrices(model).items(), ("embedding.word_embeddings", model.hidden_size)):
         form = options.weights.form_of(layer)
         if form is not None:
@@ -170,9 +170,6 @@ class Quantizer:
     """Quantizes the model in a checkpoint.
 
     Args:
-        checkpoint: the weights.
-        model: the ``Model`` section.
-        options: the quantization options.
         room: an empty directory for temporary files of quantized tensors.
         samples: windows for calibration and evaluation; None skips both.
     """
@@ -333,7 +330,7 @@ class Quantizer:
         found = [layer for layer in self.report.layers if (layer.output_error or 0) > most]
         for layer in sorted(found, key=lambda layer: -layer.output_error)[:_MOST_WARNINGS]:
             get_logger().warning(
-                f"{layer.name}: rounding changes its output by {layer.output_error:.0%} (usual are less than "
+                f"{layer.name}: rounding changes its output by {layer.output_error:.0%} (normal: less than "
                 f"{most:.0%}){self._outliers.get(layer.name, '')}. What may help: {', '.join(remedies)}, or "
                 f"--skip '{layer.name}'"
             )
@@ -469,7 +466,7 @@ class _Inputs:
 
 
 class _Walk:
-    """Passes the windows through both models, one stage at a time."""
+    """Passes token windows through the original and the quantized model, one stage at a time."""
 
     def __init__(self, samples: Samples, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -480,7 +477,7 @@ class _Walk:
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
-        """Run the calibration windows, as they leave the quantized stages so far, through ``layer``."""
+        """Run ``layer`` on the calibration activations, which come from the quantized stages before it."""
         for state in self._calibration:
             layer(state)
 

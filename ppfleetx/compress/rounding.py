@@ -182,7 +182,8 @@ def _least_error(grouped: np.ndarray, whole: np.ndarray, bits: int, axes: tuple[
 
 
 def _squared_error(grouped: np.ndarray, scales: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
-    """The squared rounding error, scaled so that it does not underflow."""
+    """The squared rounding error, summed over ``axes`` in float64, because squares of small weights underflow
+    in float32."""
     difference = (_rounded(grouped, scales, bits) - grouped / scales).astype(np.float64)
     return np.square(difference * scales).sum(axis=axes, keepdims=True)
 

@@ -111,7 +111,7 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
             raise CheckpointError(f"{python} cannot be run: {error.strerror}") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise CheckpointError(f"transformers could not be asked with {python}: {last}")
+            raise CheckpointError(f"transformers failed in {python}: {last}")
         return np.load(answer)
 
 

@@ -45,13 +45,11 @@ SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx"
 
 @dataclass(frozen=True)
 class Conversion:
-    """The arguments of a conversion.
+    """The arguments of a conversion. ``input`` and ``output`` are directories, or files for `gguf`.
 
     Attributes:
         source: the format of the input, one of SOURCES.
         target: the format of the output, one of TARGETS.
-        input: a directory, or a file for `gguf`.
-        output: a directory, or a file for `gguf`.
         model: the network; None if the source describes it.
         dtype: `float32`, `float16` or `bfloat16`; None keeps each tensor's type; for `gguf`, also one of
             gguf.QUANTIZED.
@@ -258,16 +256,16 @@ def _check(job: Conversion) -> None:
         raise CheckpointError("--merge and --plan contradict each other")
     if (job.merge or job.plan is not None) and (job.dtype or job.model or job.tokenizer):
         raise CheckpointError(
-            "--merge and --plan keep everything as it is: no --dtype, --config, --tokenizer"
+            "--merge and --plan change nothing else: they do not allow --dtype, --config, --tokenizer"
         )
     if not job.input.exists():
         raise CheckpointError(f"--input {job.input}: there is no such file or directory")
     if job.input.resolve() == job.output.resolve():
-        raise CheckpointError("--output must be another directory than --input")
+        raise CheckpointError("--output must not be the same directory as --input")
     if job.tokenizer is not None and not job.tokenizer.is_dir():
         raise ConfigError("there is no such directory", key="--tokenizer", value=str(job.tokenizer))
     if job.dtype in QUANTIZED and job.target != "gguf":
-        raise ConfigError("these weights are written with --to gguf alone", key="--dtype", value=job.dtype)
+        raise ConfigError("only --to gguf can write these weights", key="--dtype", value=job.dtype)
     if job.target == "gguf":
         if job.output.suffix != SUFFIX:
             raise ConfigError(

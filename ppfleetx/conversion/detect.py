@@ -118,8 +118,8 @@ def _file(path: Path) -> str | None:
         if (directory / CONFIG).exists() or (directory / PADDLE_CONFIG).exists():
             return _part(path, _hugging_face(directory))
         return (
-            f"{path} holds tensors alone, and nothing that says what network they are. With the model's "
-            f"{CONFIG} beside it, its directory can be converted: ppfleetx convert --from hf"
+            f"{path} holds only tensors, and nothing describes their network. With the model's {CONFIG} "
+            "beside it, its directory can be converted: ppfleetx convert --from hf"
         )
     if is_gguf(path):
         return _convert(path, "gguf", "a GGUF file")
@@ -153,7 +153,7 @@ def _megatron(path: Path) -> str | None:
                 "read. Save it there in the classic one (--ckpt-format or --ckpt-convert-format torch), and "
                 "convert that: ppfleetx convert --from megatron"
             )
-        return f"{path} looks like a checkpoint of Megatron-LM, and none of its files of weights is there"
+        return f"{path} looks like a checkpoint of Megatron-LM, but has no weight files"
     return None
 
 
@@ -177,7 +177,7 @@ def _hugging_face(path: Path) -> str | None:
     if parts := sorted(path.glob("model_state.tp*.pdparams")):
         return (
             f"{path} holds tensor-parallel parts of PaddleNLP ({parts[0].name}, ...), which are not read. "
-            "Put them together there, and convert the whole model: ppfleetx convert --from hf"
+            "Merge them with PaddleNLP, and convert the whole model: ppfleetx convert --from hf"
         )
     has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
     if (path / "adapter_config.json").is_file() and not has_config:
@@ -185,7 +185,7 @@ def _hugging_face(path: Path) -> str | None:
     has_weights = any((path / name).is_file() for name in _WEIGHTS)
     if has_weights and not has_config:
         return (
-            f"{path} holds weights and no {CONFIG}, without which nothing says what network they are. With "
+            f"{path} holds weights and no {CONFIG}, which would describe their network. With "
             "it, the directory can be converted: ppfleetx convert --from hf"
         )
     if not has_config or not has_weights:

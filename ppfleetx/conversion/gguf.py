@@ -234,7 +234,6 @@ def _reader(path: Path, version: tuple[int, ...]) -> Any:
 
 
 def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Open a file and return its metadata and tensors."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":
@@ -253,8 +252,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     count = metadata.get("split.count", 1)
     if count > 1:
         raise CheckpointError(
-            f"{path} is one of {count} parts of a model; put them together with llama.cpp's "
-            "llama-gguf-split --merge"
+            f"{path} is one of {count} parts of a model; merge them with llama.cpp's llama-gguf-split --merge"
         )
     is_small = any(one.tensor_type.name not in _FLOATS for one in reader.tensors)
     return metadata, {one.name: _tensor(one, path, is_small) for one in reader.tensors}
@@ -281,21 +279,14 @@ def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
 def _config(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Build the ``config.json`` for the network in a file.
-
-    Args:
-        metadata: the metadata of the file.
-        shapes: the shapes of its tensors, by name.
-        factors: the divisors of its rotary frequencies, if the file has any.
-
-    Raises:
-        CheckpointError: the network is not supported.
-    """
+    """Build the ``config.json`` for the network in a file. ``shapes`` are the tensors' shapes; ``factors``
+    are the divisors of the rotary frequencies, if the file has any. Raises CheckpointError if the network is
+    not supported."""
     name = metadata.get("general.architecture")
     row = _BY_NAME.get(name) if isinstance(name, str) else None
     if row is None:
         raise CheckpointError(
-            f"general.architecture {shown(name)} is not supported; those that are: {', '.join(_BY_NAME)}"
+            f"general.architecture {shown(name)} is not supported; supported: {', '.join(_BY_NAME)}"
         )
     if metadata.get(f"{name}.expert_count"):
         raise CheckpointError(
@@ -330,7 +321,7 @@ def _add_rope(
         config[row.rotary_part] = turned / head_dim
     elif turned != head_dim:
         raise CheckpointError(
-            f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) are turned"
+            f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) can be rotated"
         )
     said = f"{row.name}.rope.scaling."
     # Older files have only a factor, which llama.cpp reads as linear scaling.
@@ -398,7 +389,7 @@ def _shortest(value: Any) -> Any:
 
 
 def _names(config: Mapping[str, Any]) -> Any:
-    """A function from Hugging Face's tensor names to llama.cpp's."""
+    """Return a function that maps Hugging Face's tensor names to llama.cpp's."""
     library, row = _library(), _BY_TYPE[config["model_type"]]
     kind = next(one for one, name in library.MODEL_ARCH_NAMES.items() if name == row.name)
     table = library.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
@@ -423,14 +414,8 @@ def _in_hf_layout(
 
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
-    """Convert a tensor from Hugging Face's layout to llama.cpp's (``to_file``) or back.
-
-    Args:
-        array: the tensor.
-        name: Hugging Face's name.
-        config: the ``config.json``.
-        to_file: whether to convert to llama.cpp's layout.
-    """
+    """Convert a tensor with Hugging Face's ``name`` from Hugging Face's layout to llama.cpp's (``to_file``)
+    or back."""
     kind = config["model_type"]
     rest = array.shape[1:]
     if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
@@ -463,8 +448,6 @@ def write_gguf(
 
     Args:
         tensors: all parameters of ``model`` by canonical name, including vocabulary padding.
-        model: the network.
-        path: the output file.
         tokenizer: the tokenizer to store in the file, with its chat template.
         dtype: one of QUANTIZED; None keeps the element types of ``tensors``.
         source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
@@ -478,7 +461,7 @@ def write_gguf(
     row = _BY_TYPE.get(config["model_type"])
     if row is None:
         raise CheckpointError(
-            f"this network is a {config['model_type']}, which is not written as GGUF; those that are: "
+            f"this network is a {config['model_type']}, which cannot be written as GGUF; supported: "
             f"{', '.join(_BY_TYPE)}"
         )
     names = _names(config)

@@ -74,8 +74,8 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
     kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"{place}: its tokenizer, {_KEY}model {shown(kind)}, is not supported; those that are: gpt2, "
-            "llama. Give the model's own with --tokenizer DIR"
+            f"{place}: its tokenizer, {_KEY}model {shown(kind)}, is not supported; supported: gpt2, llama. "
+            "Give the model's own tokenizer with --tokenizer DIR"
         )
     if not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{place} holds no tokens ({_KEY}tokens)")
@@ -126,11 +126,11 @@ def _of_bytes(
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":
         cut = "gpt-2"
-        get_logger().warning(f"{place} does not say how its tokenizer cuts up text; it is read as GPT-2's")
+        get_logger().warning(f"{place} does not say how its tokenizer splits text; it is read as GPT-2's")
     if cut not in _CUTS:
         raise CheckpointError(
-            f"{place}: its tokenizer cuts up text as {shown(said)} ({_KEY}pre), which is not supported; "
-            f"those that are: {', '.join(_CUTS)}. Give the model's own tokenizer with --tokenizer DIR"
+            f"{place}: its tokenizer splits text as {shown(said)} ({_KEY}pre), which is not supported; "
+            f"supported: {', '.join(_CUTS)}. Give the model's own tokenizer with --tokenizer DIR"
         )
     merges = metadata.get(f"{_KEY}merges")
     if merges is None and any(len(token) > 1 and types[number] == _NORMAL for token, number in vocab.items()):
@@ -286,7 +286,7 @@ def _cut_of(tokenizer: Tokenizer) -> str:
         if _essence(cut) == found:
             return name
     raise CheckpointError(
-        f"{tokenizer.place} cuts up text in a way that is not written as GGUF; those that are: those of "
+        f"{tokenizer.place} splits text in a way that cannot be written as GGUF; supported: the ways of "
         f"{', '.join(_CUTS)}"
     )
 

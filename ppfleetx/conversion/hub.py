@@ -115,7 +115,7 @@ class _Download:
             return self._cached()
         files = {one.rfilename: one for one in info.siblings or ()}
         if CONFIG not in files:
-            raise CheckpointError(f"{self.name} has no {CONFIG}: it is no model that transformers loads")
+            raise CheckpointError(f"{self.name} has no {CONFIG}: transformers cannot load it")
         directory = self._file(files[CONFIG], self.name.revision, info.sha).parent
         try:
             model_keys(read_hf_config(directory))  # check this before a large download
@@ -144,7 +144,7 @@ class _Download:
         except _UnreachableError as error:
             if self._held(CONFIG, self.name.revision) is None:
                 raise
-            get_logger().warning(f"{error}; what was downloaded before is used")
+            get_logger().warning(f"{error}; using the files in the cache")
             return None
 
     def _weights(self, files: Mapping[str, Any], commit: str) -> list[str]:
@@ -162,7 +162,7 @@ class _Download:
         names = sorted({str(name) for name in where.values()}) if isinstance(where, dict) else []
         for name in names:
             if name not in files:
-                raise CheckpointError(f"{self.name}: {index} names {shown(name)}, which is not there")
+                raise CheckpointError(f"{self.name}: {index} names {shown(name)}, which does not exist")
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
@@ -179,17 +179,15 @@ class _Download:
             for file in {path.resolve(), path}:  # remove the blob and the link to it
                 file.unlink(missing_ok=True)
             raise CheckpointError(
-                f"{self.name}: {name} was downloaded and removed again: {problem}. Try again; if the error "
-                f"persists, something between here and {self.endpoint} changes files"
+                f"{self.name}: {name} was damaged by the download and deleted: {problem}. Try again; if the "
+                f"error persists, something between here and {self.endpoint} changes files"
             )
         return path
 
     def _cached(self) -> Path:
         config = self._held(CONFIG, self.name.revision)
         if config is None:
-            raise CheckpointError(
-                f"{self.name} is not in {self.cache}, and HF_HUB_OFFLINE forbids to download it"
-            )
+            raise CheckpointError(f"{self.name} is not in {self.cache}, and HF_HUB_OFFLINE forbids downloads")
         return config.parent
 
     def _held(self, name: str, revision: str) -> Path | None:
@@ -207,7 +205,7 @@ class _Download:
             yield
         except errors.GatedRepoError as error:
             raise CheckpointError(
-                f"{what} is gated: its owner gives it to those who ask for it. Ask on {page}, then {login}"
+                f"{what} is gated: its owner must grant you access. Request it on {page}, then {login}"
             ) from error
         except errors.RepositoryNotFoundError as error:
             raise CheckpointError(

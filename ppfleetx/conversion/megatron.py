@@ -135,7 +135,7 @@ def _iteration(path: Path) -> Path:
         is_number = named.isascii() and named.isdigit()
         directory = path / (f"iter_{int(named):07d}" if is_number else named)
         if not (is_number or named == "release") or not directory.is_dir():
-            raise CheckpointError(f"{tracker} names {shown(named)}, which is not there")
+            raise CheckpointError(f"{tracker} names {shown(named)}, which does not exist")
         return directory
     if any((path / name).is_file() for name in MODEL_FILES) and _RANK.fullmatch(path.resolve().name):
         return path.resolve().parent
@@ -148,7 +148,7 @@ def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
         if match is None:
-            raise CheckpointError(f"{child} is a directory of an unknown kind, which is not read")
+            raise CheckpointError(f"{child} is not a rank directory that can be read")
         file = next((child / name for name in MODEL_FILES if (child / name).is_file()), None)
         if file is not None:
             found[tuple(int(number) for number in match.groups() if number)] = file
@@ -173,14 +173,14 @@ def _grids(
         pp = rest.pop(0) if rest and has_stages else 0
         ep = rest.pop(0) if rest else 0
         if rest:
-            raise CheckpointError(f"{file.parent} has more numbers than its options say there are axes")
+            raise CheckpointError(f"{file.parent} has more numbers in its name than its options have axes")
         grids.setdefault(ep, {})[mp, pp] = file
     for ep in range(ep_degree):
         if ep not in grids:
             raise CheckpointError(f"{directory} lacks expert rank {ep} of {ep_degree}")
         check_complete(grids[ep], directory)
     if len(grids) > ep_degree or len({frozenset(grid) for grid in grids.values()}) > 1:
-        raise CheckpointError(f"{directory} has other files than expert_model_parallel_size {ep_degree} says")
+        raise CheckpointError(f"{directory} does not fit its option expert_model_parallel_size {ep_degree}")
     return [grids[ep] for ep in sorted(grids)]
 
 

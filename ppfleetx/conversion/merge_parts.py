@@ -69,7 +69,7 @@ def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[s
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise CheckpointError(
                 f"{directory}: {name} has the shapes {shapes} on the tensor-parallel ranks, which cannot be "
-                "put together"
+                "joined"
             )
         shape = tuple(n * len(parts) if axis == dim else n for axis, n in enumerate(first.shape))
         whole[name] = derive(parts, shape, lambda *arrays, dim=dim: np.concatenate(arrays, axis=dim), name)

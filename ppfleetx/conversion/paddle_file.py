@@ -59,7 +59,7 @@ def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[
         shape = tuple(map(operator.index, form["OriginShape"]))
         parts = [tensors.pop(part) for part in form["slices"]]
         if sum(prod(part.shape) for part in parts) != prod(shape):
-            raise CheckpointError(f"the pieces of {shown(name)} do not make up its shape {shown(shape)}")
+            raise CheckpointError(f"the chunks of {shown(name)} do not add up to its shape {shown(shape)}")
         tensors[name] = derive(parts, shape, partial(_whole, shape), str(name))
     return tensors
 

@@ -61,7 +61,6 @@ class WeightsUnpickler(pickle.Unpickler):
     """An unpickler that accepts only an allowlist of names.
 
     Args:
-        file: the pickle.
         names: the object for each allowed name.
         record_prefixes: names with one of these prefixes become a :class:`Record`.
         persistent: builds the object of a persistent id, such as a PyTorch storage; None refuses persistent

@@ -145,7 +145,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
         return WeightsUnpickler(file, TORCH_NAMES, record_prefixes=prefixes, persistent=persistent).load()
 
     if load() != _MAGIC or load() != _LEGACY_PROTOCOL:
-        raise CheckpointError("not a file of PyTorch, or of an unknown version")
+        raise CheckpointError("not a PyTorch file, or one of an unknown version")
     load()  # sizes and byte order of the machine that wrote the file
     tree, keys = load(), load()
     # The storages follow, each after its number of elements.
@@ -153,7 +153,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
     for key in keys:
         file.seek(position)
         if key not in storages or int.from_bytes(file.read(8), "little") != storages[key].count:
-            raise CheckpointError("its storages are not those that it announces")
+            raise CheckpointError("its storages do not match its list of storages")
         starts[key] = position + 8
         position += 8 + storages[key].count * NUMPY_OF_DTYPE[storages[key].dtype].itemsize
     if position > end or starts.keys() != storages.keys():

@@ -84,8 +84,8 @@ def check_positions(cfg: RunConfig) -> None:
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(
-            f"is longrope, which turns rows of more than {length} tokens by other angles: there the cached "
-            "keys have to be computed anew, which an exported program cannot do. Export the model for "
+            f"is longrope, which uses other rotary angles for rows of more than {length} tokens: cached keys "
+            "would have to be recomputed, which an exported program cannot do. Export the model for "
             f"shorter rows (-o Model.max_position_embeddings={length}), or use the checkpoint itself: "
             "ppfleetx generate, chat or serve",
             key="Model.rope_scaling",

@@ -84,7 +84,7 @@ class KeyTable:
         self._exact = {key.name: key for key in self.keys}
         self._patterns = [(key.name.split("."), key) for key in self.keys if "*" in key.name]
         if len(self._exact) != len(self.keys):
-            raise ValueError("a key stands twice in the table")
+            raise ValueError("a key occurs twice in the table")
 
     def find(self, name: str) -> Key | None:
         """Look up a name; None if it is unknown. Exact names win over patterns."""
@@ -188,7 +188,7 @@ def _window(value: Any) -> dict[str, Any]:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
     left = int(found[1])
     if left == 0:
-        raise ValueError("a window of 0 lets each token see itself alone")
+        raise ValueError("a window of 0 lets each token attend only to itself")
     return {} if left < 0 else {"Model.attention_window": left}
 
 

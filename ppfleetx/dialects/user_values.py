@@ -89,7 +89,7 @@ def given_arguments(
     while position < len(argv):
         written, place = argv[position], f"argument {position + first}"
         if not written.startswith("--") or written == "--":
-            raise ConfigError("stands alone; options begin with --", key=written or "''", place=place)
+            raise ConfigError("is not an option; options begin with --", key=written or "''", place=place)
         name, equals, inline = written.partition("=")
         following = _values_after(argv, position)
         position += 1
@@ -178,7 +178,7 @@ def refuse_other_models(argv: Sequence[str]) -> None:
     for text in argv:
         name = text.rpartition("/")[2]
         if name.startswith("pretrain_") and name.endswith(".py") and name != "pretrain_gpt.py":
-            raise ConfigError("trains another kind of model; pretrain_gpt.py is translated", key=name)
+            raise ConfigError("trains another kind of model; only pretrain_gpt.py is translated", key=name)
 
 
 def _count(name: str, value: str) -> int:

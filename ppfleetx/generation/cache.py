@@ -40,10 +40,8 @@ class GrowingCache:
         :meth:`update`.
 
         Args:
-            num_new: number of new columns.
-            visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to
-                (the causal mask is applied in addition). In the first pass, the layers handle this
-                themselves.
+            visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to,
+                in addition to the causal mask. In the first pass, the layers handle this themselves.
             row_lengths: ``[b]`` number of tokens of each row; None: its number of visible columns.
         """
         self._past, self.length = self.length, self.length + num_new

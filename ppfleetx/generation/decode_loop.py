@@ -32,9 +32,7 @@ class Rules:
     """The rules that change logits before a token is chosen, and the tokens that end a row.
 
     Attributes:
-        end_ids: the tokens that end a row.
         min_new_tokens: the number of tokens a row must have before an end token is allowed.
-        options: the logit processors' options.
         forced_bos_id: the first new token; None: chosen like any other token.
         forced_eos_id: the last token of a row that reaches its limit; None: chosen like any other token.
     """
@@ -92,7 +90,6 @@ def decode(
     Args:
         session: the prompts; finished rows leave its batch.
         choose: chooses the next tokens from the processed logits.
-        rules: logit processors, and the tokens that end a row.
         max_new_tokens: the limit of new tokens of each prompt, at least 1.
         copies: continuations per prompt. The prompt runs once; its rows are ``i * copies`` to ``(i + 1) *
             copies - 1``.

@@ -31,8 +31,8 @@ from ppfleetx.generation.text import NoTokenizer, text_bytes
 _KEY = "Generation.structured_outputs"
 _MOST_MATCHERS = 256
 _WHITESPACE = r" |\n {0,20}"
-"""Allowed white space between JSON tokens. It is limited, because small models may otherwise never stop
-writing spaces."""
+"""White space between JSON tokens. It is limited, because small models may otherwise never stop writing
+it."""
 
 
 class Grammar:
@@ -304,5 +304,4 @@ PROCESSORS: dict[str, Callable[[paddle.Tensor, Any, Sequence[RowTokens]], paddle
     "suppress_tokens": _forbid_tokens,
     "structured_outputs": _follow_grammar,
 }
-"""The logit processor of each option of :class:`RowOptions`, in the order in which transformers applies
-them."""
+"""The logit processor of each option of :class:`RowOptions`, in transformers' order."""

@@ -24,8 +24,6 @@ class RowChoice:
     """The inputs for sampling one row's next token.
 
     Attributes:
-        options: the row's sampling options.
-        tokens: the row's tokens so far.
         exponentials: random numbers ``[n]`` from the row's `RandomStream`; not needed at temperature 0.
         forbidden: ids that may not be chosen, such as end tokens before the minimum length.
     """
@@ -56,12 +54,10 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token's log-probability and the likeliest tokens at its position.
+    """A token's log-probability, before any sampling option, and the likeliest tokens at its position.
 
-    Attributes:
-        token: the token id.
-        logprob: the log-probability before any sampling option; None for the first token of a text.
-        top: (token id, log-probability) of the likeliest tokens, in descending order.
+    ``logprob`` is None for the first token of a text. ``top`` lists (token id, log-probability) in descending
+    order.
     """
 
     token: int

@@ -70,7 +70,7 @@ def test_a_run_that_goes_back_is_pruned_anew(monkeypatch):
         found.before_step(step)
     assert np.array_equal(weight.numpy(), pruned)
     weight.set_value(before)
-    with pytest.raises(ConfigError, match="what was taken out of layer 0 did not stay zero"):
+    with pytest.raises(ConfigError, match="what was pruned from layer 0 did not stay zero"):
         found.finish()
 
 

@@ -91,7 +91,7 @@ def test_sizes():
     assert sizes_after(cfg, 0.25, drop_layers=(1,)) == Sizes(3, 96, (0, 2, 3))
     assert sizes_after(cfg, 0.3, multiple=2) == Sizes(4, 90, (0, 1, 2, 3))
     assert sizes_after(cfg, 0.5, part="mlp") == Sizes(4, 64, (0, 1, 2, 3))
-    with pytest.raises(UserError, match="leaves no key/value head: each layer has one only"):
+    with pytest.raises(UserError, match="leaves no key/value head: each layer has only one"):
         sizes_after(tiny_config(num_query_groups=1), 0.5)
 
 
@@ -169,10 +169,10 @@ def test_saliency_is_what_the_loss_loses_to_first_order(saved):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ratio": 1.0}, "is the share taken out: from 0 to below 1"),
+        ({"ratio": 1.0}, "is the fraction to remove: at least 0, below 1"),
         ({"ratio": -0.1}, "from 0 to below 1"),
-        ({"ratio": 0.0}, "takes nothing out of 8 key/value heads and 64 feed-forward units"),
-        ({"ratio": 0.1, "multiple": 64}, "takes nothing out .* a multiple of 64"),
+        ({"ratio": 0.0}, "removes none of 8 key/value heads and 64 feed-forward units"),
+        ({"ratio": 0.1, "multiple": 64}, "removes none .* a multiple of 64"),
         ({"ratio": 0.5, "drop_layers": (8,)}, "the model has the layers 0 to 7"),
         ({"drop_layers": tuple(range(8))}, "leaves no layer"),
         ({"ratio": 0.5, "criterion": "saliency"}, "give --calibration DATA"),

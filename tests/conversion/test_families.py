@@ -278,7 +278,7 @@ QWEN = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8,
         ("neox", {"num_key_value_heads": 2}, "num_key_value_heads: 2 of this gpt_neox"),
         ("neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("qwen2", {"attention_bias": True}, "attention_bias: True of this qwen2"),
-        ("qwen2", {"partial_rotary_factor": 0.5}, "whole heads are turned"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "whole heads are rotated"),
     ],
 )
 def test_what_is_another_network_is_refused(name, change, message):

@@ -254,7 +254,7 @@ DAMAGES = {
     "lack llama.attention.layer_norm_rms_epsilon": said("llama.attention.layer_norm_rms_epsilon", None),
     "whole heads": said("llama.rope.dimension_count", 4),
     "tokenizer.ggml.model 't5', is not supported": said("tokenizer.ggml.model", "t5"),
-    "cuts up text as 'tekken'": said("tokenizer.ggml.pre", "tekken"),
+    "splits text as 'tekken'": said("tokenizer.ggml.pre", "tekken"),
 }
 
 
@@ -278,7 +278,7 @@ def test_what_is_refused(tmp_path, tokenizer, message):
         ("llama", {"attention_window": 4}, "attention_window = 4"),
         ("gpt_neox", {"hidden_act": "gelu_exact"}, "hidden_act = 'gelu_exact'"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "is not the scaling of Llama 3.1"),
-        ("llama", {"moe": {"num_experts": 4}}, "is a mixtral, which is not written as GGUF"),
+        ("llama", {"moe": {"num_experts": 4}}, "is a mixtral, which cannot be written as GGUF"),
     ],
 )
 def test_networks_that_are_not_written(tmp_path, tokenizer, name, changes, message):

@@ -157,7 +157,7 @@ def _parts(output: IO[bytes]) -> Iterator[bytes]:
     "name, words",
     [
         ("org/nothing", "error: there is no model org/nothing on http"),
-        (GATED, "error: hf:org/gated: config.json is gated: its owner gives it to those who ask for"),
+        (GATED, "error: hf:org/gated: config.json is gated: its owner must grant you access"),
         (f"{LLAMA}@v9", "error: org/llama has no revision v9; see http"),
     ],
 )
@@ -219,7 +219,7 @@ def test_without_a_connection_the_earlier_download_is_used(hub, monkeypatch, cap
     directory = local_directory(f"hf:{LLAMA}")
     hub.status = 503
     assert local_directory(f"hf:{LLAMA}") == directory
-    assert "answered HTTP 503" in caplog.text and "downloaded before is used" in caplog.text
+    assert "answered HTTP 503" in caplog.text and "using the files in the cache" in caplog.text
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert local_directory(f"hf:{LLAMA}") == directory
     hub.asked.clear()
@@ -236,7 +236,7 @@ def test_without_a_connection_the_earlier_download_is_used(hub, monkeypatch, cap
     [
         ("hf:org/nothing", "there is no model org/nothing on http.*or it is private.*HF_TOKEN"),
         (f"hf:{LLAMA}@v9", "org/llama has no revision v9"),
-        (f"hf:{GATED}", "is gated: its owner gives it to those who ask for it"),
+        (f"hf:{GATED}", "is gated: its owner must grant you access"),
         (f"hf:{PICKLED}", r"has neither model.safetensors nor pytorch_model.bin \(it has .gguf\)"),
         ("hf:org/mamba", "hf:org/mamba: model_type 'mamba' is not supported"),
     ],
@@ -264,7 +264,9 @@ def test_a_hub_that_is_not_there(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_with_a_wrong_hash_does_not_stay(hub, tmp_path, name):
     hub.changed = {name}
-    with pytest.raises(CheckpointError, match=rf"{name} was downloaded and removed again: its (SHA|hash)"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} was damaged by the download and deleted: its (SHA|hash)"
+    ):
         local_directory(f"hf:{LLAMA}")
     hub.changed = set()
     assert (local_directory(f"hf:{LLAMA}") / name).is_file()

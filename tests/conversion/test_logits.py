@@ -60,7 +60,7 @@ def test_another_interpreter_is_asked(tmp_path):
     job = Conversion("hf", "ppfleetx", source, tmp_path / "ours")
     written = convert(job)
     if find_spec("torch") is None:
-        with pytest.raises(CheckpointError, match=r"could not be asked with .*No module named 'torch'"):
+        with pytest.raises(CheckpointError, match=r"transformers failed in .*No module named 'torch'"):
             check_logits(job, written, python_with_transformers=sys.executable)
     with pytest.raises(CheckpointError, match="cannot be run"):
         check_logits(job, written, python_with_transformers=str(tmp_path / "none"))

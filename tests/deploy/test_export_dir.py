@@ -89,7 +89,7 @@ def test_what_is_no_manifest_of_this_version(copy: Path) -> None:
     for change, words in (
         ({"version": 1}, "is of format 'ppfleetx-export' 1, this version reads ppfleetx-export 2 and 3"),
         ({"format": "another"}, "is of format 'another' 3"),
-        ({"surprise": 1}, "damaged: 'surprise' is not what an export has there"),
+        ({"surprise": 1}, "damaged: 'surprise' has an invalid value"),
         ({"max_positions": "64"}, "damaged: 'max_positions' is not"),
     ):
         path.write_text(seal(manifest | change))

@@ -540,7 +540,7 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
         ("--use-alibi-position-embeddings", "biases of layer n are n times as steep"),
         ("--position-embedding-type alibi --use-rotary-position-embeddings", "alibi and rope positions"),
         ("--embed-layernorm --norm-epsilon 1e-6", "--embed-layernorm = True"),
-        ("--embed-layernorm --normalization RMSNorm", "is a LayerNorm with 1e-5"),
+        ("--embed-layernorm --normalization RMSNorm", "is always a LayerNorm with epsilon 1e-5"),
         ("--optimizer sgd", "give --sgd-momentum 0"),
         ("--optimizer lion", "must be one of 'adam', 'sgd'"),
         ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", "must be ulysses_cp_algo"),

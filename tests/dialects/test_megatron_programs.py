@@ -39,7 +39,7 @@ def test_each_size(size, plan, micro_batches, parameters, tmp_path, monkeypatch,
     report = capsys.readouterr().out
     for words in (f"plan           {plan}, sharding 1", f"({parameters:,})", "500000 steps", "3200 warm-up"):
         assert words in report
-    assert f"note           {tmp_path}/gpt2-vocab.json is not there: 50257 tokens" in report
+    assert f"note           {tmp_path}/gpt2-vocab.json does not exist: GPT-2's 50257 tokens" in report
     assert not list(tmp_path.iterdir())  # nothing is left of a look
     request = gpt2_sizes.request_of(asked)
     result = of_arguments(gpt2_sizes.arguments_of(request, evaluates=True), 8)
@@ -66,7 +66,7 @@ def test_further_arguments_replace_those_of_the_size():
         ("--model_size=6.7B", "must be one of 345M, 1.3B, 2.7B, 3.7B, 345M_without_mp"),
         ("--train_iters=many", "must be a number of at least 1"),
         ("--train_iters", "needs a value"),
-        ("345M", "is no --name=value"),
+        ("345M", "must be --name=value"),
     ],
 )
 def test_what_a_script_refuses(word, message):

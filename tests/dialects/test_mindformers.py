@@ -278,7 +278,7 @@ def test_mistakes(name: str, argv: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base_config: run.yaml", "run.yaml:1): the files form a circle"),
+        ("base_config: run.yaml", "run.yaml:1): the base files include each other"),
         ("base_config: no.yaml", "base_config = 'no.yaml'"),
         ("base_config: [[1]]", "must be a file name"),
         ("seed: 1\nseed: 2", "given twice"),

@@ -129,7 +129,7 @@ def test_a_program_computes_the_angles_of_the_tables():
     [
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "length of the sequence.*take it out"),
         ({"rope_scaling": {"type": "longrope", "factor": 2, "long_factor": [2] * 4}}, "short_factor"),
-        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "those that are: default, linear"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor = 0.5.*at least 1"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor = 'x'"),
@@ -152,7 +152,10 @@ def test_a_program_computes_the_angles_of_the_tables():
             "partial_rotary_factor",
         ),
         ({"rope_scaling": "linear"}, "rope_scaling = .linear."),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": None}}, "rope_theta is null"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": None}},
+            "rope_theta must not be null",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_in_words(settings, words):

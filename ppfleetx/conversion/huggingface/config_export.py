@@ -26,7 +26,6 @@ def hf_config(
     """The ``config.json`` with which ``transformers`` computes the same function as `model`.
 
     Args:
-        model: the network.
         dtype: the element type of the weights, named as in safetensors files.
         original: the ``config.json`` the weights originally came with; kept if it describes this network.
         token_ids: `bos_token_id` and `eos_token_id`, for a new configuration.
@@ -65,7 +64,7 @@ def _made(model: ModelConfig) -> dict[str, Any]:
             reasons.append((len(found), model_type, ", ".join(found)))
     _, nearest, why = min(reasons, key=lambda reason: reason[0])
     raise CheckpointError(
-        f"this network cannot be written in Hugging Face's format; from {nearest}, the nearest, it differs "
+        f"this network cannot be written in Hugging Face's format; the closest kind, {nearest}, differs "
         f"in {why}"
     )
 

@@ -155,7 +155,7 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     model type, an option or a value is not supported."""
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        others = f"; those that are: {', '.join(FAMILIES)}"
+        others = f"; supported: {', '.join(FAMILIES)}"
         why = f": {_REFUSED[kind]}" if isinstance(kind, str) and kind in _REFUSED else others
         raise CheckpointError(f"model_type {shown(kind)} is not supported{why}")
     family = FAMILIES[kind]
@@ -251,7 +251,7 @@ def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Whether a key of other networks has the value that this network has anyway."""
+    """Whether a key that this family does not convert has the value that this network implies."""
     hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
     if key == "num_key_value_heads":
         return value == heads

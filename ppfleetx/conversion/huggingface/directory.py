@@ -116,12 +116,10 @@ def write_hf(
     token_ids: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a directory that ``transformers`` can load.
+    """Write a directory that ``transformers`` can load. The directory is created if needed.
 
     Args:
         tensors: all parameters of `model` by canonical name, including vocabulary padding.
-        model: the network.
-        directory: the output directory, created if needed.
         source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
@@ -210,5 +208,5 @@ def _check_left_over(
         word = next(name for name in stored if name.endswith(_WORDS))
         if (stored[head].read() != stored[word].read()).any():
             raise CheckpointError(
-                f"{directory}: config.json ties the head to the word embedding, and their values differ"
+                f"{directory}: config.json ties the head to the word embedding, but their values differ"
             )

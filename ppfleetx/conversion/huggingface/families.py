@@ -49,7 +49,7 @@ _NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rota
 
 
 def _sizes(**others: str) -> dict[str, Any]:
-    """The keys in `SIZES`, some of them renamed."""
+    """Copy `SIZES`, renaming some keys of ``config.json`` (``ours="theirs"``)."""
     return {others.get(key, key): row for key, row in SIZES.items()}
 
 

@@ -156,7 +156,8 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Add the block's prefix to the names of a block's parameters: ours, and theirs (``row``)."""
+    """Prefix parameter names within a block: ours with ``decoder.layers.{}.``, Hugging Face's with
+    ``row``."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -304,8 +305,8 @@ PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """Convert a sliding window to ``attention_window``. Theirs includes the current position; ours does
-    not."""
+    """Convert a sliding window to ``attention_window``. Hugging Face's window includes the current position;
+    ours does not."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -313,7 +314,7 @@ def window_keys(config: Config, window: int | None) -> dict[str, Any]:
 
 def _our_window(window: int | None) -> int:
     if window is None or window < 2:
-        why = "" if window is None else ": a token would see itself alone"
+        why = "" if window is None else ": a token would attend only to itself"
         raise CheckpointError(f"config.json: sliding_window {shown(window)} is not supported{why}")
     return window - 1
 

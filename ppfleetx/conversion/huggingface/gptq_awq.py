@@ -123,7 +123,6 @@ def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
 def _weight(
     linear: str, given: Mapping[str, LazyTensor | None], scheme: Mapping[str, Any], in_out: bool
 ) -> LazyTensor:
-    """Build the weight of one linear layer; see :func:`dequantized`."""
     parts = {name: part for name, part in given.items() if part is not None}
     is_awq, bits = scheme["quant_method"] == "awq", scheme["bits"]
     needs_order = bool(scheme.get("desc_act")) and not is_awq

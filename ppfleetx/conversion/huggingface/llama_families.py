@@ -167,7 +167,7 @@ _COHERE = LLAMA.but(
 
 
 def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """Only layers with a sliding window have rotary positions; other layers have no positions."""
+    """Cohere 2 has rotary positions only in layers with a sliding window, and no positions in the others."""
     return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 

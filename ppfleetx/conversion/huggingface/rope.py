@@ -43,7 +43,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     place, given = _in_effect(config)
     if unknown := sorted(set(given) - _KNOWN):
         raise CheckpointError(
-            f"config.json: {place} has {', '.join(shown(key) for key in unknown)}, which means nothing here"
+            f"config.json: {place} has {', '.join(shown(key) for key in unknown)}, which is not known here"
         )
     keys = {"rotary_base": _base(config), "rope_scaling": _scaling(place, given, config)}
     kind = config.get("model_type")
@@ -53,7 +53,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     for where in (config, given):
         if where.get("partial_rotary_factor") not in (None, 1.0):
             raise CheckpointError(
-                f"config.json: partial_rotary_factor of this {kind} is not supported; whole heads are turned"
+                f"config.json: partial_rotary_factor of this {kind} is not supported; whole heads are rotated"
             )
     return keys
 
@@ -114,7 +114,7 @@ def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     for key, value in given.items():
         if isinstance(value, Mapping):
             raise CheckpointError(
-                f"config.json: {place} has settings for {shown(key)} alone; all layers turn alike"
+                f"config.json: {place} has settings for {shown(key)} only; all layers must have the same"
             )
     return place, given
 
@@ -123,7 +123,7 @@ def _base(config: Mapping[str, Any]) -> float:
     _, given = _in_effect(config)
     base = given["rope_theta"] if "rope_theta" in given else _first(config.get("rope_theta"), DEFAULT_BASE)
     if base is None:
-        raise CheckpointError("config.json: rope_theta is null where it is read; give a number")
+        raise CheckpointError("config.json: rope_theta must not be null here; give a number")
     return float(base)
 
 
@@ -135,7 +135,7 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
     if kind == "default":
         return None
     if kind not in _TYPES:
-        why = REFUSED_TYPES.get(kind, f"those that are: {', '.join(_TYPES)}") if isinstance(kind, str) else ""
+        why = REFUSED_TYPES.get(kind, f"supported: {', '.join(_TYPES)}") if isinstance(kind, str) else ""
         advice = _WITHOUT_DYNAMIC if kind == "dynamic" else ""
         raise CheckpointError(f"config.json: rope scaling {shown(kind)} is not supported: {why}{advice}")
     values = {"type": kind, "factor": given.get("factor")}
@@ -163,8 +163,8 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
 
 
 _WITHOUT_DYNAMIC = (
-    ". Up to max_position_embeddings it is the same as none: to convert the model for sequences of that "
-    "length, take it out of config.json"
+    ". Up to max_position_embeddings it has no effect: to convert the model for sequences of that length, "
+    "remove it from config.json"
 )
 
 

@@ -68,7 +68,7 @@ class ChatPrompt(BaseModel):
     def _check_variables(self) -> ChatPrompt:
         reserved = {"messages", "add_generation_prompt", "tools", "documents"} & {*self.chat_template_kwargs}
         if reserved:
-            raise ValueError(f"chat_template_kwargs: {min(reserved)} is not for requests to set")
+            raise ValueError(f"chat_template_kwargs: {min(reserved)} cannot be set by a request")
         return self
 
     @property
@@ -100,11 +100,11 @@ class ChatRequest(GenerationRequest, ChatPrompt):
             raise ValueError("top_logprobs: needs logprobs: true")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise ValueError("max_completion_tokens: means the same as max_tokens, and says something else")
+            raise ValueError("max_completion_tokens: means the same as max_tokens, but has another value")
         if self.tool_choice not in ("none", "auto") and not self.tools:
             raise ValueError("tool_choice: there are no tools to choose from")
         if self._forced_form is not None and super().form[1] is not None:
-            raise ValueError(f"tool_choice: {super().form[0]} gives the answer another form")
+            raise ValueError(f"tool_choice: contradicts {super().form[0]}, which sets another format")
         return self
 
     @property

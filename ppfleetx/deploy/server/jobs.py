@@ -195,8 +195,8 @@ class Metrics:
         self.requests = made(
             Counter,
             "requests",
-            "Completion requests by HTTP status; 499: the client left, and a stream that broke off counts "
-            "by why it did.",
+            "Completion requests by HTTP status. 499: the client left. A stream that failed counts with the "
+            "status of its error.",
             labelnames=["status"],
         )
         by_model = {"labelnames": ["model"]}
@@ -204,13 +204,13 @@ class Metrics:
         self.reused_tokens = made(
             Counter,
             "reused_prompt_tokens",
-            "Prompt tokens that were not run, because an earlier sequence had begun with them.",
+            "Prompt tokens that were not run, because their keys and values were in the prefix cache.",
             **by_model,
         )
         self.prefix_tokens = made(
             Gauge,
             "prefix_cache_tokens",
-            "Positions whose keys and values are held for prompts to come (Serve.prefix_cache_tokens).",
+            "Positions in the prefix cache (Serve.prefix_cache_tokens).",
         )
         self.generated_tokens = made(Counter, "generated_tokens", "Tokens that were generated.", **by_model)
         self.steps = made(Counter, "steps", "Steps of the model's batch.", **by_model)

@@ -68,7 +68,7 @@ class PromptReader:
         if not self._cfg.parse_special_tokens:
             self._refuse_special(request)
         if request.offered_tools and "tools" not in self._template.source:
-            raise bad_request(f"tools: {self._template.place} has no place for them", "tools")
+            raise bad_request(f"tools: {self._template.place} does not support them", "tools")
         options = {"add_generation_prompt": add_generation_prompt, **request.template_variables}
         try:
             text = self._template.render(request.messages, **options)
@@ -86,7 +86,7 @@ class PromptReader:
             found = next((one for one in self._special_texts if one in text), None)
             if found is not None:
                 raise bad_request(
-                    f"{name}: holds the special token {found!r}, and this server takes none from texts "
+                    f"{name}: holds the special token {found!r}, which this server does not accept in texts "
                     "(Serve.parse_special_tokens)",
                     name.partition(".")[0],
                 )
@@ -96,13 +96,13 @@ class PromptReader:
         if request.candidates > self._max_batch_size:
             raise bad_request(
                 f"{name}: {request.candidates} is more than the {counted(self._max_batch_size, 'sequence')} "
-                "that may grow together (Serve.max_batch_size)",
+                "that can run at the same time (Serve.max_batch_size)",
                 name,
             )
         if num_prompts * request.candidates > self._capacity:  # checked before tokenizing
             raise bad_request(
                 f"prompt: {counted(num_prompts, 'prompt')} x {name} = {request.candidates} are more than the "
-                f"{counted(self._capacity, 'sequence')} that can be waiting and under way",
+                f"{counted(self._capacity, 'sequence')} that can wait and run",
                 "prompt",
             )
 

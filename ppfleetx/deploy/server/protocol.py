@@ -147,7 +147,7 @@ class GenerationRequest(Request, TokenOptions):
         if self.token_limit is not None and self.min_tokens > self.token_limit:
             raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens = {self.token_limit}")
         if self.response_format is not None and self.structured_outputs is not None:
-            raise ValueError("response_format: structured_outputs gives a form, too")
+            raise ValueError("response_format: cannot be combined with structured_outputs")
         return self
 
     @property

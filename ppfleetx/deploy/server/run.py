@@ -54,17 +54,16 @@ def check_generation(cfg: RunConfig) -> None:
     model, or an adapter named like the base model."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise ConfigError(
-            "are adapters over a model without any, and this one has Model.lora: serve the base that they "
-            "were trained over",
+            "need a base model without Model.lora: serve the model that they were trained on",
             key="Serve.adapters",
         )
     if cfg.Serve.model_name in cfg.Serve.adapters:
         raise ConfigError(
-            "is the name of the base (Serve.model_name)", key="Serve.adapters", value=cfg.Serve.model_name
+            "is the base model's name (Serve.model_name)", key="Serve.adapters", value=cfg.Serve.model_name
         )
     if cfg.Generation.assistant_model is not None:
         raise ConfigError(
-            "the server guesses from earlier text alone (Serve.prompt_lookup_num_tokens)",
+            "the server drafts tokens only from earlier text (Serve.prompt_lookup_num_tokens)",
             key="Generation.assistant_model",
             value=cfg.Generation.assistant_model,
         )
@@ -78,7 +77,7 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
     if key is None and name == API_KEY_VARIABLE:
         return None
     if key is None or not key.strip() or not key.isascii():
-        reason = "is not set" if key is None else "holds no key (some ASCII characters)"
+        reason = "is not set" if key is None else "must be a non-empty ASCII text"
         raise ConfigError(
             f"this environment variable {reason}",
             key="Serve.api_key_env",

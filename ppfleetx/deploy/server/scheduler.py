@@ -166,7 +166,7 @@ class Scheduler:
                 while self._has_work():
                     self._step()
         except BaseException:  # noqa: BLE001 any error ends the thread and fails all requests
-            get_logger().exception("the model's thread has ended; nothing can be answered any more")
+            get_logger().exception("the model's thread has failed; no more requests can be answered")
             with self._changed:
                 self._died = True
             error = ApiError(500, "the model has failed; see the server's log", code="model_failed")

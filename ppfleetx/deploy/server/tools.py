@@ -52,7 +52,7 @@ def forced_form(
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
     if not allowed:
-        raise ValueError("tool_choice: names no tool of tools")
+        raise ValueError("tool_choice: names a tool that is not in tools")
     calls = [
         {
             "type": "object",

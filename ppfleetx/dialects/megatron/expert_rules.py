@@ -26,7 +26,9 @@ def experts(run: Translation) -> None:
         for key in [key for key in run.native if key.startswith("Model.moe.")]:
             del run.native[key]
         if idle := [name for name in run.given if name.startswith("moe_")]:
-            run.notes.append(f"the network is dense, and {', '.join(idle)} without effect: no num_experts")
+            run.notes.append(
+                f"the network is dense (no num_experts), so these have no effect: {', '.join(idle)}"
+            )
         return
     run.put("Model.moe.num_experts", number, "num_experts")
     is_deepspeed = any(name in run for name in _DEEPSPEED)

@@ -59,7 +59,7 @@ def request_of(argv: Sequence[str]) -> Request:
     for number, word in enumerate(argv, start=1):
         name, equals, value = word.partition("=")
         if not word.startswith("--"):
-            raise ConfigError("is no --name=value", key=word or "''", place=f"argument {number}")
+            raise ConfigError("must be --name=value", key=word or "''", place=f"argument {number}")
         if normal_name(name) not in own:
             more.append(word)
         elif not equals or not value:

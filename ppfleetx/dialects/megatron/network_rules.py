@@ -127,7 +127,7 @@ def _norms(run: Translation) -> None:
     if kind != "LayerNorm" or any(run.number(one, 1e-5) != 1e-5 for one in epsilons):
         raise run.conflict(
             (name, "normalization", *epsilons),
-            "is a LayerNorm with 1e-5, whatever the others are; here all norms are of one kind",
+            "is always a LayerNorm with epsilon 1e-5; here all norms must be of the same kind",
         )
     run.put("Model.embedding_norm", True, name)
 
@@ -137,7 +137,7 @@ def _rope_scaling(run: Translation) -> None:
     names = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
     if run.flag("use_rope_scaling", False):
         if interpolation != 1:
-            raise run.conflict(names, "positions are stretched in one way at a time; give one of these")
+            raise run.conflict(names, "only one kind of rope scaling can be used; give one of these")
         scaling: dict[str, Any] = {
             "type": "llama3",
             "factor": run.number("rope_scaling_factor", 8.0),
@@ -217,7 +217,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[Given], str]
     path, one = Path(run.text(name)), run.given[name]
     file = path / "tokenizer.json" if _is_directory(path) else path
     if not os.path.lexists(file) and file.name in _GPT2_WORDS:
-        run.notes.append(f"{file} is not there: {_GPT2_WORDS[file.name]} tokens, those of GPT-2, are assumed")
+        run.notes.append(f"{file} does not exist: GPT-2's {_GPT2_WORDS[file.name]} tokens are assumed")
         return _GPT2_WORDS[file.name], [one], "GPT-2's"
     return highest_id(file, one) + 1, [one], "tokens in that file"
 

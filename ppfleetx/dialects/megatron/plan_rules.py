@@ -23,7 +23,7 @@ def plan_rule(world_size: int | None) -> Rule:
 
     def plan(run: Translation) -> None:
         if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
-            raise run.conflict(("no_pipeline_parallel", PIPELINE), "no pipeline has one stage")
+            raise run.conflict(("no_pipeline_parallel", PIPELINE), "without a pipeline there is one stage")
         if run.flag("sequence_parallel", False) and run.integer(TENSOR, 1, least=1) > 1:
             run.put("Model.sequence_parallel", True, "sequence_parallel")
         _context(run)
@@ -46,7 +46,7 @@ def _context(run: Translation) -> None:
     if degree is not None and degree != size:
         raise run.conflict(
             ("ulysses_degree_in_cp", "context_parallel_size"),
-            "all of context parallelism exchanges heads: give both alike",
+            "all of context parallelism exchanges heads: give both the same value",
         )
     if size > 1 and "context_parallel_algo" not in run and "cp_comm_type" not in run:
         run.notes.append(
@@ -64,7 +64,7 @@ def _chunks(run: Translation) -> None:
     rows = _counts(run, "num_layer_list")
     empty = _ids(run, "noop_layers")
     if rows is not None and empty:
-        raise run.conflict(("num_layer_list", "noop_layers"), "two ways to say the same; give one of them")
+        raise run.conflict(("num_layer_list", "noop_layers"), "both set the same; give one of them")
     virtual = _virtual(run, stages, layers, rows)
     if virtual > 1:
         names = (
@@ -156,7 +156,7 @@ def _sharding(run: Translation, world_size: int | None) -> None:
         strategy = run.choice("data_parallel_sharding_strategy", _STRATEGIES, _STRATEGIES[0])
         stages["use_megatron_fsdp"] = _STRATEGIES.index(strategy)
     if len(set(stages.values())) > 1:
-        raise run.conflict(tuple(stages), "the stage of ZeRO differs; give it alike")
+        raise run.conflict(tuple(stages), "these set different ZeRO stages")
     stage = next(iter(stages.values()), 0)
     names = [*stages]
     if stage > 3:
@@ -173,8 +173,8 @@ def _sharding(run: Translation, world_size: int | None) -> None:
     run.put("Distributed.sharding.sharding_stage", stage, *origins)
     if replicas is None:
         run.notes.append(
-            "the states are shared out over all data-parallel ranks there; how many is not known here: give "
-            "Distributed.sharding.sharding_degree (and dp_degree 1), or the number of processes"
+            "there, the states are sharded over all data-parallel ranks, whose number is not known here: "
+            "give Distributed.sharding.sharding_degree (and dp_degree 1), or the number of processes"
         )
         return
     run.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {world_size} processes")

@@ -137,7 +137,7 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
     """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
-        raise ConfigError("the files form a circle", **entry)
+        raise ConfigError("the base files include each other", **entry)
     tree = read_yaml(path, is_ours=False, **entry)
     bases = tree.value.pop("base_config", None)
     below = Node({}, tree.place)

@@ -166,7 +166,7 @@ def _divides_optimizer(run: Translation) -> bool:
         return bool(parallel)
     if parallel is not None and parallel != shard:
         run.notes.append(
-            f"optimizer_shard {shard} counts and not enable_parallel_optimizer {parallel}, as in MindFormers"
+            f"optimizer_shard {shard} overrides enable_parallel_optimizer {parallel}, as in MindFormers"
         )
     return shard
 
@@ -194,7 +194,9 @@ def _to_predict(run: Translation, data: int, model: int, stages: int) -> None:
     run.put("Distributed.dp_degree", data * stages, *names, why="replicas take prompts in turn")
     run.put("Distributed.mp_degree", model, "parallel_config.model_parallel")
     if stages > 1:
-        run.notes.append(f"predict: the {stages} pipeline stages are replicas that share out the prompts")
+        run.notes.append(
+            f"predict: the {stages} pipeline stages become replicas that take turns with prompts"
+        )
 
 
 def _uneven_stages(run: Translation, stages: int) -> None:

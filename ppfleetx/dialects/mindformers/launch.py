@@ -67,7 +67,7 @@ def read_rank_table(path: Path) -> RankTable:
         rule = first["msg"].replace("Input should be", "must be")
         key = ".".join(map(str, first["loc"])) or None
         value = UNSET if key is None else first["input"]
-        raise ConfigError(f"is no rank table: {rule}", key=key, value=value, place=place) from None
+        raise ConfigError(f"is not a rank table: {rule}", key=key, value=value, place=place) from None
     servers = table.server_list
     if table.server_count != len(servers):
         hosts = counted(len(servers), "host")
@@ -91,7 +91,7 @@ def read_rank_table(path: Path) -> RankTable:
 def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
     value, count = Counter(values).most_common(1)[0]
     if count > 1:
-        raise ConfigError("is there twice", key=key, value=value, place=place)
+        raise ConfigError("occurs twice", key=key, value=value, place=place)
 
 
 def this_host() -> str:
@@ -134,9 +134,7 @@ def write_rank_table(path: Path, table: RankTable) -> None:
             with atomic_write(path, "w") as file:
                 file.write(text)
         elif path.read_text("utf-8", "replace") != text:
-            raise ConfigError(
-                "is there already and holds something else; nothing is overwritten", place=str(path)
-            )
+            raise ConfigError("already exists with other contents; nothing is overwritten", place=str(path))
 
 
 USAGE = "usage: bash run_distribute.sh RANK_TABLE_FILE CONFIG_PATH [a,b] RUN_MODE [RANK_SIZE]"
@@ -196,9 +194,7 @@ def device_range(text: str) -> tuple[int, int]:
         raise ConfigError("must be a range such as [0,8], which is 0 to 7", key="DEVICE_RANGE", value=text)
     first, end = int(found[1]), int(found[2])
     if first >= end:
-        raise ConfigError(
-            "holds no device: the second number is not part of it", key="DEVICE_RANGE", value=text
-        )
+        raise ConfigError("is empty: the second number is not included", key="DEVICE_RANGE", value=text)
     return first, end
 
 
@@ -225,9 +221,7 @@ def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
         return 0, servers[0]
     if len({len(server.device) for server in servers}) > 1:
         words = ", ".join(f"{server.server_id} {len(server.device)}" for server in servers)
-        raise ConfigError(
-            f"every host needs as many devices as the others, and they have: {words}", key="device"
-        )
+        raise ConfigError(f"all hosts must have the same number of devices; they have: {words}", key="device")
     for number, server in enumerate(servers):
         if server.ranks == list(ranks):
             return number, server

@@ -118,12 +118,12 @@ def _sharding(run: Translation, replicas: int | None) -> None:
     origins = run.origins("sharding", *_SHARDING)
     degrees = [value for name in _SHARDING if (value := run.integer(name, -1, least=-1)) > 0]
     if len(set(degrees)) > 1:
-        raise run.conflict(_SHARDING, "names of one degree differ")
+        raise run.conflict(_SHARDING, "these set the same degree to different values")
     degree = degrees[0] if degrees else replicas
     if degree is None:
         run.notes.append(
-            "the states are shared out over all data-parallel ranks there; how many is not known here: give "
-            "sharding_parallel_size"
+            "there, the states are sharded over all data-parallel ranks, whose number is not known here: "
+            "give sharding_parallel_size"
         )
         return
     if replicas is not None and replicas % degree:
@@ -343,8 +343,8 @@ def _keys_of_network(one: Given) -> Iterator[Given]:
         yield from given_in_file(directory / CONFIG, f"{CONFIG}.", named=one)
     else:
         raise ConfigError(
-            f"is not a directory with {CONFIG} here. Nothing is downloaded: take the files of the model to a "
-            "directory and name that",
+            f"is not a directory with {CONFIG} here. Models are not downloaded: put the model's files into a "
+            "directory and name that directory",
             key=one.key,
             value=one.value,
             place=one.place,

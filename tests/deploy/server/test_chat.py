@@ -201,10 +201,10 @@ def test_penalties_lower_repetition(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "yaml"}}, "response_format", "json_object"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "says something else"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "has another value"),
         ({"max_tokens": 9000}, "max_tokens", "leaves room for"),
         ({"messages": [{"role": "user", "content": "x" * 500_000}]}, "messages", "tokens are too many"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "is not for requests to set"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot be set by a request"),
         ({"prompt": "x"}, "prompt", "unknown parameter 'prompt'"),
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ def test_the_key_is_read_from_the_environment(served_checkpoint: Path) -> None:
     assert key({"PPFLEETX_API_KEY": " abc\n"}) == "abc"
     assert key({"MINE": "xyz", "PPFLEETX_API_KEY": "abc"}, "Serve.api_key_env=MINE") == "xyz"
     for variables in ({"PPFLEETX_API_KEY": ""}, {"PPFLEETX_API_KEY": "  "}, {"PPFLEETX_API_KEY": "\u00e9"}):
-        with pytest.raises(ConfigError, match="holds no key"):
+        with pytest.raises(ConfigError, match="must be a non-empty ASCII text"):
             key(variables)
 
 
