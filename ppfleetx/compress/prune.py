@@ -32,8 +32,8 @@ _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 @dataclass(frozen=True)
 class GroupsAndUnits:
-    """Two arrays for one layer: scores of its groups ``[g]`` and units ``[f]``, float64, or the sorted
-    indices of the groups and units to keep."""
+    """Two arrays for one layer: the scores of its attention groups ``[g]`` and MLP units ``[f]``, float64, or
+    the sorted indices of the groups and units to keep."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -41,8 +41,8 @@ class GroupsAndUnits:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a tensor is divided along ``axis`` into groups (``of_groups``) or units, of ``width`` elements
-    each."""
+    """How a tensor is divided along ``axis`` into attention groups (``of_groups``) or MLP units, of ``width``
+    elements each."""
 
     of_groups: bool
     axis: int
@@ -54,7 +54,7 @@ class Parts:
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """How a layer's tensor ``own`` is divided; None if it does not belong to individual groups or units."""
+    """How a layer's tensor ``own`` is divided into attention groups or MLP units; None if it is not."""
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
         axis = len(shape) - 1

@@ -112,8 +112,8 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
 
 
 def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The scales and offsets to try, ``[g, 1, n]`` each, starting with the grid of llama.cpp's Q8_0 or
-    Q4_0."""
+    """The asymmetric grids to try: scale and offset, ``[g, 1, n]`` each. The first is that of llama.cpp's
+    Q8_0 or Q4_0."""
     low, high = (of(grouped, axis=1, keepdims=True) for of in (np.min, np.max))
     largest = np.maximum(high, -low)
     if bits == 8:  # Q8_0

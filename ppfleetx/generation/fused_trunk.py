@@ -1,6 +1,6 @@
 """Run all transformer blocks in one C++ operation, if the operator supports the layers.
 
-Per token, starting about thirty small operations per block takes most of the time besides reading weights.
+Besides reading weights, most of the time per token goes to launching about thirty small operations per block.
 """
 
 from __future__ import annotations

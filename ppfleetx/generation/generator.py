@@ -85,7 +85,7 @@ class Batch:
         return np.stack([stream.numbers(0, steps) for stream in streams])
 
     def uniforms(self) -> np.ndarray:
-        """The random numbers for programs exported in format 2, ``[rows, steps]`` float32."""
+        """The random numbers for programs exported in the older format 2, ``[rows, steps]`` float32."""
         steps = max(self.max_new_tokens)
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 

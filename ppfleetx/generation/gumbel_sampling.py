@@ -52,7 +52,8 @@ class RandomStream:
 
 
 def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """Random numbers in [0, 1) of one row, ``[count]`` float32, for programs exported in format 2."""
+    """Random numbers in [0, 1) of one row, ``[count]`` float32, for programs exported in the older format
+    2."""
     return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
 
 

@@ -431,6 +431,6 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace ``top_p`` = 1, which must keep everything, by 2, because rounding can make sums reach 1
-    early."""
+    """Replace ``top_p`` = 1 by 2, so that every token is kept: rounding can make the cumulative sum reach 1
+    too early."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

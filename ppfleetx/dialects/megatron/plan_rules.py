@@ -286,7 +286,7 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
-    """The layer numbers of the first ``counts[i]`` layers of each chunk i."""
+    """The numbers of the first ``counts[i]`` layers of each pipeline chunk i."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))

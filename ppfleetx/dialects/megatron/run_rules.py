@@ -232,7 +232,7 @@ def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) 
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate where to save, and the checkpoint to start from."""
+    """Translate the save directory and interval, and the checkpoint to start from."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")
@@ -255,7 +255,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def profiler(run: Translation) -> None:
-    """Translate which steps to profile, and in how much detail."""
+    """Translate the profiler's steps and level of detail."""
     names = ("profile_step_start", "profile_step_end")
     if run.flag("profile", False) or any(name in run for name in names):
         steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]

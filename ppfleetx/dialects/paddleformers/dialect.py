@@ -186,7 +186,7 @@ def optimizer(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the corpora, and whether to evaluate."""
+    """Translate the corpora and the evaluation schedule."""
     if "input_dir" not in run:
         raise ConfigError("is missing", key="input_dir", place=run.place)
     strategy = run.choice("evaluation_strategy", ("no", "steps"))
@@ -226,7 +226,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate when to save, and the checkpoint to start from."""
+    """Translate the save interval, and the checkpoint to start from."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
