@@ -170,7 +170,7 @@ def test_saliency_is_what_the_loss_loses_to_first_order(saved):
     ("options", "words"),
     [
         ({"ratio": 1.0}, "is the fraction to remove: at least 0, below 1"),
-        ({"ratio": -0.1}, "from 0 to below 1"),
+        ({"ratio": -0.1}, "at least 0, below 1"),
         ({"ratio": 0.0}, "removes none of 8 key/value heads and 64 feed-forward units"),
         ({"ratio": 0.1, "multiple": 64}, "removes none .* a multiple of 64"),
         ({"ratio": 0.5, "drop_layers": (8,)}, "the model has the layers 0 to 7"),

@@ -101,7 +101,7 @@ CASES = {
     make_paddle: rf"is a llama of PaddleNLP or PaddleFormers\. {CONVERT} hf",
     make_bert: "cannot be converted: model_type 'bert' is not supported",
     make_bare: r"holds weights and no config\.json",
-    make_bare_file: r"holds tensors alone.*config\.json beside it",
+    make_bare_file: r"holds only tensors.*config\.json beside it",
     make_cache: rf"Hugging Face's cache of a model: .*607a30d is a gpt2 of Hugging Face\. {CONVERT} hf",
     make_pdparams: "one file of a checkpoint: .* cannot be converted: .*not valid JSON",
     make_fleetx_file: r"Name its directory, which needs no conversion: .*GPT_345M$",

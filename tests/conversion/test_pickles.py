@@ -175,7 +175,7 @@ def test_names_of_tensors_are_told_apart():
     [
         ([1], "not a state dict"),
         ({"UnpackBigParamInfor@@": {"w": {"OriginShape": [3], "slices": ["a"]}}}, "damaged"),
-        ({"UnpackBigParamInfor@@": {"w": {"OriginShape": [3], "slices": []}}}, "'w' do not make up"),
+        ({"UnpackBigParamInfor@@": {"w": {"OriginShape": [3], "slices": []}}}, "'w' do not add up"),
         (
             {"a": np.zeros(2), "UnpackBigParamInfor@@": {"w": {"OriginShape": [3], "slices": ["a"]}}},
             "'w' do not",

@@ -125,7 +125,7 @@ def test_arguments() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["24"], "24 (argument 1): stands alone"),
+        (["24"], "24 (argument 1): is not an option"),
         (["--fp16", "--lr"], "--lr (argument 2): needs a value"),
         (["--lr", "1", "--lr", "2"], "--lr = 2 (argument 3): is already given (argument 1)"),
     ],

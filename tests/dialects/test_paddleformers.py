@@ -184,7 +184,7 @@ def test_single_arguments(keys, section, values):
         ({"sharding": "stage4"}, "'stage4' is not one of"),
         ({"tensor_parallel_degree": 2, "tensor_model_parallel_size": 4}, "mp_degree: says 2 ("),
         ({"fp16": True, "bf16": True}, "a run computes in one precision"),
-        ({"model_name_or_path": "gpt2-medium-en"}, "Nothing is downloaded"),
+        ({"model_name_or_path": "gpt2-medium-en"}, "Models are not downloaded"),
         ({"learning_rate": "fast"}, "learning_rate = 'fast' (theirs.yaml:2): must be a number"),
         ({"metric_for_best_model": "accuracy"}, "the loss of an evaluation decides"),
         ({"tensor_parallel_degree": 3}, "heads must divide by mp_degree 3"),

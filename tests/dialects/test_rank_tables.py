@@ -73,7 +73,7 @@ def test_some_devices_of_one_host(
         (4, ["[8,16]", "train", "x"], "RANK_SIZE = 'x'"),
         (1, ["[8,16]", "train"], "the rank table has no device 8, but 0, 1, 2"),
         (1, ["8", "train"], "must be a range such as [0,8]"),
-        (1, ["[8,8]", "train"], "holds no device"),
+        (1, ["[8,8]", "train"], "is empty"),
         (1, ["[0,8]", "test"], "RUN_MODE = 'test': must be one of train, finetune, eval, predict"),
     ],
 )

@@ -127,7 +127,7 @@ def test_a_program_computes_the_angles_of_the_tables():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "length of the sequence.*take it out"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "length of the sequence.*remove it from"),
         ({"rope_scaling": {"type": "longrope", "factor": 2, "long_factor": [2] * 4}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),

@@ -203,7 +203,7 @@ def test_adapters_that_do_not_fit_are_refused(served_checkpoint, offline, tmp_pa
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["Serve.adapters={gpt: x}"], "name of the base"),
+        (["Serve.adapters={gpt: x}"], "is the base model's name"),
         (["Serve.adapters={x: y}", "Model.lora.rank=2"], "Model.lora"),
         (["Serve.adapters={x: nowhere}"], "Serve.adapters.x = 'nowhere'"),
     ],

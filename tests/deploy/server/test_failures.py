@@ -100,7 +100,7 @@ def test_a_thread_that_dies_makes_the_server_unhealthy(in_server, caplog: pytest
         assert refused.json()["error"]["code"] == "unhealthy"
 
     in_server(use, error=SystemExit("the interpreter is going down"))
-    assert "the model's thread has ended" in caplog.text
+    assert "the model's thread has failed" in caplog.text
 
 
 def test_a_defect_of_ours_is_a_500_without_details(
