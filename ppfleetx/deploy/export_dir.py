@@ -178,7 +178,7 @@ def _read(path: Path) -> ExportManifest:
         return TypeAdapter(ExportManifest).validate_python(content)
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
-        raise _error(path, f"is damaged: {shown(field)} has an invalid value; {_AGAIN}") from error
+        raise _error(path, f"is damaged: {shown(field)} is unknown, missing or invalid; {_AGAIN}") from error
 
 
 def _checksum(content: dict[str, Any]) -> str:

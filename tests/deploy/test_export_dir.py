@@ -89,8 +89,8 @@ def test_what_is_no_manifest_of_this_version(copy: Path) -> None:
     for change, words in (
         ({"version": 1}, "is of format 'ppfleetx-export' 1, this version reads ppfleetx-export 2 and 3"),
         ({"format": "another"}, "is of format 'another' 3"),
-        ({"surprise": 1}, "damaged: 'surprise' has an invalid value"),
-        ({"max_positions": "64"}, "damaged: 'max_positions' is not"),
+        ({"surprise": 1}, "damaged: 'surprise' is unknown, missing or invalid"),
+        ({"max_positions": "64"}, "damaged: 'max_positions' is unknown, missing or invalid"),
     ):
         path.write_text(seal(manifest | change))
         with pytest.raises(ConfigError, match=words):
