@@ -1,6 +1,6 @@
-"""Batch arithmetic.
+"""Derive the batch sizes of a job from the configured ones.
 
-global = local x data_size, local = micro x accumulate; data_size = dp x sharding.
+global = local x data_size; local = micro x accumulate_steps; data_size = dp x sharding.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ _RAMP = "Global.rampup_batch_size"
 
 @dataclass(frozen=True)
 class Ramp:
-    """The size of a global batch, or the length of sequences, that grows in equal stages over ``samples``
-    sequences (Megatron-LM's ``--rampup-batch-size``).
+    """Growth of the global batch size or of the sequence length in equal stages (Megatron-LM's
+    ``--rampup-batch-size``).
 
     Attributes:
         start: the size of the first steps.
         increment: added at each stage.
-        samples: sequences after which the size is full.
-        full: the size from then on.
+        samples: the number of sequences until the size is ``full``, the final size.
     """
 
     start: int
@@ -36,12 +35,12 @@ class Ramp:
 
     @property
     def sizes(self) -> range:
-        """The sizes before the full one."""
+        """The sizes before ``full``, in ascending order."""
         return range(self.start, self.full, self.increment)
 
     @property
     def reaches_full(self) -> bool:
-        """Whether the increments lead from the start to the full size."""
+        """Whether adding increments to ``start`` gives exactly ``full``."""
         return self.start < self.full and (self.full - self.start) % self.increment == 0
 
     def size_at(self, consumed: int) -> int:
@@ -53,12 +52,13 @@ class Ramp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch of a step: the sequences of the whole job, of one data rank and of one forward pass, and the
-    number of forward passes.
+    """The batch sizes of a training step, in sequences: of the whole job, of one data rank, and of one micro
+    batch.
 
     Attributes:
-        ramp: how the batch grows to ``global_batch_size``; None: it is constant.
-        lengths: how sequences grow to their full length; None: they have it from the first step.
+        accumulate_steps: the number of micro batches per data rank.
+        ramp: how the batch grows to ``global_batch_size``; None: the size is constant.
+        lengths: how the sequence length grows, in tokens; None: the length is constant.
     """
 
     global_batch_size: int
@@ -73,7 +73,7 @@ class BatchPlan:
         return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """The total number of sequences used, ``steps`` steps after ``consumed`` sequences."""
+        """The number of sequences consumed ``steps`` steps after ``consumed`` sequences."""
         while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
             consumed += self.ramp.size_at(consumed)
             steps -= 1
@@ -118,7 +118,9 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
-    """Check Megatron-LM's rules: the increments lead to the full batch, and each batch can be divided."""
+    """Check Megatron-LM's rules: the increments lead to the full batch, and each size divides by
+    ``per_pass``.
+    """
     if not ramp.reaches_full:
         raise RuleError(
             (_RAMP, _GLOBAL),

@@ -1,6 +1,6 @@
 """Errors that a user can fix: one message, no traceback, exit code 2.
 
-Everything that reads a configuration raises a ConfigError for what is wrong in it.
+Code that reads a configuration raises ConfigError for any mistake in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 UNSET: Any = object()
 """Marks "no value" where None is a value."""
 
-_MAX_TEXT = 200  # a path should be shown whole
+_MAX_TEXT = 200  # enough for most paths
 _MAX_KEY = 120
 _MAX_RULE = 2000
 
@@ -25,9 +25,9 @@ _short.maxdict, _short.maxlevel, _short.maxlong = 6, 3, 40
 
 
 def shown(value: Any) -> str:
-    """Format ``value`` for a message: as Python writes it, cut to a line or two.
+    """Format ``value`` for a message like ``repr``, cut to a line or two.
 
-    A long text ends in ``...`` with its length. Of long lists and mappings, the first few items are shown.
+    A long text ends in ``...`` and its length. Long lists and mappings show their first few items.
     """
     if isinstance(value, PurePath):
         value = str(value)

@@ -1,4 +1,4 @@
-"""The types of configuration keys, for reading values, for messages and for documentation."""
+"""Inspect the annotations of configuration fields, for parsing, messages and documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppfleetx.config.registry import Registered
 
 @cache
 def field_types(section: type[Section]) -> dict[str, Any]:
-    """The annotation of each field of ``section``, including its ``Annotated`` parts, in order of
+    """Map each field of ``section`` to its annotation, including ``Annotated`` parts, in order of
     declaration.
     """
     hints = get_type_hints(section, include_extras=True)
@@ -35,7 +35,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section among the alternatives of ``annotation``."""
+    """The section among the alternatives of ``annotation``, or None."""
     for part in members(annotation):
         if isinstance(part, type) and issubclass(part, Section):
             return part
@@ -69,7 +69,7 @@ def is_mapping(annotation: Any) -> bool:
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether every scalar that the field accepts, except null, is a text."""
+    """Whether every scalar that the field accepts, except null, is a string."""
     scalars = []
     for part in members(annotation):
         bare = _bare(part)
@@ -81,7 +81,7 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Describe the accepted values for people: ``an integer of at least 1, or null``."""
+    """Describe the accepted values in words: ``an integer of at least 1, or null``."""
     words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
     if type(None) in members(annotation):
         words.append("null")
@@ -108,11 +108,10 @@ def _describe_one(part: Any) -> str:
 
 
 def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -> str:
-    """A sentence that suggests known keys similar to the unknown key ``path``.
+    """Write a sentence that suggests known keys similar to the unknown key ``path``.
 
     Args:
-        path: the parts of the key. The last part is not a field of ``section``, the innermost section on the
-            path.
+        section: the innermost section on the path; it has no field of the last name.
         root: the section that the path starts from.
     """
     prefix = ".".join(path[:-1])
@@ -144,13 +143,11 @@ def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
 
 @cache
 def names_of_others() -> dict[str, str]:
-    """Our key for each name of another toolkit."""
+    """Map key names of other toolkits to our dotted keys."""
     names_of_key = shipped_yaml(Path(__file__).with_name("foreign_names.yaml"))
     return {name: key for key, names in names_of_key.items() for name in names.split()}
 
 
 def our_key(name: str) -> str | None:
-    """Our key for another toolkit's ``name``, also in the form ``--Tensor-Parallel-Size``; None if
-    unknown.
-    """
+    """Our dotted key for another toolkit's ``name``, also in the form ``--Tensor-Parallel-Size``, or None."""
     return names_of_others().get(name.strip("-").replace("-", "_").lower())

@@ -1,7 +1,7 @@
-"""The base class of all sections, and the types of their fields.
+"""The base class of all configuration sections, and the types of their fields.
 
-The types are strict where YAML is loose: an integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``.
-Each carries a :class:`Says`, the words used in error messages, in ``docs/config.md`` and in tests.
+The types are strict: an integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``. Each type carries a
+:class:`Says`, the words used in error messages, in ``docs/config.md`` and in tests.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MAX_RANKS = 2**20
 
 
 class Section(BaseModel):
-    """A part of the configuration: typed, closed to unknown keys, and frozen after loading.
+    """A section of the configuration: typed, closed to unknown keys, and frozen after loading.
 
-    The string below each field documents it; ``docs/config.md`` is made from these strings.
+    The string below each field documents the field; ``docs/config.md`` is generated from these strings.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def violations(self) -> Iterator[RuleError]:
-        """Yield the rules between keys that this section breaks. The first one is the error."""
+        """Yield an error for each rule between keys that this section breaks. The first one is raised."""
         return iter(())
 
     @model_validator(mode="after")
@@ -42,10 +42,10 @@ class Section(BaseModel):
 
 
 class RuleError(ValueError):
-    """Values that are each well-typed but do not fit together.
+    """Values that are each valid but do not fit together.
 
     ``keys`` are relative to the section that raises the error; the most likely wrong key is first. The loader
-    turns this into a ``ConfigError`` with the value and place of each key.
+    turns this error into a ``ConfigError`` with the value and place of each key.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:
@@ -55,7 +55,7 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True)
 class Says:
-    """The description of a type's accepted values."""
+    """A description of the values that an annotated type accepts."""
 
     words: str
 
@@ -68,7 +68,7 @@ def _float_from_text(value: Any) -> Any:
 
 
 def _never(value: Any) -> Any:
-    """Turn 0 and -1, which FleetX wrote for "never", into null."""
+    """Turn 0 and negative numbers, which FleetX uses for "never", into null."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return None if is_number and value <= 0 else value
 
@@ -84,9 +84,9 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """Refuse booleans: because ``True == 1``, a choice of numbers would accept them."""
+    """Refuse booleans, because ``True == 1`` would pass in a choice of numbers."""
     if isinstance(value, bool):
-        raise ValueError("(a truth value is no number)")
+        raise ValueError("(a boolean is not a number)")
     return value
 
 
@@ -110,7 +110,7 @@ Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS), Says(f"an intege
 NumLayers = Annotated[
     int, Field(strict=True, ge=1, le=MAX_LAYERS), Says(f"an integer from 1 to {MAX_LAYERS}")
 ]
-# Paddle's kernels count along one dimension of a tensor in 32 bits.
+# Paddle's kernels use 32-bit indices along one dimension of a tensor.
 MAX_SIZE = 2**31 - 1
 Size = Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE), Says("an integer of at least 1, below 2^31")]
 # The generator that orders samples takes seeds of 32 bits.

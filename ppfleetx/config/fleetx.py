@@ -1,6 +1,6 @@
-"""Rewrite spellings of earlier FleetX releases, with one warning each, and refuse unsupported features.
+"""Rewrite keys and values of earlier FleetX releases, with one warning each, and refuse unsupported features.
 
-A path may contain ``*`` for any key. Configurations written for this program do not need this module.
+Keys in the tables below may contain ``*``, which matches any name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppfleetx.config.reading.tree import (
 )
 from ppfleetx.config.sections.data import GLUE_OUTPUTS
 
-# Its later layout (examples/transformer) has no Engine section.
+# FleetX's later layout (examples/transformer) has these keys in Global and no Engine section.
 _ENGINE_KEYS = (
     "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters test_iters "
     "mix_precision save_load"
@@ -80,7 +80,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
 
 _OFFLINE = frozenset({"LM_Eval_Dataset", "Lambada_Eval_Dataset"})
 
-# For each old key of Engine, the new value (None: the default), and the reason.
+# What replaces -1 in keys of Engine (None: the default), and the reason.
 _UNLIMITED: dict[str, tuple[int | None, str]] = {
     "max_steps": (2**31 - 1, "Engine.num_train_epochs ends the run"),
     "eval_iters": (
@@ -92,7 +92,12 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 
 
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Rewrite ``tree`` in today's spelling. Also returns a warning for each old spelling."""
+    """Rewrite old FleetX keys and values in ``tree`` to the current ones. Also returns one warning for each.
+
+    Args:
+        is_whole: whether bases and overrides are merged into ``tree``. Only then are rules applied that read
+            several sections.
+    """
     tree = copy_tree(tree)
     warnings = [
         *_rename(tree),
@@ -107,7 +112,7 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
 
 
 def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
-    """Find all places in ``tree`` that match ``pattern``, as (mapping, key, full path)."""
+    """Find all places in ``tree`` that match the key ``pattern``, as (mapping, name, full key)."""
 
     def descend(node: Node, parts: list[str], path: tuple[str, ...]) -> Iterator[tuple[Node, str, str]]:
         if not isinstance(node.value, dict):
@@ -152,7 +157,7 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether only ``node`` is an override. Overrides replace values of files, in either spelling."""
+    """Whether only ``node`` is an override. An override replaces a file's value, even in another spelling."""
     return is_argument(node.place) and not is_argument(present.place)
 
 
@@ -215,7 +220,7 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set the task that the names of the datasets imply. In the later layout, the program
+    """Set the task that the names of the datasets imply. In FleetX's later layout the program that is run
     (``finetune/run.py``, ``offline-eval/run.py``) determines the task, not the file.
     """
     for section, names, module in (
@@ -235,7 +240,7 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Remove the numbers that FleetX uses for "no limit" when it counts epochs."""
+    """Replace -1, which FleetX uses for "no limit" when it counts epochs."""
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -284,12 +289,12 @@ def refuse_unsupported(tree: Node) -> None:
             raise ConfigError(rule, key=key, value=plain_value(node), place=node.place)
 
 
-# ---- mixtures of experts. FleetX's gates weight experts by raw logits, count some choices twice and scale
-# their loss by the number of experts on a rank. Only the names are kept: the formulas are our own.
+# ---- mixtures of experts. FleetX's key names are read, but our formulas are used: FleetX weights experts
+# by raw logits, counts some choices twice and scales the loss by the number of experts on a rank.
 
 _LOSSES = {"gshard": "gshard", "switch": "switch", "naive": "none"}
 _MOE_SECTION_KEYS = ("expert_mode", "gate", "top_k", "num_experts")
-# Keys of the later layout (examples/transformer), besides num_experts.
+# Keys of FleetX's later layout (examples/transformer), besides num_experts.
 _FLAT_MOE_KEYS = (
     "expert_interval", "topk", "moe_use_residual", "moe_train_capacity_factor", "moe_eval_capacity_factor",
     "moe_min_capacity", "moe_token_dropping", "enable_expert_tensor_parallelism", "balance_loss_weight",
@@ -343,7 +348,7 @@ def _rewrite_experts(tree: Node) -> list[str]:
 
 
 def _checked_moe_keys(section: Node) -> dict[str, Node]:
-    """The keys of ``moe_configs``, checked."""
+    """Return the keys of ``moe_configs``. Raises ConfigError for unknown ones."""
     keys = section.value
     if not isinstance(keys, dict):
         value = plain_value(section)
@@ -351,7 +356,7 @@ def _checked_moe_keys(section: Node) -> dict[str, Node]:
     if unknown := [key for key in keys if key not in _MOE_SECTION_KEYS]:
         key, place = unknown[0], keys[unknown[0]].place
         raise ConfigError(
-            f"there is no such key; those that are: {', '.join(_MOE_SECTION_KEYS)}",
+            f"there is no such key; the keys are {', '.join(_MOE_SECTION_KEYS)}",
             key=f"Model.moe_configs.{key}",
             place=place,
         )
@@ -359,7 +364,9 @@ def _checked_moe_keys(section: Node) -> dict[str, Node]:
 
 
 def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
-    """Convert ``moe_configs``: every layer is a mixture, and the number of experts is per rank."""
+    """Convert ``moe_configs`` to (Model.moe, ep_degree). In FleetX every layer then has experts, and the
+    number of experts is per rank.
+    """
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:
         raise ConfigError(
@@ -386,11 +393,11 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
 
 
 def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert the keys with DeepSpeed's names, which are in section ``Model`` itself."""
+    """Convert the expert keys with DeepSpeed's names, which are in section ``Model`` itself, to Model.moe."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(
-            "a dense block beside the experts, weighted, is not built; Model.moe.shared_experts is",
+            "a weighted dense block beside the experts is not supported; use Model.moe.shared_experts",
             key="Model.moe_use_residual",
             value=True,
             place=residual.place,
@@ -417,13 +424,13 @@ def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node
 
 
 def _section(tree: Node, name: str) -> dict[str, Node]:
-    """The keys of a section; for an absent one, an empty mapping that is discarded."""
+    """The keys of a section; for a missing section, an empty mapping that is not part of ``tree``."""
     node = tree.value.get(name)
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def _count(key: str, node: Node) -> int:
-    """Parse a number of at least 1. A file of FleetX itself has a comma after the number."""
+    """Parse an integer of at least 1. One of FleetX's own files has a comma after the number."""
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(

@@ -10,7 +10,7 @@ _IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 def counted(count: int, noun: str, spec: str = "") -> str:
     """Write ``count`` (formatted by ``spec``) with ``noun``, in the plural where needed.
 
-    Give the noun in the singular; it may have several words.
+    ``noun`` is in the singular and may have several words.
     """
     *before, last = noun.split(" ")
     if count != 1:
@@ -19,9 +19,7 @@ def counted(count: int, noun: str, spec: str = "") -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Write a number of bytes as ``1.5 GiB``, in the largest of GiB, MiB and KiB that gives at least 1;
-    smaller numbers as ``64 B``.
-    """
+    """Write a number of bytes as ``1.5 GiB``, ``2.0 MiB``, ``3.0 KiB`` or ``64 B``."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"
@@ -29,7 +27,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and last of each run of consecutive numbers."""
+    """The first and last number of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,6 @@
-"""Load a configuration: file and bases, overrides, old spellings, types, derived values, rules."""
+"""Load a configuration: read the file and its bases, apply overrides, rewrite old spellings, check types,
+fill in derived values, check rules.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ from ppfleetx.config.validate import validate
 
 
 def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path`` merged over its ``_base_`` files (the last of a list takes precedence). Also returns
+    """Read ``path`` merged over its ``_base_`` files; the last one of a list takes precedence. Also returns
     warnings.
 
-    Old spellings are rewritten file by file, so that a file's old spelling replaces its base's new one.
+    Old spellings are rewritten file by file, so that an old spelling in a file replaces a new one in its
+    base.
 
     Raises:
         ConfigError: a file cannot be read, or the files form a circle.
@@ -35,8 +38,12 @@ def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
 
 
 def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path`` merged over its bases. ``chain`` has the files that lead here, and ``entry`` the
-    ``_base_`` that names it."""
+    """Read ``path`` merged over its bases.
+
+    Args:
+        chain: the files whose ``_base_`` entries lead here.
+        entry: the key, value and place of the ``_base_`` entry that names ``path``.
+    """
     if path.resolve() in map(Path.resolve, chain):
         names = " -> ".join(one.name for one in (*chain, path))
         raise ConfigError(f"_base_ files form a circle: {names}", **entry)
@@ -44,13 +51,13 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """Merge ``tree``, read from the last file of ``chain``, over the files that its ``_base_`` names."""
+    """Merge ``tree``, read from the last file of ``chain``, over the files in its ``_base_``."""
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)
     merged: Node | None = None
     for item in _base_items(base_node):
         named = chain[-1].parent / item.value
-        plain = Path(os.path.normpath(named))  # for messages, unless a link leads elsewhere
+        plain = Path(os.path.normpath(named))  # for messages, unless a symlink changes it
         named = plain if plain.resolve() == named.resolve() else named
         base, more = _read(named, chain, key="_base_", value=item.value, place=item.place)
         warnings = tuple(dict.fromkeys((*more, *warnings)))
@@ -76,7 +83,7 @@ def _base_items(node: Node | None) -> list[Node]:
 CONFIG_FILE = "config.yaml"
 
 ConfigSource = str | Path | Sections
-"""The source of a configuration."""
+"""A YAML file, the directory of one, the name of a shipped configuration, or nested sections."""
 
 
 def load_config(
@@ -85,9 +92,9 @@ def load_config(
     """Read a YAML configuration, check all of it and fill in derived values.
 
     Args:
-        path: the YAML file; its ``_base_`` files are read relative to it. A directory, such as an output
-            directory or a converted model's, stands for the ``config.yaml`` in it. If there is no such file,
-            the path may be the name of a shipped configuration (:mod:`ppfleetx.config.shipped`).
+        path: the YAML file; its ``_base_`` files are read relative to it. For a directory, such as an output
+            directory or a converted model's, the ``config.yaml`` in it is read. If there is no such file, the
+            path may be the name of a shipped configuration (:mod:`ppfleetx.config.shipped`).
         overrides: ``Section.key=value`` texts or typed settings, applied in order after the files.
         world_size: the number of processes of the job. The product of the degrees must equal it, and an unset
             ``dp_degree`` is derived from it; with None, an unset ``dp_degree`` is 1.
@@ -100,15 +107,12 @@ def load_config(
 
 
 def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Load a translated configuration, like :func:`load_config`. Its nodes know their places in the original.
+    """Check a translated configuration and fill in derived values, with the errors of :func:`load_config`.
 
     Args:
-        tree: sections and keys in today's spelling.
+        tree: sections and keys in the current spelling; places are in the original file.
         warnings: warnings about the translation, for tools to log.
         world_size: as in :func:`load_config`.
-
-    Raises:
-        ConfigError: something is wrong; the message has key, value, place and rule.
     """
     cfg, origins = validate(tree, RunConfig)
     return resolve(cfg, origins, tuple(warnings), world_size)
@@ -117,10 +121,10 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """Read a configuration as written. Returns it with the place of every value, and warnings.
+    """Read a configuration without derived values. Also returns the place of every value, and warnings.
 
-    Each section is valid by itself, but derived values are not filled in, and rules between sections are not
-    checked. The arguments are the same as for :func:`load_config`.
+    Each section is checked by itself; rules between sections are not. The arguments are those of
+    :func:`load_config`.
     """
     if isinstance(path, str | Path):
         path = find_config(path)
@@ -137,8 +141,8 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Add the plugins of ``--plugin`` to ``Global.plugins`` of ``cfg``, because ``cfg`` may use the names
-    they register.
+    """Add the plugins of ``--plugin`` to ``Global.plugins`` of ``cfg``, which may use names that they
+    register.
     """
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
@@ -147,17 +151,17 @@ def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
     return cfg.changed("Global", plugins=plugins)
 
 
-_ENOUGH = 2  # keys of our own that other toolkits also use
+_ENOUGH = 2  # one key may coincide with a name of another toolkit
 _MAX_SHOWN = 12
 _ADVICE = (
     "ppfleetx translate FILE --to OURS.yaml rewrites files of Megatron-LM, MindSpeed, MindFormers and "
-    "PaddleFormers (docs/other_toolkits.md); ppfleetx convert --from hf makes a checkpoint and its "
-    "configuration of Hugging Face's."
+    "PaddleFormers (docs/other_toolkits.md); ppfleetx convert --from hf converts a Hugging Face checkpoint "
+    "with its configuration."
 )
 
 
 def _refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
-    """Raise ConfigError if ``tree`` has keys of other toolkits and none of our sections."""
+    """Raise ConfigError if ``tree`` has keys of another toolkit and none of our sections."""
     if not sections.isdisjoint(tree.value):
         return
     known = {key: ours for key in _all_keys(tree) if (ours := our_key(key)) is not None}

@@ -16,9 +16,9 @@ class View:
 
     Attributes:
         axes: the axes, from the slowest to the fastest changing one in the global rank.
-        tensor: the axis that slices matrices. Tensors that are not sliced along it are kept equal on all its
-            ranks.
-        replicas: the axes whose ranks add up their gradients, in a single sum.
+        tensor: the axis along which matrices are sliced. Parameters that are not sliced are kept equal along
+            it.
+        replicas: the axes over which gradients are summed, in a single sum.
         owners: the axis along which sharding distributes parameters.
     """
 
@@ -30,29 +30,27 @@ class View:
 
 DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
 EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
-"""The view of the experts divides the ranks of a pipeline stage, in order, in another way."""
+"""The view of the experts: the same ranks of a pipeline stage, in the same order, divided into other axes."""
 
 SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
-"""Gradients are summed over axes in this order."""
+"""The order in which gradients are summed over axes."""
 
 SMALL_MESSAGE = 2e6
-"""Bytes of a message between two ranks of different nodes below which an exchange on two levels is faster. It
-saves messages between nodes, at about 10 us each, and moves their bytes once more within a node, at about
-200 GB/s.
+"""Messages between nodes that are smaller than this, in bytes, are faster in a two-level exchange. It saves
+messages between nodes, about 10 us each, and moves the bytes once more within a node, at about 200 GB/s.
 """
 
 Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """The groups for an exchange among ``ranks`` on two levels, first between nodes and then within them.
+    """The groups for a two-level exchange among ``ranks``: first the groups of ranks with the same position
+    on every node, then the groups of ranks on one node, both in rank order.
 
-    Returns the groups of ranks that have the same position on every node, and the groups of ranks on one
-    node; both in rank order. Returns None unless there are several nodes, each with the same number of
-    ``ranks``, of at least two.
+    Returns None unless there are several nodes with the same number of ``ranks``, at least two.
 
     Args:
-        per_node: ranks of the job on each node, numbered in order.
+        per_node: the number of the job's ranks on each node. Ranks are numbered node by node.
     """
     on_nodes = Counter(rank // per_node for rank in ranks)
     inside = len(ranks) // len(on_nodes)
@@ -63,7 +61,11 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
 
 
 def view_of(axes: Collection[str]) -> View:
-    """The view that has all of ``axes``; the dense view if both have them."""
+    """The view whose axes include all of ``axes``; the dense view if both do.
+
+    Raises:
+        ValueError: neither view has all of them.
+    """
     for view in (DENSE, EXPERTS):
         if set(axes) <= set(view.axes):
             return view
@@ -75,7 +77,7 @@ class Mesh:
     """Both views of the ranks of a plan.
 
     Raises:
-        ValueError: the experts' axes do not divide the ranks of a pipeline stage.
+        ValueError: ep x emp does not divide the number of ranks of a pipeline stage.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -91,7 +93,7 @@ class Mesh:
         return getattr(self.plan, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank along each axis of both views."""
+        """The position of ``rank`` along each axis of both views."""
         at = self.plan.coordinates(rank)
         within = 0
         for axis in (axis for axis in AXES if axis != "pp"):
@@ -101,7 +103,7 @@ class Mesh:
         return at
 
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The groups of global ranks that differ only along ``axes``, which belong to one view."""
+        """The groups of global ranks that differ only along ``axes``, all of which belong to one view."""
         return _groups_over(self, axes)
 
     def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:

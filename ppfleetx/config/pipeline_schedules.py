@@ -1,4 +1,4 @@
-"""The order in which a pipeline rank runs its passes; used by the runner, the planner and the docs."""
+"""The order of forward and backward passes on a pipeline rank, for the runner, the planner and the docs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Pass(NamedTuple):
 
     Attributes:
         part: ``F`` forward pass; ``B`` the gradients of inputs; ``W`` the gradients of weights.
-        micro: the number of the micro batch, from 0.
+        micro: the index of the micro batch, from 0.
     """
 
     part: Part
@@ -21,8 +21,9 @@ class Pass(NamedTuple):
 
 
 def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """The order of the passes on pipeline rank ``stage``. In ``1f1b``, B is the whole backward pass
-    (Narayanan et al. 2021)."""
+    """The order of the passes on pipeline rank ``stage``. In ``1f1b`` (Narayanan et al. 2021), B is the whole
+    backward pass and there is no W.
+    """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
 
@@ -31,10 +32,9 @@ def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[P
     """The order of ZB-H1 on pipeline rank ``stage`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023,
     section 2.2).
 
-    Forward passes and gradients of inputs run in the order of 1F1B. Gradients of weights follow ``stage``
-    micro batches later, and fill the time at the end, where 1F1B waits. A rank has at most ``num_stages -
-    stage`` micro batches between F and B, and ``stage`` between B and W: together no more than the first rank
-    has in 1F1B.
+    F and B run in the order of 1F1B. W follows ``stage`` micro batches later, to fill the time at the end in
+    which 1F1B waits. At most ``num_stages - stage`` micro batches are between F and B, and ``stage`` between
+    B and W: no more activations than on the first rank of 1F1B.
     """
     ahead = min(num_stages - 1 - stage, micro_batches)
     order = [Pass("F", micro) for micro in range(ahead)]

@@ -1,4 +1,4 @@
-"""Parallel plans: degrees, and the single table of rules that a legal plan satisfies.
+"""Parallel plans, and the single table of rules that a legal plan satisfies.
 
 Loading, the planner, the documentation and the test matrix all use this table.
 """
@@ -15,7 +15,7 @@ from itertools import chain, product
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
 
-_MAX_TRIED, _MAX_VARIED = 5_000, 500  # number of factorizations that nearest_plan tries
+_MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorizations that nearest_plan tries: with equal, with any options
 _OPTIONS = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
 
 CONFIG_KEYS = {
@@ -53,7 +53,7 @@ DEGREE_WORDS = {
     "emp": "expert_mp",
 }
 PLAN_WORDS = (*DEGREE_WORDS, "micro", "sp", "offload", "zb", "recompute")
-"""The words of `ppfleetx plan --plan`, as ``word=value``. Degrees have their fields of ParallelPlan."""
+"""The words of `ppfleetx plan --plan`, as ``word=value``. DEGREE_WORDS maps degrees to fields of a plan."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class ParallelPlan:
     """The degree of each kind of parallelism.
 
     Attributes:
-        ep: the number of ranks among which the experts of a layer are divided. They are ranks of a pipeline
-            stage, so they add no processes to the job.
+        pp_layers: the number of layers of each chunk of the model; None: equal chunks.
+        ep: the number of ranks among which the experts of a layer are divided. These are ranks of one
+            pipeline stage, so ``ep`` adds no processes to the job.
         expert_mp: the number of ranks that slice the matrices of one expert; None: ``mp``.
     """
 
@@ -92,7 +93,7 @@ class ParallelPlan:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """The number of processes of the job."""
         return self.dp * self.mp * self.pp * self.sharding * self.sep
 
     @property
@@ -102,29 +103,27 @@ class ParallelPlan:
 
     @property
     def num_chunks(self) -> int:
-        """The number of pieces that the model is cut into: stages x virtual stages."""
+        """The number of chunks that the model is cut into: pp x virtual_pp_degree."""
         return self.pp * self.virtual_pp_degree
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """The number of layers of each chunk in model order. Chunk c runs on stage ``c % pp``."""
+        """The number of layers of each chunk, in model order. Chunk c runs on pipeline stage ``c % pp``."""
         return self.pp_layers or (num_layers // self.num_chunks,) * self.num_chunks
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank along each axis of the global rank ``rank``."""
+        """The position of the global rank ``rank`` along each axis."""
         position = {}
         for axis in reversed(AXES):
             rank, position[axis] = divmod(rank, getattr(self, axis))
         return {axis: position[axis] for axis in AXES}
 
     def data_rank(self, rank: int) -> int:
-        """The index of the part of a batch, from 0 to ``data_size`` - 1, that the global rank ``rank``
-        reads.
-        """
+        """The index, from 0 to ``data_size`` - 1, of the part of a batch that global rank ``rank`` reads."""
         at = self.coordinates(rank)
         return at["dp"] * self.sharding + at["sharding"]
 
     def knows_loss(self, rank: int) -> bool:
-        """Whether ``rank`` is the first rank that computes the loss, at the end of the pipeline."""
+        """Whether ``rank`` is the first rank of the last pipeline stage, where the loss is computed."""
         at = self.coordinates(rank)
         return at["pp"] == self.pp - 1 and all(at[axis] == 0 for axis in AXES if axis != "pp")
 
@@ -174,8 +173,10 @@ class Workload:
 class PlanRule:
     """One condition on a plan.
 
-    ``reads`` names fields of plan and workload, the most likely wrong one first. The rule is skipped if one
-    of them is unknown. ``sentence`` states the condition, with the numbers filled in.
+    Attributes:
+        reads: fields of plan and workload, the most likely wrong one first. If a field of the workload is
+            None, the rule is skipped.
+        sentence: the condition in words, with format fields for the numbers.
     """
 
     reads: tuple[str, ...]
@@ -298,7 +299,7 @@ class Violation:
 
 
 def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
-    """Find the rules of :data:`LEGAL` that ``plan`` breaks for ``work``."""
+    """Return the rules of :data:`LEGAL` that ``plan`` breaks for ``work``."""
     found, work = [], work or Workload()
     for rule in LEGAL:
         values = {key: getattr(plan if hasattr(plan, key) else work, key) for key in rule.reads}
@@ -310,12 +311,11 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
-    """All legal plans of ``world_size`` processes (for ``work``, if given).
+    """List the legal plans of ``world_size`` processes (for ``work``, if given).
 
-    This combines each factorization into degrees with every sharding stage, with and without sequence
-    parallelism, and with one or two virtual stages. Offload does not change the ranks' messages, so it is
-    combined only with stages 2 and 3 of some factorizations (:func:`_offloads`). Explicit ``pp_layers`` are
-    left out.
+    Each factorization into degrees is combined with every sharding stage, with and without sequence
+    parallelism, and with one or two virtual stages. Offload is combined with fewer plans (:func:`_offloads`).
+    Explicit ``pp_layers`` and expert parallelism are left out.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -350,8 +350,10 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether :func:`enumerate_plans` also lists the plan with offload: it has no replicas, uses sequence
-    parallelism whenever it has mp, and virtual stages whenever it has pp.
+    """Whether :func:`enumerate_plans` also lists ``plan`` with offload: sharding stage 2 or 3, dp = sep = 1,
+    sequence parallelism if mp > 1, virtual stages if pp > 1.
+
+    Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     """
     return (
         plan.sharding_stage > 1
@@ -362,11 +364,11 @@ def _offloads(plan: ParallelPlan) -> bool:
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Find the legal plan of ``world_size`` processes whose degrees differ least from ``plan``.
+    """Find the legal plan of ``world_size`` processes whose degrees differ least from those of ``plan``, or
+    None.
 
-    Changing the data-parallel degree costs least, because it does not cut the model differently. Plans with
-    the options of ``plan`` are preferred. Only the nearest few thousand plans are tried; if none of them is
-    legal, the result is the plan with only data parallelism.
+    Changing dp costs least, because it does not cut the model differently. Plans with the options of ``plan``
+    are tried first. Only the nearest few thousand factorizations, and data parallelism alone, are tried.
     """
     kept = {key: getattr(plan, key) for key in _OPTIONS}
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
@@ -386,7 +388,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return ``plan`` with the most legal expert parallelism, up to the degree of ``like``."""
+    """Return ``plan`` with the highest legal ep, up to that of ``like``."""
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))
@@ -394,6 +396,8 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
 
 
 def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> float:
-    """How far ``degrees`` (dp, mp, pp, sharding, sep) are from those of ``plan``."""
+    """The weighted distance between ``degrees`` (dp, mp, pp, sharding, sep) and those of ``plan``, in
+    doublings.
+    """
     costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
     return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)

@@ -1,8 +1,8 @@
-"""The plugins that the user named. A configuration can only say which plugins it needs.
+"""Record which plugins the user has named, and refuse a configuration that needs others.
 
-Importing a plugin runs its code. So only the command line and the environment name plugins to import.
-``Global.plugins`` of a YAML file, or of a checkpoint's configuration, is only compared with these names.
-``ppfleetx/utils/plugins.py`` imports them.
+Importing a plugin runs its code, so only the command line and the environment can name plugins to import
+(``ppfleetx/utils/plugins.py`` imports them). ``Global.plugins`` of a YAML file or a checkpoint's
+configuration is only compared with these names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _imported: dict[str, None] = {}
 
 
 def note_plugin(module: str) -> None:
-    """Record that the user named this plugin and that it is imported."""
+    """Record that the user named the plugin ``module`` and that it is imported."""
     _imported[module] = None
 
 
@@ -29,7 +29,7 @@ def imported_plugins() -> tuple[str, ...]:
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Refuse a configuration that needs a plugin the user has not named."""
+    """Raise ConfigError if the configuration needs a plugin that the user has not named."""
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
     if wanted is None or not isinstance(wanted.value, list):

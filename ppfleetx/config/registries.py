@@ -1,8 +1,7 @@
-"""All registries of the program, with the built-in parts. ``docs/extending.md`` shows how to add to each.
+"""All registries, with the built-in parts. ``docs/extending.md`` shows how to add to each.
 
-A configuration is validated before Paddle is imported. So built-in parts are named here as text and imported
-when they are made. The facts that the configuration, the planner and the parameter counts need about a part
-are stored beside its name.
+A configuration is validated before Paddle is imported. So built-in parts are registered as text and imported
+when they are used; facts that are needed earlier are traits.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from ppfleetx.config.registry import Registry
 
 @dataclass(frozen=True)
 class CallbackTraits:
-    """Facts about a callback: on which ranks it runs.
+    """Traits of a callback.
 
     Attributes:
-        ranks: the ranks it runs on. ``main``: only rank 0, which writes files. ``loss``: also the rank that
-            computes the loss of a pipeline, whose log shows it. ``all``: every rank, so that the callback may
-            communicate.
+        ranks: the ranks that the callback runs on. ``main``: only rank 0, which writes files. ``loss``: also
+            the rank that computes a pipeline's loss, whose log shows the loss. ``all``: every rank, so that
+            the callback may communicate.
     """
 
     ranks: Literal["main", "loss", "all"] = "main"
@@ -30,12 +29,12 @@ class CallbackTraits:
 
 @dataclass(frozen=True)
 class LoggerTraits:
-    """Facts about a log writer that are needed before it is made.
+    """Traits of a log writer.
 
     Attributes:
-        package: the library that it imports, or None.
+        package: the library that the writer imports, or None.
         extra: the extra of this program that installs the library.
-        options: the names that it takes in its ``options``; None: they are checked when it is made.
+        options: the option names that the writer accepts; None: it checks them itself when it is made.
         callback: the callback that writes, for a logger that is not a ``LogWriter``.
     """
 
@@ -47,24 +46,22 @@ class LoggerTraits:
 
 @dataclass(frozen=True)
 class ModuleTraits:
-    """Properties of a task that are needed before it is built.
+    """Traits of a task.
 
     Attributes:
-        trains: whether ppfleetx train can run it.
-        continues_text: whether its network scores the next token, so that it can generate, and be exported
+        trains: whether ppfleetx train can run the task.
+        continues_text: whether the network scores the next token, so that it can generate, and be exported
             and served.
-        classifies: whether it learns a GLUE task. Then its network ends in a head of ``Model.num_classes``
-            outputs instead of a vocabulary, and its answers, including answers for Data.Test, are written to
-            a file.
-        has_metrics: whether an evaluation computes metrics besides the loss. Their mean may decide which
-            checkpoint is the best (``Engine.save_load.keep_best: metric``).
-        offline_evaluation: whether ppfleetx eval uses it for section ``Offline_Eval``.
-        for_generation: whether its configuration is for generation, so that ``Generation.max_dec_len`` must
-            fit.
-        refused_axes: the axes of a plan that it does not support, e.g. ``("pp", "sep")``.
+        classifies: whether the task is a GLUE task: the network ends in a head of ``Model.num_classes``
+            outputs instead of a vocabulary, and predictions, also for Data.Test, are written to a file.
+        has_metrics: whether an evaluation computes metrics besides the loss. Their mean may choose the best
+            checkpoint (``Engine.save_load.keep_best: metric``).
+        offline_evaluation: whether ppfleetx eval uses the task for section ``Offline_Eval``.
+        for_generation: whether configurations of the task are for generation, so that
+            ``Generation.max_dec_len`` must fit.
+        refused_axes: the axes of a plan that the task does not support, e.g. ``("pp", "sep")``.
         measure: deprecated, use ``BasicModule.evaluator``: a function, or its ``package.module:attribute``,
-            that makes the object which sums the results of an evaluation. It is called with ``(module, ctx,
-            has_labels=...)``.
+            that is called with ``(module, ctx, has_labels=...)`` and returns an evaluator.
     """
 
     trains: bool = True
@@ -79,12 +76,12 @@ class ModuleTraits:
 
 @dataclass(frozen=True)
 class ArchitectureTraits:
-    """Facts about an architecture that are needed before it is built.
+    """Traits of an architecture.
 
     Attributes:
         spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
             (``ppfleetx/models/gpt/spec.py``) from the ``Model`` section; None: GPT's.
-        metrics: the names of the metrics that its layers report (``ppfleetx/nn/aux_loss.py``).
+        metrics: the names of the metrics that the layers report (``ppfleetx/nn/aux_loss.py``).
         layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer,
             ``{name: ParamSpec}`` or ``{name: global shape}``.
     """
@@ -96,10 +93,10 @@ class ArchitectureTraits:
 
 @dataclass(frozen=True)
 class NormTraits:
-    """Facts about a norm.
+    """Traits of a norm.
 
     Attributes:
-        parameters: its parameters, out of ``weight`` and ``bias``; each has the normalized width.
+        parameters: the parameters of the norm, out of ``weight`` and ``bias``; each has the normalized width.
         zero_centered: whether the gain is ``1 + weight``.
     """
 
@@ -109,8 +106,11 @@ class NormTraits:
 
 @dataclass(frozen=True)
 class ActivationTraits:
-    """Facts about an activation. ``gated``: whether it combines pairs of gate and up, so that the MLP's first
-    linear is twice as wide.
+    """Traits of an activation.
+
+    Attributes:
+        gated: whether the activation combines pairs of gate and up, so that the MLP's first linear is twice
+            as wide.
     """
 
     gated: bool = False
@@ -118,13 +118,13 @@ class ActivationTraits:
 
 @dataclass(frozen=True)
 class PositionTraits:
-    """Facts about a kind of position encoding.
+    """Traits of a position encoding.
 
     Attributes:
         has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added to the
             embeddings.
         rotates: whether attention rotates queries and keys, which needs an even head width.
-        biases: whether scores get linear biases.
+        biases: whether attention scores get linear biases.
     """
 
     has_table: bool = False
@@ -134,14 +134,14 @@ class PositionTraits:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """Facts about an optimizer: the states that it keeps and the keys that it reads.
+    """Traits of an optimizer.
 
     Attributes:
-        states: the largest number of float32 tensors of the parameter's shape that it keeps for each
-            parameter.
+        states: the largest number of float32 tensors of the parameter's shape kept for each parameter.
         matrix_states: the same for the matrices of the blocks; None: ``states``.
-        reads: the keys among beta1, beta2, epsilon and weight_decay of section ``Optimizer`` that it reads.
-        options: the names that it takes in ``Optimizer.options``.
+        reads: the keys that the optimizer reads, out of beta1, beta2, epsilon and weight_decay of section
+            ``Optimizer``.
+        options: the names that it accepts in ``Optimizer.options``.
     """
 
     states: int = 1
@@ -152,8 +152,10 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """Facts about a schedule. ``decays``: whether the rate is ``min_lr`` after ``decay_steps``; otherwise the
-    schedule has no end.
+    """Traits of a learning-rate schedule.
+
+    Attributes:
+        decays: whether the rate is ``min_lr`` after ``decay_steps``; otherwise the schedule has no end.
     """
 
     decays: bool = True
@@ -161,18 +163,18 @@ class ScheduleTraits:
 
 @dataclass(frozen=True)
 class DatasetTraits:
-    """Facts about a dataset that the configuration needs.
+    """Traits of a dataset.
 
     Attributes:
         kind: the kind of data. ``corpus``: samples are cut from token files, and Train repeats them in the
             dataset's own order. ``texts``: records of text files in one directory, encoded by
-            ``Data.tokenizer``. ``own``: anything else; the dataset decides the meaning of ``input_dir`` and
-            ``split``. Eval and Test of ``texts`` and ``own`` are read whole.
-        shuffled: whether Train of ``texts`` and ``own`` is read in a random order for each pass, which takes
-            8 bytes per sample; otherwise samples are read in the order of their numbers.
+            ``Data.tokenizer``. ``own``: anything else; the dataset decides what ``input_dir`` and ``split``
+            mean. Eval and Test of ``texts`` and ``own`` are read whole.
+        shuffled: whether each pass over Train of ``texts`` and ``own`` has a random order, which takes 8
+            bytes per sample; otherwise samples are read by ascending index.
         num_outputs: the number of classes of a GLUE task (1 if it predicts a number); None for everything
             else.
-        options: the names that it takes in ``dataset.options``.
+        options: the names that the dataset accepts in ``dataset.options``.
     """
 
     kind: Literal["corpus", "texts", "own"] = "own"
@@ -335,12 +337,12 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """List the modules with a trait, for messages: ``GPTModule, GPTGenerationModule``."""
+    """List the modules that have a trait, for messages: ``GPTModule, GPTGenerationModule``."""
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 
 def unknown_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...]) -> Iterator[RuleError]:
-    """Yield the options that the part ``name`` was not registered with, as errors of the key ``options``."""
+    """Yield an error for each option that is not in ``takes``, the options that the part ``name`` accepts."""
     for option in options:
         if option not in takes:
             listed = f"it takes {', '.join(takes)}" if takes else "it takes none"

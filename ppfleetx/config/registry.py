@@ -1,11 +1,8 @@
 """Registries: the names that a configuration may use for parts of the program.
 
-There is one :class:`Registry` for each kind of part, all in ``ppfleetx/config/registries.py``. Built-in parts
-and plugins both register with :meth:`Registry.register`.
-
-Names must be known before Paddle is imported, so an entry may be the text ``package.module:attribute``, which
-is imported when the part is made. Traits hold the facts about a part that the configuration needs before
-that.
+There is one :class:`Registry` for each kind of part, in ``ppfleetx/config/registries.py``. Built-in parts and
+plugins both register with :meth:`Registry.register`. A part may be registered as the text
+``package.module:attribute``, because names and traits must be known before Paddle is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +34,8 @@ class Entry(Generic[TraitsT]):
 
 
 class Registry(Generic[TargetT, TraitsT]):
-    """Parts of one kind, by name. An unknown name is a ConfigError with the nearest names.
+    """Parts of one kind, by name. Looking up an unknown name raises a ConfigError that suggests the nearest
+    names.
 
     Args:
         what: the kind of parts, for messages: ``an optimizer``.
@@ -63,7 +61,7 @@ class Registry(Generic[TargetT, TraitsT]):
         Args:
             name: the name of the part in configurations.
             target: the part, or ``package.module:attribute``.
-            traits: the facts that the configuration needs about it.
+            traits: facts about the part that the configuration needs before it is imported.
 
         Raises:
             ConfigError: the name is taken or has spaces, or the traits are of the wrong type.
@@ -95,19 +93,19 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """The part itself, imported if it was registered as text."""
+        """Return the part, imported if it was registered as text."""
         return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
         """Call the part and return its result.
 
         Args:
-            name: name of the part.
+            name: the name of the part.
             arguments: the arguments of the call.
             gives: the required type of the result; None for any.
 
         Raises:
-            ConfigError: there is no such part, it does not take these arguments, or its result has another
+            ConfigError: there is no such part, it does not accept these arguments, or its result has another
                 type.
         """
         part = self.load(name)
@@ -143,7 +141,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def hint(self, name: str) -> str:
-        """A hint for an unknown name, with the nearest known names."""
+        """A hint for the message about an unknown name, with the nearest known names."""
         near = difflib.get_close_matches(name, self.names(), n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         return f"({meant}a name of your own is known when --plugin names the module that registers it)"
@@ -172,7 +170,7 @@ class Registered:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        # Editors offer the built-in names, and accept others.
+        # Editors complete the built-in names, and accept others.
         return {"anyOf": [{"enum": list(self.registry.names())}, {"type": "string"}]}
 
     def _known(self, name: str) -> str:
@@ -182,19 +180,18 @@ class Registered:
 
 
 def _described(part: Any) -> str:
-    """Describe a target as ``package.module.Part``, or by its value if it is neither a function nor a
-    class."""
+    """Describe ``part`` as ``package.module.Part``, or by value if it is neither a function nor a class."""
     if not hasattr(part, "__qualname__"):
         return shown(part)
     return f"{part.__module__}.{part.__qualname__}"
 
 
 def load_target(target: Any) -> Any:
-    """Import the object that ``package.module:attribute`` names (``attribute`` may have dots). Any value that
+    """Import the object that ``package.module:attribute`` names (``attribute`` may have dots). A value that
     is not text is returned unchanged.
 
     Raises:
-        ConfigError: there is no such module or attribute, or the text is of another form.
+        ConfigError: there is no such module or attribute, or the text has another form.
         ModuleNotFoundError: a library that the module needs is not installed.
     """
     if not isinstance(target, str):

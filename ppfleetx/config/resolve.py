@@ -1,4 +1,4 @@
-"""Fill in derived values, and check the rules between sections."""
+"""Fill in derived values of a configuration, and check the rules between sections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ from ppfleetx.config.validate import violation_error
 def resolve(
     cfg: RunConfig, origins: dict[str, str], warnings: tuple[str, ...], world_size: int | None
 ) -> RunConfig:
-    """Fill in the derived values of ``cfg`` and check all rules between sections."""
+    """Return ``cfg`` with derived values filled in, after checking all rules between sections.
+
+    Args:
+        origins: the place of each value that was set, by key.
+        warnings: warnings from reading the configuration.
+        world_size: the number of processes of the job; None: unknown.
+
+    Raises:
+        ConfigError: a rule is broken, or the plan does not fit ``world_size``.
+    """
     given = cfg
     try:
         cfg = _with_data_parallel(cfg, world_size, origins)
@@ -45,8 +54,8 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """Yield the keys whose values were derived: they differ from the given values, or are not the defaults
-    although the user has not set them.
+    """Yield the keys whose values were derived: values that differ from the given ones, or that are not the
+    default although no source set them.
     """
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
@@ -92,7 +101,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
 
 
 def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
-    """The overrides that turn ``plan`` into ``near``."""
+    """Write the ``-o`` overrides that turn ``plan`` into ``near``."""
     changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
     values = {axis: getattr(near, axis) for axis in changed}
     return " ".join(f"-o {CONFIG_KEYS[a]}={'null' if v is None else v}" for a, v in values.items())
@@ -110,7 +119,7 @@ def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
 
 
 def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple[str, ...]]:
-    """The batch sizes, and a warning if they override a file's ``accumulate_steps``, as in FleetX."""
+    """Return the batch sizes, and a warning if they override a file's ``accumulate_steps``, as in FleetX."""
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
     if sizes.rampup_batch_size is not None:
@@ -145,7 +154,6 @@ def _check_ramp(cfg: RunConfig) -> None:
 
 
 def _lengths(cfg: RunConfig) -> Ramp | None:
-    """How sequences grow; None: they do not."""
     key, given, train = "Global.rampup_seq_len", cfg.Global.rampup_seq_len, cfg.Data.Train
     if given is None or train is None:
         return None
@@ -187,7 +195,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Limit sequences whose length is not set to the positions of the model."""
+    """Reduce each ``max_seq_len`` that is not set to the number of positions of the model."""
     longest = cfg.Model.max_position_embeddings
     for mode in ("Train", "Eval", "Test"):
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"
@@ -200,7 +208,7 @@ def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
 def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     yield from _noop_layers(cfg)
     plan, work = plan_of(cfg), workload_of(cfg, batch.accumulate_steps)
-    # Check lengths one by one, so that the message names the one that does not fit.
+    # Check each sequence length by itself, so that the message names the length that does not fit.
     for broken in (*violations(plan, replace(work, seq_len=None)), *length_violations(cfg, plan)):
         near = nearest_plan(plan, plan.world_size, work) if plan.world_size > 1 else None
         hint = f". The nearest legal plan for {plan.world_size}: {near}" if near else ""

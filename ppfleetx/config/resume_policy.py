@@ -1,6 +1,6 @@
-"""The effect of each configuration key, which decides whether a resumed run may change it.
+"""The effect of each configuration key, which decides whether a resumed run may change the key.
 
-Every key must be in the table: a test looks up the effect of every key of the sections.
+A test checks that the table covers every key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 class Effect(Enum):
-    """The effect of a key. The text describes a resumed run that changes it."""
+    """The effect of a key. The text of each member says what happens when a resumed run changes the key."""
 
     SHAPE = "Which parameters there are. Weights that do not fit are refused."
     FUNCTION = (
@@ -31,10 +31,10 @@ class Effect(Enum):
         "refused."
     )
     SCHEDULE = (
-        "Learning rate and weight decay of each step. `Engine.save_load.lr_schedule` says whether those of "
-        "the checkpoint or of the configuration are used."
+        "Learning rate and weight decay of each step. `Engine.save_load.lr_schedule` decides between the "
+        "checkpoint's and the configuration's."
     )
-    OPTIMIZER = "What the optimizer keeps. Refused unless `Engine.save_load.load_optim` is False."
+    OPTIMIZER = "The states of the optimizer. Refused unless `Engine.save_load.load_optim` is False."
     TRAINING = "What the next steps compute. It may change; the log names it."
     EVALUATION = "What an evaluation measures. It may change; the log names it."
     NOTHING = (
@@ -47,7 +47,7 @@ def _table(effect: Effect, section: str, names: str) -> dict[str, Effect]:
     return {f"{section}.{name}": effect for name in names.split()}
 
 
-# A section stands for all its keys, except keys that are listed themselves.
+# A section stands for all its keys, except keys that have entries of their own.
 _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.SHAPE,
@@ -139,7 +139,7 @@ _EFFECTS: dict[str, Effect] = {
     "Compress": Effect.TRAINING,
 }
 
-# Properties of ModelConfig that return the value that null stands for.
+# Properties of ModelConfig that return the effective value of a key, e.g. where the key is null.
 _EFFECTIVE = {
     "num_query_groups": "kv_heads",
     "head_dim": "head_size",
@@ -151,13 +151,13 @@ _EFFECTIVE = {
     "add_mlp_bias": "has_mlp_bias",
     "add_head_bias": "has_head_bias",
 }
-# Keys with these effects that do not describe the network itself.
+# Keys with the effects SHAPE or FUNCTION that do not describe the network itself.
 _OUTSIDE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_base_width")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key with its old and new value; the key is a section only if one of them is null."""
+    """A changed key with its old and new value. The key is a section only if one of the values is null."""
 
     key: str
     then: Any
@@ -178,12 +178,12 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """The keys with this effect. A section stands for all its keys that are not listed themselves."""
+    """The keys with this effect. A section stands for all its keys that have no entry of their own."""
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
 def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all keys that hold a value rather than a section."""
+    """Yield the dotted names of all keys that hold a value rather than a section."""
     for name, annotation in field_types(section).items():
         inner = section_in(annotation)
         if inner is None:
@@ -197,8 +197,7 @@ def network(
 ) -> dict[str, Any]:
     """The keys of ``Model`` that determine the network, except adapters, and their values.
 
-    A null that stands for another value is replaced by this value; None marks a key without effect on this
-    network.
+    A null is replaced by the value that it stands for. None marks a key without effect on this network.
     """
     without_effect = set()
     if not model.positions.rotates:
@@ -221,10 +220,10 @@ def first_difference(key: str, then: Any, now: Any) -> Change:
 
 
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
-    """The keys with these effects whose values differ between a checkpoint's configuration and this one.
+    """List the keys with these effects whose values differ between a checkpoint's configuration and ``cfg``.
 
     Args:
-        saved: the configuration in a manifest. Missing keys had their defaults.
+        saved: the configuration in the checkpoint's manifest. Missing keys had their defaults.
         cfg: a loaded configuration.
         effects: the effects to look for.
     """
@@ -234,7 +233,7 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """The two values of ``key``, or of the section around it if only one side has null for the section."""
+    """Both values of ``key``; if the section around it is null on one side, both values of that section."""
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

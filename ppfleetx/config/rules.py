@@ -20,7 +20,9 @@ def glue_task(cfg: RunConfig) -> str | None:
 
 
 def num_outputs(cfg: RunConfig) -> int:
-    """The number of outputs of the classification head: the configured number, or else the task's."""
+    """The number of outputs of the classification head: ``Model.num_classes``, or else the GLUE task's
+    number.
+    """
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
 
 
@@ -83,7 +85,7 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """The tokens per sequence, by key, of every dataset that a program reads under this configuration.
+    """The tokens per sequence of every dataset that the run reads, by configuration key.
 
     ``Data.Test`` is read only for a GLUE task, and an offline evaluation reads only its own file.
     """
@@ -97,7 +99,7 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
         for name, split in splits.items()
         if split is not None
     }
-    if cfg.Global.rampup_seq_len is not None:  # what divides both divides every length on the way
+    if cfg.Global.rampup_seq_len is not None:  # a divisor of start and increment divides every length
         lengths["Global.rampup_seq_len"] = math.gcd(*cfg.Global.rampup_seq_len[:2])
     return lengths
 
@@ -105,8 +107,8 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
     """The sizes of model and data that a plan must divide.
 
-    ``seq_len`` is the greatest common divisor of all sequence lengths, because a degree that divides it
-    divides each of them.
+    ``seq_len`` is the greatest common divisor of all sequence lengths: a degree that divides it divides each
+    length.
     """
     model = cfg.Model
     return Workload(
@@ -129,21 +131,19 @@ def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """The tokens of a training sequence; without a training set, the largest number of positions the model
-    takes.
-    """
+    """The tokens of a training sequence; without a training set, the model's number of positions."""
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 
 def expert_message_bytes(cfg: RunConfig) -> float:
-    """The mean bytes of hidden states that a rank sends to each expert-parallel rank for one layer."""
+    """The mean bytes of hidden states that a rank sends to each expert-parallel rank in one layer."""
     model, plan = cfg.Model, cfg.plan
     rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
-    """The rules on sequence lengths that ``plan`` breaks, for every length that the run uses."""
+    """Yield the rules on sequence lengths that ``plan`` breaks, for every length that the run uses."""
     written_as = CONFIG_KEYS["seq_len"]
     for key, length in used_lengths(cfg).items():
         for broken in violations(plan, Workload(seq_len=length)):
@@ -153,7 +153,7 @@ def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]
 
 
 def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Sequences, read or generated, that are longer than the model's positions."""
+    """Yield an error for each sequence, read or generated, that is longer than the model's positions."""
     longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
     for key, length in used_lengths(cfg).items():
         if length > longest:
@@ -225,11 +225,13 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
 _MIXED = "Engine.mix_precision."
 
 Reason = tuple[tuple[str, ...], str]
-"""The keys that decide, and the reason."""
+"""The keys that are the cause, and an explanation."""
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """The fused products with weights that a 16-bit run cannot use on any device, and the reason."""
+    """The fused operators for products with weights that a 16-bit run cannot use on any device, with the
+    reason.
+    """
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}
@@ -257,7 +259,7 @@ def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
 
 
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Fused operators that are listed although the run would not use them."""
+    """Yield an error for each fused operator that is listed although the run would not use it."""
     listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
     for name, (keys, why) in unusable_fused_ops(cfg).items():
         if name in listed:

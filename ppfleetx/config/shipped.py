@@ -1,4 +1,4 @@
-"""The configuration files that come with the package, by name: ``gpt/pretrain_gpt_345M_single_card``."""
+"""The configuration files shipped with the package, by name: ``gpt/pretrain_gpt_345M_single_card``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ppfleetx.config.reading.parse import shown_path
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _BASES = "_base_"
-_TOPIC = "nlp/"  # the only folder; names leave it out
+_TOPIC = "nlp/"  # left out of names, because there is no other such folder
 _SUFFIX = ".yaml"
-_PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that may come before a name in a path
+_PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that a user may write before the name
 
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """The shipped files by name, sorted, without the files in ``_base_``."""
+    """The shipped files by name, sorted, except those in ``_base_``."""
     names = {}
     for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
         place = path.relative_to(CONFIGS)
@@ -29,9 +29,13 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str | Path) -> Path:
-    """Find the file given by ``-c``: ``given`` if it exists, else the shipped file of that name.
+    """Find the file given by ``-c``: ``given`` if it exists, else the shipped file with that name.
 
-    A name may include the folder of the file and ``.yaml``, and may leave out ``gpt/``.
+    A name may include folders and ``.yaml``, and may leave out ``gpt/``. A path that is absolute or ends in
+    ``.yaml`` is returned even if it does not exist.
+
+    Raises:
+        ConfigError: no shipped file has this name.
     """
     given = Path(given)
     if os.path.lexists(given):
@@ -71,7 +75,11 @@ def purpose(path: Path) -> str:
 
 
 def copy_config(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped file and its bases into ``directory``, and return the files that were written."""
+    """Copy a shipped file and its bases into ``directory``, and return the files that were written.
+
+    Raises:
+        ConfigError: the file is not a shipped one, a target exists with other content, or writing failed.
+    """
     known = shipped_configs()
     path = known.get(name) or find_config(name)
     if path not in known.values():
@@ -95,7 +103,7 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """The texts of a file and of all its bases, by their paths in the copy."""
+    """The texts of a file and of all its bases, by the paths that they get in the copy."""
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]

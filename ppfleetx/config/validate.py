@@ -1,4 +1,4 @@
-"""Turn a tree of YAML values into the typed configuration, or into plain error messages."""
+"""Validate a tree of YAML values: return the typed configuration, or raise errors in plain words."""
 
 from __future__ import annotations
 
@@ -27,21 +27,25 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, str]]:
-    """Build the typed configuration of ``tree``, and the place of every value in it."""
+    """Build the typed configuration from ``tree``. Also returns the place of every value.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is wrong. The message lists up to 8 errors.
+    """
     origins: dict[str, str] = {}
     plain = _to_plain(tree, root, "", origins)
     try:
         return root.model_validate(plain), origins
     except ValidationError as error:
-        # A key missing at the top level is missing in the file.
+        # For a key that is missing at the top level, name the file.
         raise _config_error(error, plain, root, {"": tree.place, **origins}) from None
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
-    """Build one section from values that do not come from a configuration.
+    """Build one section from values that do not come from a configuration file.
 
     Raises:
-        ConfigError: as in :func:`validate`, but keys are relative to the section, and no place is named.
+        ConfigError: as in :func:`validate`; keys are relative to the section, and there are no places.
     """
     try:
         return section.model_validate(values)
@@ -50,7 +54,7 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into an error that names every key concerned with its value and place."""
+    """Turn ``violation`` into a ConfigError that shows every key concerned with its value and place."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 
@@ -69,7 +73,7 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
-    """Convert ``node`` to Python values for the field's type. Places go to ``origins``."""
+    """Convert ``node`` to Python values for a field of type ``annotation``. Adds places to ``origins``."""
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):
@@ -84,7 +88,7 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
         item = item_type(annotation)
         return [_to_plain(child, item, f"{key}.{i}", origins) for i, child in enumerate(node.value)]
     if node.value is None:
-        # An empty section has all defaults.
+        # An empty section means that all its keys have their defaults.
         is_plain_section = isinstance(annotation, type) and issubclass(annotation, Section)
         return {} if is_plain_section else None
     if node.text is not None and annotation is not None and is_text_only(annotation):
@@ -103,7 +107,7 @@ def _config_error(
         if key not in found:
             found[key] = detail
             around.update(key[:dot] for dot, sign in enumerate(key) if sign == ".")
-    # A wrong item makes its list wrong too; the item's error says more.
+    # pydantic also reports the list around a wrong item; the item's error is more specific.
     telling = [detail for key, detail in found.items() if key not in around]
     first, *rest = (_one_error(detail, plain, root, origins) for detail in telling[:_MAX_ERRORS])
     if not rest:
@@ -120,7 +124,7 @@ def _config_error(
 
 
 def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
-    """The dotted key that an error concerns."""
+    """The dotted key that a pydantic error is about."""
     path = _follow(detail["loc"], root)[2]
     cause = detail.get("ctx", {}).get("error")
     return ".".join([*path, *cause.keys[:1]] if isinstance(cause, RuleError) else path)
@@ -129,7 +133,7 @@ def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
 def _one_error(
     detail: ErrorDetails, plain: Any, root: type[Section], origins: dict[str, str]
 ) -> dict[str, Any]:
-    """The arguments of the ConfigError for one of pydantic's errors."""
+    """The arguments of a ConfigError for one pydantic error."""
     section, annotation, path = _follow(detail["loc"], root)
     key = ".".join(path)
     cause = detail.get("ctx", {}).get("error")
@@ -151,8 +155,9 @@ def _one_error(
 
 
 def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[Section], Any, list[str]]:
-    """The innermost section, the field's type and the key (as parts) of an error's location. Pydantic's
-    labels of unions are left out."""
+    """Follow the location of a pydantic error. Returns the innermost section, the field's type, and the parts
+    of the key. Pydantic's labels of union members are left out.
+    """
     section: type[Section] = root
     annotation: Any = root
     path: list[str] = []

@@ -1,5 +1,4 @@
-"""Find options that have no effect because another key switches them off, and keys and libraries that a run
-needs and does not have."""
+"""Find options that another key switches off, and keys and libraries that a run needs but lacks."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from ppfleetx.config.sections.optimizer import MuonConfig
 from ppfleetx.config.sections.root import RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
-_MANIFEST = "manifest.json"  # a configuration beside it is part of a checkpoint
+_MANIFEST = "manifest.json"  # a configuration in the same directory is part of a checkpoint
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Explain, in one sentence each, the options that change nothing in this run.
+    """List the options that change nothing in this run, each with the reason in one sentence.
 
-    Keys are named only if the user set them, in a file or with -o, and not if a shipped file or the
-    configuration of a checkpoint did.
+    Only keys that the user set in a file or with -o are listed, not keys set by a shipped file or by the
+    configuration of a checkpoint.
     """
     reasons, origins = [], cfg.origins
     for rule in SWITCHED_OFF:
@@ -42,8 +41,9 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A rule: if ``applies`` is true for a configuration, ``keys`` have no effect in it. ``why`` is the
-    reason."""
+    """A rule: if ``applies`` is true for a configuration, ``keys`` have no effect in it; ``why`` is the
+    reason.
+    """
 
     keys: tuple[str, ...]
     why: str
@@ -51,20 +51,20 @@ class SwitchedOff:
 
 
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
-    """A rule for ``Section: key key ...``; a section as a key stands for all its keys."""
+    """A rule for keys written as ``Section: key key ...``. A section as a key means all its keys."""
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
     return SwitchedOff(dotted, why, applies)
 
 
 def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> SwitchedOff:
-    """A rule that holds while ``key`` has ``value``."""
+    """A rule that applies while ``key`` has ``value``."""
     why = f"{key} is {'null' if value is None else value}{consequence}"
     return _off(keys, why, lambda cfg: cfg.value_of(key) == value)
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
-    """All keys of a section except its switch."""
+    """All keys of section ``of`` except ``switch``, in the form that :func:`_off` reads."""
     return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
 
 
@@ -127,7 +127,7 @@ SWITCHED_OFF = (
     ),
     _off(
         "Optimizer.weight_decay",
-        "Optimizer.weight_decay_schedule says it",
+        "Optimizer.weight_decay_schedule replaces it",
         lambda cfg: cfg.Optimizer.name != "SGD" and cfg.Optimizer.weight_decay_schedule is not None,
     ),
     _off(
@@ -288,7 +288,7 @@ SWITCHED_OFF = (
     _off_while("Model.moe.router.group_score", "Model.moe.router.num_groups", None),
     _off(
         "Model.add_bias_linear",
-        "Model.add_qkv_bias, add_out_proj_bias and add_mlp_bias say it for each linear",
+        "Model.add_qkv_bias, add_out_proj_bias and add_mlp_bias override it for all linears",
         lambda cfg: None not in (cfg.Model.add_qkv_bias, cfg.Model.add_out_proj_bias, cfg.Model.add_mlp_bias),
     ),
     _off(
@@ -310,7 +310,7 @@ SWITCHED_OFF = (
     *(
         _off(
             f"Data.{mode}.dataset.eod_id",
-            "none of reset_position_ids, reset_attention_mask and eod_mask_loss asks for it",
+            "none of reset_position_ids, reset_attention_mask and eod_mask_loss uses it",
             lambda cfg, mode=mode: not _knows_documents(getattr(cfg.Data, mode)),
         )
         for mode in ("Train", "Eval")
@@ -332,7 +332,8 @@ SWITCHED_OFF = (
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
     """Whether the user set ``key`` or, for a section, any key in it.
 
-    A default value in a file does not count, because the ``config.yaml`` of a run holds every key.
+    A value in a file that equals the default does not count, because the ``config.yaml`` of a run holds every
+    key.
     """
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = cfg.value_of(key)
@@ -344,7 +345,7 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
 
 
 def _is_given(place: str) -> bool:
-    """Whether a place is in a shipped file or in a model's directory."""
+    """Whether a place is in a shipped file, in a checkpoint's configuration or in a model's directory."""
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
@@ -358,7 +359,7 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """Explain, in a sentence per key, which keys a run of ``cfg`` needs but does not set."""
+    """List the keys that a run of ``cfg`` needs but does not set, each with the reason in one sentence."""
     splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
@@ -367,9 +368,7 @@ def missing(cfg: RunConfig) -> list[str]:
 
 
 def absent_loggers(cfg: RunConfig) -> dict[str, str]:
-    """Return ``{logger: what to install}`` for each logger whose library is not installed, without importing
-    it.
-    """
+    """Map each logger whose library is not installed to what to install. Nothing is imported."""
     found = {}
     for item in cfg.Engine.loggers:
         traits = LOGGERS.traits(item.name)

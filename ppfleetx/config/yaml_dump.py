@@ -1,5 +1,6 @@
-"""Write a configuration as YAML with every key. Derived values are comments, so that the file also works
-with other inputs."""
+"""Write a configuration as YAML with every key. Derived values are written as comments, so that other inputs
+derive other values.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ RECORD_MARK = "# The configuration of a run."
 _HEAD = f"""\
 {RECORD_MARK} Every key is here. What is marked as derived followed from other keys or from
 # the number of processes; it is computed again when the file is used.
-# Engine.save_load.resume is auto, so that the file goes on with the run:
+# Engine.save_load.resume is auto, so this command continues the run:
 #   ppfleetx train -c THIS_FILE
 """
 _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
@@ -25,7 +26,7 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """A placeholder for a derived value while the YAML is written."""
+    """Stands for a derived value while the YAML is written."""
 
     number: int
 
@@ -42,16 +43,16 @@ _Dumper.add_representer(_Placeholder, _represent)
 
 
 def run_record(cfg: RunConfig) -> str:
-    """The text of a run's ``config.yaml``; training from it resumes the run."""
+    """The text of a run's ``config.yaml``. Training from this file resumes the run."""
     save_load = cfg.Engine.save_load.model_copy(update={"resume": "auto", "overwrite": False})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return _HEAD + dump_config(cfg.model_copy(update={"Engine": engine}))
 
 
 def dump_config(cfg: RunConfig) -> str:
-    """Write ``cfg`` as YAML with every key. Derived values are comments.
+    """Write ``cfg`` as YAML with every key. Derived values are written as comments.
 
-    Loading it for the same number of processes gives an equal configuration.
+    Loading the YAML for the same number of processes gives an equal configuration.
     """
     derived: list[Any] = []
     tree = _tree(cfg, "", cfg, derived)
@@ -69,12 +70,14 @@ def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_derived(cfg: RunConfig) -> dict[str, Any]:
-    """The plain values of ``cfg``, except derived ones, which will be derived again."""
+    """The plain values of ``cfg`` without derived ones, which are derived again on loading."""
     return _tree(cfg, "", cfg, None)
 
 
 def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any] | None) -> dict[str, Any]:
-    """Convert ``section`` to plain values. Values of derived keys go to ``derived``; None leaves them out."""
+    """Convert ``section`` to plain values. Derived values are moved to ``derived``, or left out if it is
+    None.
+    """
     plain = section.model_dump()
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)

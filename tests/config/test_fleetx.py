@@ -222,7 +222,7 @@ def test_experts_of_the_later_layout(small, write):
         ("Model.moe_configs={gates: switch}", "Model.moe_configs.gates .*there is no such key"),
         ("Model.num_experts=2", "Did you mean .*Model.moe.num_experts"),
         ("Model.moe_configs={num_experts: many}", "must be an integer of at least 1"),
-        ("Model={num_experts: 2, moe_use_residual: True}", "is not built"),
+        ("Model={num_experts: 2, moe_use_residual: True}", "is not supported; use Model.moe.shared_experts"),
     ],
 )
 def test_mixtures_that_are_not_built(small, override, words):

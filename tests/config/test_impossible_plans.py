@@ -101,7 +101,7 @@ IMPOSSIBLE = [
     (8, f"{D}.dp_degree=4 {D}.pp_degree=2 {D}.noop_layers=[3]", "do not divide into 2 equal parts", ""),
     (8, f"{D}.dp_degree=4 {D}.pp_degree=2 {D}.noop_layers=[0,26]", "counted from 0 to 25", ""),
     (8, f"{D}.dp_degree=4 {D}.pp_degree=2 {D}.noop_layers=[1,1]", "place 1 is named twice", ""),
-    (8, f"{D}.dp_degree=4 {D}.pp_degree=2 {D}.noop_layers=[1] {D}.pp_layers=[12,12]", "two ways", ""),
+    (8, f"{D}.dp_degree=4 {D}.pp_degree=2 {D}.noop_layers=[1] {D}.pp_layers=[12,12]", "both keys", ""),
     (8, "Global.global_batch_size=12", "must be local_batch_size 8", ""),
 ]
 

@@ -1,4 +1,4 @@
-"""Overrides of values in files: ``-o Section.key=value``, and the values of other options."""
+"""Overrides of values in files: ``-o Section.key=value``, and values of other options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, pla
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a key from an option other than ``-o``, or from an argument in Python.
+    """A value for a key, given by an option other than ``-o`` or by an argument in Python.
 
     Attributes:
         key: the dotted key.
-        value: the value as plain Python: a scalar, a list, a mapping.
+        value: a plain Python value: a scalar, a list, a mapping.
         place: the name of the option or argument, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
     """
 
@@ -50,9 +50,13 @@ class _Read:
 
 
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
-    """Apply the overrides to ``tree`` in order. Unknown keys are found later, when the result is validated.
+    """Return a copy of ``tree`` with the overrides applied in order.
 
-    Overrides must agree: a later one may repeat or extend an earlier one, but not contradict it.
+    A later override may repeat or extend an earlier one. Unknown keys are not an error here: validation finds
+    them.
+
+    Raises:
+        ConfigError: an override is malformed or contradicts an earlier one.
     """
     numbers = count(1)
     read = [

@@ -1,4 +1,4 @@
-"""Parse YAML files to a tree of nodes that know their file and line."""
+"""Parse YAML files to a tree of nodes that record their file and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppfleetx.config.errors import UNSET, ConfigError, shown
 from ppfleetx.config.reading.tree import Node, plain_scalar, plain_value, same_value
 
 MAX_FILE_BYTES = 1 << 20
-"""A resolved configuration with every key has about 10,000."""
+"""The largest accepted file. A resolved configuration with every key has about 10,000 bytes."""
 
 _MAX_SHOWN = 400
 _OF_A_MODEL = "the model in "
@@ -44,11 +44,14 @@ def is_of_a_model(place: str) -> bool:
 
 
 def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: str | None = None) -> str:
-    """Read the text of ``path``.
+    """Read the UTF-8 text of ``path``.
 
     Args:
-        key, value, place: the configuration entry that names the file. Error messages cite it; without it
-            they cite the path.
+        key, value, place: the configuration entry that names the file, for error messages. Without an entry,
+            messages name the path.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large or is not UTF-8.
     """
     entry = {"place": shown_path(path)} if key is None else {"key": key, "value": value, "place": place}
     try:
@@ -109,6 +112,9 @@ def read_yaml(
     Args:
         key, value, place: the entry that names the file; see :func:`read_text`.
         is_ours: see :func:`parse_yaml`.
+
+    Raises:
+        ConfigError: the file cannot be read, or its content is no mapping.
     """
     text = read_text(path, key=key, value=value, place=place)
     node = parse_yaml(text, shown_path(path), with_lines=True, is_ours=is_ours)
@@ -123,8 +129,8 @@ def read_yaml(
 
 
 def made_sections(path: Path, place: str) -> Sections:
-    """The sections of a file that a program has generated. The user has not seen the file, so messages name
-    ``place``, the origin of its values.
+    """Read the sections of a generated file. The user has never seen the file, so messages name ``place``,
+    the origin of its values.
     """
     return Sections(plain_value(read_yaml(path)), place)
 
@@ -133,11 +139,13 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     """Parse one YAML document; None if it is empty.
 
     Args:
-        text: the document.
-        place: the file or other source of the text, for messages and nodes.
+        place: the source of the text, for messages and nodes.
         with_lines: whether to add line numbers to places.
         is_ours: whether to apply the rules of this program's files. In files of other toolkits, a key may
             contain dots or be repeated with an equal value, and ``<<`` merges mappings.
+
+    Raises:
+        ConfigError: the text is not valid YAML or breaks a rule.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -158,8 +166,8 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that leaves plain scalars as text, because :func:`plain_scalar`, not YAML 1.1, decides their
-    values.
+    """A YAML loader that leaves unquoted scalars as text: :func:`plain_scalar` decides their values, not YAML
+    1.1.
     """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
@@ -168,14 +176,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Tree:
-    """Converts YAML's nodes to our own. Messages name key and place."""
+    """Converts PyYAML nodes to a tree of :class:`Node`."""
 
     def __init__(self, place: str, with_lines: bool, is_ours: bool) -> None:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """Convert ``node`` and everything below it. ``path`` holds the keys and indices that lead to the
-        node.
+        """Convert ``node`` and everything below it. ``path`` holds the keys and indices that lead to
+        ``node``.
         """
         where = self._where(node)
         if node.tag not in _TAGS:

@@ -1,4 +1,4 @@
-"""A tree of values that know the places where they were written: scalars, comparison and merging."""
+"""A tree of configuration values that record where they were written: scalars, comparison, merging."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _WORDS = {
 class Node:
     """A value of the configuration. A dict or list contains further nodes.
 
-    ``text`` is a plain scalar as the user wrote it, so that a text field gets ``007`` and ``off`` unchanged.
+    Attributes:
+        place: where the value was written, e.g. ``file:line``.
+        text: an unquoted scalar as the user wrote it, so that a text field gets ``007`` and ``off``
+            unchanged.
     """
 
     value: Any
@@ -35,8 +38,8 @@ class Node:
 
 
 def plain_scalar(text: str) -> Any:
-    """The value of an unquoted scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and
-    ``1:30`` a text.
+    """Parse an unquoted scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and ``1:30`` is
+    text.
     """
     if text in _WORDS:
         return _WORDS[text]
@@ -53,12 +56,16 @@ def is_index(text: str) -> bool:
 
 
 def is_argument(place: str) -> bool:
-    """Whether a value was given on the command line or in Python, rather than in a file."""
+    """Whether a value with this place was given on the command line or in Python, not in a file."""
     return place.startswith("-") or place.isidentifier()
 
 
 def node_of(value: Any, place: str, key: str | None = None) -> Node:
-    """Convert Python values to a tree. ``key`` is the dotted key of ``value``."""
+    """Convert Python values to a tree. ``key`` is the dotted key of ``value``, for messages.
+
+    Raises:
+        ConfigError: a value has a type that a configuration cannot hold.
+    """
     above = "" if key is None else f"{key}."
     if isinstance(value, Mapping):
         items = {str(name): node_of(item, place, f"{above}{name}") for name, item in value.items()}
@@ -84,7 +91,11 @@ def copy_tree(node: Node) -> Node:
 
 
 def put(tree: Node, path: Sequence[str], node: Node) -> None:
-    """Put a copy of ``node`` at ``path`` in ``tree``, creating missing mappings on the way."""
+    """Put a copy of ``node`` at ``path`` in ``tree``. Missing mappings on the path are created.
+
+    Raises:
+        ConfigError: the path leads through a single value, or an index is not in its list.
+    """
     for depth, part in enumerate(path):
         where: Any = part
         if isinstance(tree.value, list):
@@ -107,7 +118,7 @@ def put(tree: Node, path: Sequence[str], node: Node) -> None:
 
 
 def plain_value(node: Node) -> Any:
-    """Convert ``node`` to Python values, without places."""
+    """Convert ``node`` to plain Python values."""
     if isinstance(node.value, dict):
         return {key: plain_value(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -116,8 +127,7 @@ def plain_value(node: Node) -> Any:
 
 
 def same_value(one: Node, other: Node) -> bool:
-    """Whether two nodes have equal values, wherever they were written. ``1`` equals ``1.0``, and ``true``
-    equals neither."""
+    """Whether two nodes have equal values. ``1`` equals ``1.0``; ``true`` equals neither."""
     a, b = one.value, other.value
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_value(node, b[key]) for key, node in a.items())
@@ -130,7 +140,7 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
     """Merge ``top`` over ``base``: mappings are merged key by key, everything else is replaced.
 
     ``_inherited_: False`` in a mapping of ``top`` drops the base's mapping there. ``path`` is the dotted key
-    of both, for messages.
+    of both nodes, followed by a dot, for messages.
     """
     if not isinstance(top.value, dict) or not isinstance(base.value, dict):
         return strip_marks(top)
@@ -153,7 +163,7 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
 
 def strip_marks(node: Node) -> Node:
-    """Remove ``_inherited_`` keys, which have no meaning if there is nothing to inherit."""
+    """Remove ``_inherited_`` keys, which mean nothing without a base."""
     if isinstance(node.value, dict):
         items = {key: strip_marks(child) for key, child in node.value.items() if key != "_inherited_"}
         return Node(items, node.place, node.text)

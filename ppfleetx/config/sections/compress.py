@@ -1,4 +1,4 @@
-"""Section ``Compress``: quantization-aware training and pruning."""
+"""Section ``Compress``: quantization, pruning and distillation."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ GROUP_MULTIPLE = 8
 QUANTIZER = "quant"
 """The name of the quantizer's sub-layer in a linear; part of the canonical names of its parameters."""
 LINEAR_KINDS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
-_FREQUENCY = 100  # steps from one removal to the next
-_CONVOLUTIONS = ("Conv2D", "Conv2DTranspose")  # FleetX's files name them
+_FREQUENCY = 100  # default number of steps between removals
+_CONVOLUTIONS = ("Conv2D", "Conv2DTranspose")  # accepted because FleetX's files list them
 _MLP_LINEARS = {"linear1": "fc1", "linear2": "fc2"}
 _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
 def is_of_quantizer(name: str) -> bool:
-    """Whether the parameter of this canonical name stores how a linear is quantized."""
+    """Whether the parameter with this canonical name stores how a linear is quantized."""
     return f".{QUANTIZER}." in name
 
 
 class QuantizationConfig(Section):
-    """Quantization-aware training of the linears of the blocks. They compute with weights and inputs that are
-    rounded to a grid of `2^bits - 1` numbers; gradients pass as if nothing were rounded.
+    """Quantization-aware training of the linears of the blocks. Weights and inputs are rounded to a grid of
+    `2^bits - 1` numbers; gradients pass as if nothing were rounded.
 
     Embeddings, norms, biases and the head are not quantized.
     """
@@ -83,10 +83,10 @@ class QuantizationConfig(Section):
     """Do not train the embeddings."""
 
     def quantizes(self, name: str, kind: str) -> bool:
-        """Whether the linear of this canonical name is quantized; ``kind`` is one of :data:`LINEAR_KINDS`."""
+        """Whether the linear with this canonical name, of a kind in :data:`LINEAR_KINDS`, is quantized."""
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
-        if name.endswith("attention.kv_up"):  # in decoding, queries are multiplied by it instead of its input
+        if name.endswith("attention.kv_up"):  # decoding multiplies queries by this weight, not its own input
             return False
         if not {"Linear", kind} & set(self.quantizable_layer_type):
             return False
@@ -99,8 +99,9 @@ class QuantizationConfig(Section):
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
     def unknown_layers(self, num_layers: int, names: Sequence[str]) -> Iterator[RuleError]:
-        """Yield an error for each layer to skip that the model does not have, and for each pattern that
-        matches none of the linears' ``names``."""
+        """Yield an error for each skipped layer that the model does not have, and for each pattern that
+        matches none of ``names``, the canonical names of the linears.
+        """
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
                 yield RuleError(
@@ -132,13 +133,13 @@ class QuantizationConfig(Section):
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix is stored and multiplied with.
+    """The storage format of a quantized matrix.
 
     Attributes:
         bits: bits per element, 8 or 4.
-        group_size: number of input features that share a scale; None: all.
-        activation_bits: 8 if activations are rounded to 8 bits before the product; None if not.
-        asymmetric: whether a group also has an offset.
+        group_size: the number of input features that share a scale; None: all.
+        activation_bits: 8 if inputs are rounded to 8 bits before the product; None if not.
+        asymmetric: whether each group also has an offset.
     """
 
     bits: int
@@ -148,11 +149,12 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """How the weights of a quantized checkpoint are stored. `ppfleetx quantize` writes this section; do
-    not write it by hand.
+    """The storage of the weights of a quantized checkpoint. `ppfleetx quantize` writes this section; do not
+    write it by hand.
 
     Linears of the blocks have `bits` bits; the word embedding and the head have 8 bits. Without `asymmetric`,
-    each of their rows or columns has one scale."""
+    each row of the embedding and each output of the head has one scale.
+    """
 
     bits: Literal[8, 4] = 8
     """Bits of a weight in the blocks."""
@@ -169,7 +171,7 @@ class WeightsConfig(Section):
     `*.mlp.fc2`."""
 
     def form_of(self, name: str) -> Form | None:
-        """How the layer of this canonical name is stored; None: unchanged."""
+        """The storage format of the layer with this canonical name; None: not quantized."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return None
         if not name.startswith("decoder."):
@@ -195,17 +197,19 @@ class PruneConfig(Section):
     enable: Bool = False
     """Prune during training."""
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
-    """The measure of a part: the sum of magnitudes, or of squares. The smallest parts are removed."""
+    """The size of a head or unit: the sum of its weights' magnitudes, or of their squares. The smallest are
+    removed."""
     ratio: UnitFloat = 0.125
-    """Share to remove in the end; rounded down, as with `ppfleetx prune --ratio`."""
+    """Share of heads or units to remove in the end; their number is rounded down, as with `ppfleetx prune
+    --ratio`."""
     part: Literal["heads", "mlp", "both"] = "both"
-    """The kind of parts to prune."""
+    """Prune attention heads, feed-forward units, or both."""
     begin_step: CountInt = 0
     """Steps before pruning begins."""
     end_step: CountInt | None = None
     """Steps after which the whole ratio is removed; null: `begin_step`, all at once."""
     frequency: PositiveInt = _FREQUENCY
-    """Steps from one removal to the next."""
+    """Steps between removals."""
 
     @property
     def last_step(self) -> int:
@@ -213,13 +217,13 @@ class PruneConfig(Section):
         return self.begin_step if self.end_step is None else self.end_step
 
     def is_due(self, step: int) -> bool:
-        """Whether something is removed after ``step`` steps."""
+        """Whether heads or units are removed after ``step`` steps."""
         if step == self.last_step:
             return True
         return self.begin_step <= step < self.last_step and (step - self.begin_step) % self.frequency == 0
 
     def share_after(self, step: int) -> float:
-        """The share that has been removed after ``step`` steps, from 0 to ``ratio``."""
+        """The share removed after ``step`` steps, from 0 to ``ratio``."""
         if step >= self.last_step:
             return self.ratio
         if step < self.begin_step:
@@ -238,7 +242,7 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """The number of parts that make up ``share`` of ``total`` equal parts, rounded down."""
+    """``share`` of ``total``, rounded down: the number of heads or units to remove."""
     return int(total * share + 1e-9)
 
 

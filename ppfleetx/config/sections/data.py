@@ -50,12 +50,12 @@ _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", 
 
 
 def split_shares(split: str | Sequence[float]) -> tuple[float, ...]:
-    """The shares of a corpus's ``split`` as numbers, from ``"949,50,1"`` or ``[949, 50, 1]``."""
+    """Parse a corpus's ``split``, ``"949,50,1"`` or ``[949, 50, 1]``, to numbers."""
     return tuple(map(float, re.split(r"[,/\s]+", split.strip()) if isinstance(split, str) else split))
 
 
 class DatasetConfig(Section):
-    """The source of samples, and how they are cut."""
+    """A dataset: its files, and how samples are cut from them."""
 
     name: Annotated[str, Registered(DATASETS)] = "GPTDataset"
     """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss only on the response),
@@ -127,7 +127,7 @@ class DatasetConfig(Section):
 
     @property
     def is_corpus(self) -> bool:
-        """Whether samples are cut from token corpora, rather than read from records of a text file."""
+        """Whether samples are cut from token corpora, not read from records of text files."""
         return DATASETS.traits(self.name).kind == "corpus"
 
     @property
@@ -163,10 +163,10 @@ class DatasetConfig(Section):
 
 
 class SamplerConfig(Section):
-    """The choice of samples for batches."""
+    """The order of samples."""
 
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
-    """Goes through the data by consumed samples, with the same global batches under every parallel plan."""
+    """Reads samples in order, with the same global batches under every parallel plan."""
     shuffle: Bool = False
     """Shuffle again, in addition to the dataset's own order. For a GLUE task or records, Train is always
     reshuffled in each pass, and Eval and Test keep the order of the file."""
@@ -176,7 +176,7 @@ class SamplerConfig(Section):
 
 
 class LoaderConfig(Section):
-    """The reading of batches."""
+    """Loading of batches."""
 
     num_workers: CountInt = 1
     """Threads that prepare batches ahead of time; 0: the training thread itself."""
@@ -220,8 +220,11 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Override ``dataset`` with the values of this set. Raises RuleError if the result breaks a rule of
-        datasets."""
+        """Return ``dataset`` with the values of this set.
+
+        Raises:
+            RuleError: the result breaks a rule of datasets.
+        """
         own = {key: value for key in ("split", "options") if (value := getattr(self, key)) is not None}
         if self.input_dir is not None:
             own |= {"input_dir": self.input_dir, "weights": self.weights}
@@ -311,8 +314,9 @@ class DataConfig(Section):
     it."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
-        """The sections among ``modes`` that are set, as (``Train``, ``Eval`` or ``Test``, section); each
-        evaluation set is a separate section."""
+        """Yield the sections among ``modes`` (``Train``, ``Eval``, ``Test``) that are set, as (mode,
+        section). Each evaluation set is a separate section.
+        """
         for mode in modes:
             section = getattr(self, mode)
             if isinstance(section, EvalConfig) and section.sets:

@@ -63,9 +63,9 @@ class DistributedConfig(Section):
     attention is sliced, with fewer messages and larger products."""
     sharding: ShardingConfig = ShardingConfig()
     bucket_size: PositiveFloat = 64.0
-    """MiB of gradients in two messages: one fills up while the other is in transit. With sharding stages 2
-    and 3, and without `sharding.reduce_overlap`, it is the size of one message. A larger gradient is sent
-    alone. Smaller buckets start earlier but need more messages."""
+    """MiB of gradients in two messages: one is filled while the other is sent. With sharding stages 2 and 3,
+    and without `sharding.reduce_overlap`, MiB of one message. A larger gradient is sent alone. Smaller
+    buckets start earlier but need more messages."""
     pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None
     """Number of layers of each pipeline stage in model order; null: equal parts. With virtual stages, give a
     number for each chunk, or a list per virtual stage with a number per pipeline stage. The first stage also
@@ -77,12 +77,13 @@ class DistributedConfig(Section):
     @property
     def bucket_bytes(self) -> int | None:
         """The size of a gradient bucket that is sent during the backward pass; None if gradients are sent
-        afterwards."""
+        after the pass.
+        """
         return self.packed_bytes if self.sharding.reduce_overlap else None
 
     @property
     def packed_bytes(self) -> int:
-        """The bytes that are packed into messages at a time."""
+        """The bytes of gradients packed into messages at a time."""
         return int(self.bucket_size * 2**20)
 
     def violations(self) -> Iterator[RuleError]:
@@ -101,18 +102,20 @@ class DistributedConfig(Section):
             )
         if self.noop_layers is not None:
             if self.pp_layers is not None:
-                yield RuleError(("noop_layers", "pp_layers"), "two ways to say the same; give one of them")
+                yield RuleError(("noop_layers", "pp_layers"), "both keys divide the layers; give one of them")
             repeated = [place for place, count in Counter(self.noop_layers).items() if count > 1]
             if repeated:
                 yield RuleError(("noop_layers",), f"place {repeated[0]} is named twice")
 
     def layers_of_chunks(self, num_layers: int, virtual_pp_degree: int) -> tuple[int, ...] | None:
-        """The layers of each chunk in model order, if ``pp_layers`` or ``noop_layers`` determine them."""
+        """The number of layers of each chunk in model order; None if neither ``pp_layers`` nor
+        ``noop_layers`` is set.
+        """
         if self.pp_layers is not None:
             rows = (row if isinstance(row, tuple) else (row,) for row in self.pp_layers)
             return tuple(number for row in rows for number in row)
         per_chunk, rest = divmod(num_layers + len(self.noop_layers or ()), self.pp_degree * virtual_pp_degree)
         if not self.noop_layers or rest or max(self.noop_layers) >= num_layers + len(self.noop_layers):
-            return None  # nothing said, or nonsense that config/resolve.py refuses
+            return None  # not set, or values that config/resolve.py refuses
         empty = Counter(place // per_chunk for place in self.noop_layers)
         return tuple(per_chunk - empty[chunk] for chunk in range(self.pp_degree * virtual_pp_degree))

@@ -1,4 +1,4 @@
-"""Sections ``Global``, ``Engine`` and ``Profiler``: the run."""
+"""Sections ``Global``, ``Engine`` and ``Profiler``: the run itself."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class GlobalConfig(Section):
 
 
 class MixedPrecisionConfig(Section):
-    """Computation in 16 bits."""
+    """Mixed precision: computation in 16 bits."""
 
     enable: Literal["auto"] | Bool = False
     """Compute in `dtype` instead of float32; auto: do so if the device supports it. The log says which."""
@@ -170,36 +170,37 @@ class SaveLoadConfig(Section):
     def violations(self) -> Iterator[RuleError]:
         if self.resume and self.overwrite:
             yield RuleError(
-                ("overwrite", "resume"), "a run goes on with the one in output_dir or overwrites it, not both"
+                ("overwrite", "resume"), "a run resumes the one in output_dir or overwrites it, not both"
             )
 
 
 class SpikeConfig(Section):
-    """Steps whose loss or gradient norm is far above the values of the last steps."""
+    """Detection of spikes: steps whose loss or gradient norm is far above the values of recent steps."""
 
     action: Literal["off", "skip", "rewind", "stop"] = "off"
     """Reaction to a spike, before the step changes any weight. `skip`: drop the step and its samples.
     `rewind`: go back to the last checkpoint and continue with the samples after the spike; without a
     checkpoint, skip. `stop`: end the run with exit code 2. All ranks do the same."""
     window: PositiveInt = 128
-    """Number of last steps whose median a new value is compared with."""
+    """Number of recent steps whose median a new value is compared with."""
     min_steps: PositiveInt = 32
     """Steps before the first one that can count as a spike."""
     loss_deviations: NonNegativeFloat = 10.0
     """A loss is a spike if it is this many deviations above the median; 0: ignore the loss. A deviation is
-    1.4826 times the median absolute deviation, and at least 1% of the median."""
+    1.4826 times the median absolute deviation, but at least 1% of the median."""
     grad_norm_deviations: NonNegativeFloat = 20.0
     """The same for the gradient norm before clipping."""
     replay: Bool = True
-    """Compute a spike again with the same weights and samples. Equal numbers mean that data or model are the
-    cause, different numbers that the machine is. If the new numbers are not a spike, they are used."""
+    """Repeat a step with a spike, with the same weights and samples. Equal numbers mean that data or model
+    are the cause; different numbers, that the machine is. If the new numbers are not a spike, they are
+    used."""
     max_in_a_row: PositiveInt = 5
     """End the run if more than this many steps in a row are spikes, or if it goes back to the same checkpoint
     more than this many times."""
 
 
 class _NamedPart(Section):
-    """A registered part and its options. In YAML, the name alone stands for a part without options."""
+    """A registered part with options. In YAML, a name alone is a part without options."""
 
     SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 
@@ -213,17 +214,17 @@ class CallbackConfig(_NamedPart):
     """One callback."""
 
     name: Annotated[str, Registered(CALLBACKS)]
-    """A name that ships or that a plugin has registered."""
+    """A built-in name, or one that a plugin has registered."""
 
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Arguments of the callback."""
 
 
 class LoggerConfig(_NamedPart):
-    """One destination for the numbers of a run."""
+    """One destination for the metrics of a run."""
 
     name: Annotated[str, Registered(LOGGERS)]
-    """A name that ships or that a plugin has registered."""
+    """A built-in name, or one that a plugin has registered."""
 
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Arguments of the writer (docs/logging.md)."""

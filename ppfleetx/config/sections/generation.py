@@ -45,8 +45,9 @@ JsonSchema = Annotated[dict[str, Any], Says("a JSON schema (a mapping)")]
 
 
 class StructuredOutputs(Section):
-    """The form that a continuation must have; give exactly one key. It needs the package llguidance
-    (`pip install 'ppfleetx[structured]'`)."""
+    """The format that a continuation must have; give exactly one key. It needs the package llguidance (`pip
+    install 'ppfleetx[structured]'`).
+    """
 
     json_schema: JsonSchema | None = None
     """JSON that conforms to this schema. Requests may call this key `json`, as in vLLM."""
@@ -85,8 +86,8 @@ class TokenOptions(Section):
     min_p: UnitFloatOrZero = 0.0
     """Sampling: only tokens with at least this share of the most likely token's probability; 0: all."""
     typical_p: UnitFloat = 1.0
-    """Sampling: only the tokens whose information is nearest to the entropy, and which together have this
-    probability (locally typical sampling)."""
+    """Sampling: only the tokens whose information content is nearest to the entropy and that together have
+    this probability (locally typical sampling)."""
     repetition_penalty: PenaltyFactor = 1.0
     """Divides the positive logits, and multiplies the negative logits, of tokens that have occurred; 1: no
     penalty."""
@@ -108,7 +109,7 @@ class TokenOptions(Section):
     ignore_eos: Bool = False
     """The model's end tokens do not end a continuation; tokens of `stop_token_ids` still do."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that a continuation must have; null: any."""
+    """The format that a continuation must have; null: any."""
 
     def violations(self) -> Iterator[RuleError]:
         if any(len(word) == 0 for word in self.bad_words):
@@ -116,7 +117,7 @@ class TokenOptions(Section):
 
 
 class GenerationConfig(TokenOptions):
-    """The continuation of texts."""
+    """Generation of text."""
 
     decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
     """Take the most likely token, sample a token, or run beam search."""
@@ -166,8 +167,8 @@ class GenerationConfig(TokenOptions):
     stop: Text | tuple[Text, ...] | None = None
     """Generation ends before any of these texts."""
     logprobs: CountInt | None = None
-    """Return the log-probability of each new token, and of this many most likely tokens at its position, in
-    the model's own distribution; null: none."""
+    """Return the log-probability of each new token, and of this many of the most likely tokens at its
+    position, before sampling options are applied; null: none."""
 
     @property
     def end_ids(self) -> tuple[int, ...] | None:
@@ -176,9 +177,9 @@ class GenerationConfig(TokenOptions):
         return None if given is None else tuple(dict.fromkeys(given))
 
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """Find the first of ``keys`` that is set but used only by another strategy, and that strategy.
+        """Return the first of ``keys`` that is set but used only by another strategy, with that strategy.
 
-        A seed alone does not count, because without sampling every seed gives the same result.
+        A seed does not count: without sampling, every seed gives the same result.
         """
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
         for key in keys:
@@ -283,8 +284,8 @@ class InferenceConfig(Section):
     onednn: Bool = False
     """Use oneDNN's kernels for the operations that have them (CPU). In float32, MKL is as fast."""
     panels: Bool = True
-    """For `ppfleetx export` on a CPU: when it is loaded, the program makes a second copy of its matrices,
-    which speeds up batches, and guesses for a single prompt; false: half the memory."""
+    """For `ppfleetx export` on a CPU: the exported program makes a second copy of its matrices when it is
+    loaded, which speeds up batches and the checking of guessed tokens; false: half the memory."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
     TensorRT: TensorRTConfig | None = None

@@ -15,8 +15,7 @@ BLOCK_LINEARS = (
     *("attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up"),
     *("mlp.experts.fc1", "mlp.experts.fc2", "mlp.shared.fc1", "mlp.shared.fc2"),
 )
-"""The linears that blocks can have, for adapters and quantization, as canonical names without
-``decoder.layers.{i}.``."""
+"""The linears that a block can have, as canonical names without ``decoder.layers.{i}.``."""
 
 
 class LoraConfig(Section):
@@ -46,12 +45,13 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """Whether the linear of this canonical name has an adapter."""
+        """Whether the linear with this canonical name has an adapter."""
         return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
     def unmatched_targets(self, names: Sequence[str]) -> Iterator[RuleError]:
-        """Yield an error, relative to section ``Model``, for each pattern that matches none of the linears'
-        ``names``. The default patterns are not checked."""
+        """Yield an error, relative to section ``Model``, for each pattern that matches none of ``names``, the
+        canonical names of the linears. The default patterns are not checked.
+        """
         if self.targets != LoraConfig.model_fields["targets"].default:
             yield from unmatched("lora.targets", self.targets, names)
 
@@ -61,7 +61,9 @@ class LoraConfig(Section):
 
 
 def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[RuleError]:
-    """Yield an error of ``key`` for each pattern that matches none of the linears' ``names``."""
+    """Yield an error for ``key`` for each pattern that matches none of ``names``, the canonical names of
+    linears.
+    """
     for pattern in patterns:
         if not any(map(_any_of((pattern,)).match, names)):
             ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
@@ -74,5 +76,5 @@ def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterat
 
 @lru_cache
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """A regular expression for whole names that match one of the patterns."""
+    """A regular expression that matches whole names that match one of the patterns."""
     return re.compile("|".join(map(translate, patterns)))

@@ -1,4 +1,4 @@
-"""Section ``Model``: the network, and how its layers are computed."""
+"""Section ``Model``: the network and its computation."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _LAYER_LISTS = ("attention_window_layers", "rotary_layers", "recompute_layers", 
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
-    Keys and values of all heads are made from one compressed vector per position. A further part of each key,
-    which all heads share, carries the position. Decoding caches only these two vectors.
+    Keys and values of all heads are computed from one compressed vector per position. Another part of each
+    key, shared by all heads, carries the position. Decoding caches only these two vectors.
     """
 
     q_rank: Size | None = None
-    """Width of the compressed queries; null: queries are made from the hidden states directly."""
+    """Width of the compressed queries; null: queries are computed from the hidden states directly."""
     kv_rank: Size
     """Width of the compressed keys and values."""
     rope_head_dim: Size
@@ -78,7 +78,7 @@ class LatentAttentionConfig(Section):
 
     def violations(self) -> Iterator[RuleError]:
         if self.rope_head_dim % 2:
-            yield RuleError(("rope_head_dim",), "rotary positions turn pairs of features: must be even")
+            yield RuleError(("rope_head_dim",), "rotary positions rotate pairs of features: must be even")
 
 
 class ModelConfig(Section):
@@ -177,8 +177,8 @@ class ModelConfig(Section):
     (OLMo 2): normalize the queries of all heads as one vector with a gain for each element, and the keys
     likewise, which needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
-    """Make keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null: ordinary
-    heads. It needs rotary positions."""
+    """Compute keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null:
+    ordinary heads. It needs rotary positions."""
     parallel_residual: Bool = False
     """Attention and the MLP both read the layer's input, each through its own norm, and both outputs are
     added to it; false: the MLP reads the sum of the input and attention's output."""
@@ -233,10 +233,10 @@ class ModelConfig(Section):
     """Queries, keys and values are one weight, grouped per key/value head. This is always so; false only
     warns."""
     loss_chunks: PositiveInt = 1
-    """Compute output head and loss in this many pieces of the positions, so that the logits never exist as a
-    whole. This saves most of 3 to 4 tensors of `4 x positions x vocabulary` bytes, and keeps one more
-    gradient of the head's weight between the passes. 1: as a whole. 4 to 16 are useful. Losses differ only by
-    rounding."""
+    """Compute output head and loss for this many groups of positions one after another, so that not all
+    logits are in memory at once. This saves most of 3 to 4 tensors of `4 x positions x vocabulary` bytes, and
+    keeps one more gradient of the head's weight between the passes. 1: all positions at once. 4 to 16 are
+    useful. Losses differ only by rounding."""
     use_recompute: Bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None
@@ -254,7 +254,7 @@ class ModelConfig(Section):
     """Model chunks per pipeline stage (interleaved schedule)."""
     num_classes: PositiveInt | None = None
     """Number of classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number;
-    null: as the task has."""
+    null: the task's number."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and freeze the rest; null: train all weights."""
 
@@ -358,7 +358,7 @@ class ModelConfig(Section):
 
     @property
     def width_multiplier(self) -> float:
-        """How many times wider the model is than the one its rates were tuned on."""
+        """``hidden_size / mup_base_width``; 1 without muP."""
         return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
@@ -451,13 +451,14 @@ class ModelConfig(Section):
         if is_ordinary and self.positions.rotates and self.head_size % 2:
             yield RuleError(
                 ("head_dim", "position_embedding_type", "hidden_size", "num_attention_heads"),
-                f"rotary positions turn pairs of features: the head width must be even, not {self.head_size}",
+                "rotary positions rotate pairs of features: the head width must be even, not "
+                f"{self.head_size}",
             )
         if self.position_embedding_type == "rope" and (self.rotary_size % 2 or not self.rotary_size):
             yield RuleError(
                 ("rotary_percent", "head_dim", "hidden_size", "num_attention_heads"),
-                f"rotary positions turn pairs of features: of a head's {self.head_size} this would be "
-                f"{self.rotary_size}, which is not an even number of at least 2",
+                f"rotary positions rotate pairs of features: of a head's {self.head_size} features, they "
+                f"would rotate {self.rotary_size}, which is not an even number of at least 2",
             )
         if self.ffn_size < 1:
             yield RuleError(
@@ -469,7 +470,7 @@ class ModelConfig(Section):
         if self.mup_base_width is not None:
             yield RuleError(
                 ("mup_base_width", "latent_attention"),
-                "its rule is for matrices that grow with the width, and compressed vectors keep theirs",
+                "muP is for matrices that grow with the width, and compressed vectors do not grow",
             )
         if not self.positions.rotates:
             yield RuleError(
@@ -523,12 +524,12 @@ class ModelConfig(Section):
         if not self.pre_norm and (not self.sandwich_norm or self.shared_input_norm):
             yield RuleError(
                 ("pre_norm", "sandwich_norm", "shared_input_norm"),
-                "without norms of what the branches read, what they add needs one: set sandwich_norm, and "
+                "without norms before attention and MLP, their outputs need norms: set sandwich_norm, and "
                 "leave out shared_input_norm",
             )
 
     def window_of(self, layer: int) -> int | None:
-        """The window of a layer (0-based, over the whole model)."""
+        """The attention window of layer ``layer`` (0-based, over the whole model); None: no window."""
         chosen = self.attention_window_layers
         return self.attention_window if chosen is None or layer in chosen else None
 

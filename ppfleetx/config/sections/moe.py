@@ -1,4 +1,4 @@
-"""Section ``Model.moe``: a mixture of experts in place of feed-forward blocks."""
+"""Section ``Model.moe``: mixtures of experts in place of feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from ppfleetx.config.fields import (
 )
 
 BATCH_LOSSES = ("switch", "gshard", "pooled")
-"""Balancing losses with the loads of a whole step."""
+"""Kinds of balancing loss that need the experts' loads of a whole step."""
 
 
 def is_router_load(name: str) -> bool:
-    """Whether the parameter of this canonical name holds the experts' shares of the previous step. Only runs
-    with one of :data:`BATCH_LOSSES` have it."""
+    """Whether the parameter with this canonical name holds the experts' shares of the previous step. Only
+    runs with one of :data:`BATCH_LOSSES` have such parameters.
+    """
     return name.endswith(".mlp.router.load")
 
 
 class RouterConfig(Section):
-    """How each position chooses its experts. Logits, scores and weights are float32 in every precision."""
+    """The router, which chooses experts for each position. Logits, scores and weights are float32 in every
+    precision.
+    """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts: the softmax of a position's logits over all experts, or the sigmoid of each."""
@@ -43,8 +46,8 @@ class RouterConfig(Section):
     """A number for each expert that is added to its score for the choice, but not to its weight
     (DeepSeek-V3). It has no gradient; `Model.moe.bias_update_rate` moves it."""
     num_groups: Size | None = None
-    """Experts form this many equal groups, and a position chooses among the experts of its best groups; null:
-    among all."""
+    """Number of equal groups of experts; a position chooses among the experts of its best groups. null: among
+    all experts."""
     top_groups: Size | None = None
     """Number of best groups (with `num_groups`)."""
     group_score: Literal["max", "top2"] = "top2"
@@ -54,13 +57,14 @@ class RouterConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """An MLP for every position, in addition to its experts. Several shared experts are one MLP with the sum
-    of their widths."""
+    """An MLP that every position uses in addition to its experts. Several shared experts are one MLP with the
+    sum of their widths.
+    """
 
     ffn_size: Size
     """Inner width."""
     gate: Bool = False
-    """Multiply its output by a sigmoid of the hidden states (Qwen2-MoE)."""
+    """Multiply the output by a sigmoid of a projection of the hidden states (Qwen2-MoE)."""
 
 
 class BalanceLossConfig(Section):
@@ -82,8 +86,9 @@ class BalanceLossConfig(Section):
 
 
 class CapacityConfig(Section):
-    """The most positions of a sequence that an expert takes in training. Further positions only keep their
-    other experts. Evaluation and generation drop nothing."""
+    """A limit on the positions of a sequence that an expert takes in training. A position over the limit only
+    uses its other experts. Evaluation and generation have no limit.
+    """
 
     factor: PositiveFloat
     """An expert takes `ceil(factor * top_k * positions / num_experts)` positions of a sequence."""
@@ -137,8 +142,9 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """The keys that affect the output of given weights. They are equal if sections differ only in
-        spelling or training."""
+        """A copy in which keys without effect on the output of given weights have fixed values. Copies are
+        equal if the sections differ only in spelling or training.
+        """
         default = type(self).model_fields
         return self.model_copy(
             update={

@@ -39,7 +39,8 @@ class LRConfig(Section):
     name: Literal["CosineAnnealingWithWarmupDecay", "LinearDecayWithWarmup"] | None = None
     """FleetX's name of a schedule; determines `decay_style` if that is not given."""
     decay_style: Annotated[str, Registered(SCHEDULES)] = "cosine"
-    """Course after the warm-up. `wsd`: warm-up, stable, decay over the last `wsd_decay_steps`."""
+    """Shape of the curve after the warm-up. `wsd`: warm-up, stable, decay over the last
+    `wsd_decay_steps`."""
     max_lr: PositiveFloat = 5e-5
     """Highest learning rate."""
     min_lr: NonNegativeFloat = 0.0
@@ -53,12 +54,15 @@ class LRConfig(Section):
     wsd_decay_steps: PositiveInt | None = None
     """Length of the final decay of `wsd`; null: a tenth of `decay_steps`."""
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Course of the final decay of `wsd`."""
+    """Shape of the final decay of `wsd`."""
 
     @property
     def num_warmup_steps(self) -> float:
-        """The length of the warm-up in optimizer steps, which may be fractional. Raises RuleError for a
-        ``warmup_rate`` without ``decay_steps``."""
+        """The length of the warm-up in optimizer steps, which may be fractional.
+
+        Raises:
+            RuleError: ``warmup_rate`` is given without ``decay_steps``.
+        """
         if self.warmup_steps is not None:
             return self.warmup_steps
         if not self.warmup_rate:
@@ -106,7 +110,7 @@ class GradClipConfig(Section):
 class WeightDecayScheduleConfig(Section):
     """Weight decay that changes over all steps of the run.
 
-    The course begins at step 0, before the first step: of N steps, the first one is 1/N of the way.
+    The curve begins at step 0, before the first step: with N steps, the first one is 1/N of the way.
     """
 
     start: NonNegativeFloat
@@ -114,7 +118,7 @@ class WeightDecayScheduleConfig(Section):
     end: NonNegativeFloat
     """Weight decay at the last step."""
     style: Literal["constant", "linear", "cosine"] = "linear"
-    """Course between the two."""
+    """Shape of the curve from `start` to `end`."""
 
     def violations(self) -> Iterator[RuleError]:
         if self.style == "constant" and self.start != self.end:
@@ -162,7 +166,9 @@ class MuonConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """Parameters with their own training settings. A parameter belongs to the first group that matches it."""
+    """A group of parameters with its own training settings. A parameter belongs to the first group that
+    matches it.
+    """
 
     parameters: Text | tuple[Text, ...] | None = None
     """Patterns for canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`; null: all
@@ -197,13 +203,12 @@ class ParamGroupConfig(Section):
 
 
 def is_hidden(name: str, kind: ParamKind) -> bool:
-    """Whether Muon updates a parameter: matrices of the blocks, except tables, heads, routers and
-    adapters."""
+    """Whether Muon updates the parameter: matrices of the blocks, except routers and adapters."""
     return kind == "matrix" and name.startswith("decoder.layers.")
 
 
 class OptimizerConfig(Section):
-    """Update rule and its settings."""
+    """The optimizer and its settings."""
 
     name: Annotated[str, Registered(OPTIMIZERS)] = "AdamW"
     """AdamW with decoupled weight decay; Muon for the matrices of the blocks and AdamW for the rest; plain
@@ -217,7 +222,7 @@ class OptimizerConfig(Section):
     epsilon: PositiveFloat = 1e-8
     """AdamW: added to the root of the second moment."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """Options of an optimizer of your own, as it was registered with."""
+    """Options of an optimizer of your own: those it was registered with."""
     muon: MuonConfig = MuonConfig()
     groups: tuple[ParamGroupConfig, ...] = ()
     """Groups of parameters with their own rates, decays or optimizers."""
@@ -236,13 +241,15 @@ class OptimizerConfig(Section):
 
     @property
     def num_states(self) -> int:
-        """The largest number of float32 tensors, in the parameter's shape, that an optimizer keeps per
-        parameter."""
+        """The largest number of float32 tensors, of the parameter's shape, that an optimizer keeps per
+        parameter.
+        """
         return max(OPTIMIZERS.traits(name).states for name in self.names)
 
     def states_of(self, name: str, kind: ParamKind) -> int:
-        """The number of float32 tensors, in the parameter's shape, that the optimizer keeps for parameter
-        ``name``."""
+        """The number of float32 tensors, of the parameter's shape, that the optimizer keeps for parameter
+        ``name``.
+        """
         own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
         traits = OPTIMIZERS.traits(own or self.name)
         few = traits.matrix_states if is_hidden(name, kind) else None

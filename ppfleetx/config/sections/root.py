@@ -26,8 +26,9 @@ from ppfleetx.config.sections.optimizer import OptimizerConfig
 
 
 class RunConfig(Section):
-    """One run. :func:`ppfleetx.config.loader.load_config` makes it, and fills in values that follow from
-    others: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``, ``test_iters``."""
+    """The configuration of one run. :func:`ppfleetx.config.loader.load_config` makes it and fills in derived
+    values: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``, ``test_iters``.
+    """
 
     Global: GlobalConfig = GlobalConfig()
     Engine: EngineConfig = EngineConfig()
@@ -53,37 +54,42 @@ class RunConfig(Section):
 
     @property
     def batch(self) -> BatchPlan:
-        """The batch sizes of the run. Raises RuntimeError if the configuration was not made by
-        ``load_config``."""
+        """The batch sizes of the run.
+
+        Raises:
+            RuntimeError: the configuration was not made by ``load_config``.
+        """
         if self._batch is None:
             raise RuntimeError("RunConfig.batch is known only after load_config")
         return self._batch
 
     @property
     def origins(self) -> dict[str, str]:
-        """The place of each given value: dotted key -> ``file:line`` or ``-o override n``."""
+        """The place where each given value was written: dotted key -> ``file:line`` or ``-o override n``."""
         return dict(self._origins)
 
     @property
     def derived(self) -> frozenset[str]:
-        """The keys whose values were derived from other keys and the number of processes."""
+        """The keys whose values were derived from other keys or the number of processes."""
         return self._derived
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Notes about how the configuration was read; tools log them."""
+        """Warnings from reading the configuration; tools log them."""
         return self._warnings
 
     def value_of(self, key: str) -> Any:
-        """The value of the dotted ``key``; None below a null section."""
+        """The value of the dotted ``key``; None if a section on the way is null."""
         return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), self)
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """Make the error for a value of ``key`` that breaks ``rule``, with the place where it was written."""
+        """Make a ConfigError for a value of ``key`` that breaks ``rule``, with the place where the value was
+        written.
+        """
         return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
     def changed(self, section: str, **values: Any) -> RunConfig:
-        """A copy with different values in one section, which are not validated."""
+        """A copy with different values in one section. The new values are not validated."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:
@@ -116,9 +122,10 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
 
 
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
-    """One configuration per named dataset of ``Data.<mode>``, by name, in the order of the file.
+    """One configuration per named set of ``Data.<mode>``, by name, in the order of the file.
 
-    A section without named sets is one set with the name None; without ``Data.<mode>`` there are none.
+    A section without named sets is a single set with the name None. The result is empty if ``Data.<mode>`` is
+    null.
     """
     section = getattr(cfg.Data, mode)
     if section is None:

@@ -1,4 +1,4 @@
-"""Section ``Model.rope_scaling``: rotary frequencies that are stretched to longer sequences."""
+"""Section ``Model.rope_scaling``: rotary frequencies stretched to longer sequences."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _OPTIONAL = {
 }
 _DEFAULTS = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}}
 REFUSED_TYPES = {
-    "dynamic": "its frequencies change with the length of the sequence, so keys that were cached while the "
-    "sequence was shorter are turned by other angles than those that come after them",
+    "dynamic": "its frequencies change with the length of the sequence, so cached keys would be rotated by "
+    "other angles than later ones",
 }
-"""Types that other programs support and we do not, with the reason."""
+"""Types that other toolkits support and this one refuses, with the reason."""
 
 
 class RopeScalingConfig(Section):
-    """Stretching of the rotary frequencies, so that a model can read longer sequences than before.
+    """Stretching of the rotary frequencies, so that a model can read longer sequences than it was trained on.
 
-    Names, meanings and defaults are the same as for `rope_scaling` (`rope_parameters`) in a `config.json` of
-    Hugging Face. `Model.max_position_embeddings` is the length after stretching and does not affect
+    Names, meanings and defaults are those of `rope_scaling` (`rope_parameters`) in a Hugging Face
+    `config.json`. `Model.max_position_embeddings` is the length after stretching and does not affect
     frequencies.
     """
 
@@ -51,8 +51,8 @@ class RopeScalingConfig(Section):
     2023); `longrope` divides each by a different number, and by other numbers in long sequences (Ding et
     al., 2024)."""
     factor: FloatFromOne
-    """Factor by which sequences become longer; low frequencies are divided by it. In longrope, only the
-    default of `attention_factor` follows from it."""
+    """Factor by which sequences become longer; low frequencies are divided by it. In longrope it only
+    determines the default of `attention_factor`."""
     original_max_position_embeddings: Size | None = None
     """Longest sequence before stretching (required for yarn, llama3 and longrope)."""
     short_factor: tuple[PositiveFloat, ...] | None = None
@@ -81,21 +81,21 @@ class RopeScalingConfig(Section):
     """yarn: round the bounds between unchanged and divided frequencies to whole indices; null: true."""
 
     def switch_length(self, max_positions: int) -> int | None:
-        """The longest sequence with the short factors of longrope. None if all sequences of up to
-        ``max_positions`` have the same frequencies."""
+        """The longest sequence that uses longrope's short factors. None if all sequences of up to
+        ``max_positions`` use the same frequencies.
+        """
         original = self.original_max_position_embeddings
         return original if self.type == "longrope" and max_positions > original else None
 
     def __repr__(self) -> str:
-        """The section in the notation of YAML, which is also valid after `-o Model.rope_scaling=`."""
+        """The section as inline YAML, which is also valid after `-o Model.rope_scaling=`."""
         given = self.model_dump(mode="json", exclude_none=True)
         return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in given.items()) + "}"
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Refuse unsupported types with the reason, and fill in defaults, so that sections with the same
-        effect are equal."""
+        """Refuse unsupported types, and fill in defaults so that sections with the same effect are equal."""
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values
         if values["type"] in REFUSED_TYPES:
