@@ -1,4 +1,4 @@
-"""Alternatives to a plan: why well-known plans lose to the best one, and settings that save memory."""
+"""Compare a plan with alternatives: why well-known plans are worse, and which settings save memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppfleetx.planner.communication import rival_groups
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.prediction import Prediction
 
-_LEAST_SAVING = 0.02  # share of the memory; smaller savings are not listed
+_LEAST_SAVING = 0.02  # smallest saving to list, as a share of the memory
 _CHUNKS = 8
 _PARTS = {
     "matmul": "smaller matrix products",
@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Explain, in one sentence per plan, why well-known alternatives to ``best`` lose on the same cards."""
+    """Explain in one sentence each why well-known alternatives to ``best`` are worse on the same cards."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -53,16 +53,16 @@ def _well_known(job: Job, devices: int, per_node: int) -> Iterator[tuple[str, Pa
         (n for n in range(1, devices + 1) if devices % n == job.model.num_layers % n == 0), default=1
     )
     if stages > 1:
-        yield f"A pipeline as long as can be (pp={stages})", ParallelPlan(pp=stages, dp=devices // stages)
+        yield f"The longest possible pipeline (pp={stages})", ParallelPlan(pp=stages, dp=devices // stages)
     wide = 2 * node
     if devices % wide == 0:
         split = job.seq_len % wide == 0
         plan = ParallelPlan(mp=wide, dp=devices // wide, sequence_parallel=split)
         yield f"Tensor parallelism over two nodes (mp={wide})", plan
     if job.plan.pp_schedule == "zb_h1":
-        yield "The same in the order 1F1B (zb=0)", replace(job.plan, pp_schedule="1f1b")
+        yield "The same with schedule 1F1B (zb=0)", replace(job.plan, pp_schedule="1f1b")
     elif job.plan.pp > 1 and job.plan.virtual_pp_degree == 1:
-        yield "The same in the order ZB-H1 (zb=1)", replace(job.plan, pp_schedule="zb_h1")
+        yield "The same with schedule ZB-H1 (zb=1)", replace(job.plan, pp_schedule="zb_h1")
     if job.plan.virtual_pp_degree > 1:
         yield "The same without virtual stages (vpp=1)", replace(job.plan, virtual_pp_degree=1)
     elif job.plan.sharding > 1:
@@ -110,7 +110,7 @@ def _slower(best: Prediction, other: Prediction) -> str:
     kind = next(iter(set(other.job.recomputed)))
     with_what = "" if kind == "none" else f", recomputing {kind}"
     return (
-        f"{slower:.0%} slower ({other.time.seconds:.3f} s{with_what}), most of all through {_PARTS[name]} "
+        f"{slower:.0%} slower ({other.time.seconds:.3f} s{with_what}), mostly because of {_PARTS[name]} "
         f"(+{more[name]:.3f} s)."
     )
 
@@ -131,7 +131,7 @@ class MemorySaving:
 
 
 def memory_savings(prediction: Prediction) -> list[MemorySaving]:
-    """Settings that save memory, the cheapest first; among equally cheap ones, the largest saving."""
+    """Settings that save memory, sorted by cost; equally cheap ones by decreasing saving."""
     least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
     found = []
     for options, job in _candidates(prediction.job):

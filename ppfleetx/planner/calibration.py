@@ -20,7 +20,8 @@ from ppfleetx.planner.step_time import step_time
 from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
 _WARM_UP = 2
-# Fitted one after the other, in several sweeps: the speed of computation first, which any run shows.
+# Groups of constants, fitted one after another in several sweeps. Compute speed comes first, because every
+# run determines it.
 _COMPUTE = ("matmul_efficiency", "memory_efficiency")
 _OTHERS = {
     ("kernel_latency_us", "matmul_latency_us"): 0.01,
@@ -29,9 +30,9 @@ _OTHERS = {
     ("link_latency_us",): 0.004,
     ("network_latency_us",): 0.05,
 }
-"""Weight of the squared logarithm of each constant's scale factor (ridge regression): a few runs do not
-determine all constants, and the other constants keep the card's values. Latencies of small operations depend
-on the host and are the least certain; the vendor states a network's speed.
+"""Penalty on the squared logarithm of each constant's scale factor (ridge regression): a few runs do not
+determine all constants, and the others should keep the card's values. Latencies depend on the host, so their
+penalty is small; the vendor states the network's speed, so its penalty is large.
 """
 _SWEEPS = 6
 
@@ -44,7 +45,7 @@ class Observed:
 
 
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
-    """Fit the card of ``cluster`` to runs; also returns a text that compares the errors before and after.
+    """Fit the card of ``cluster`` to runs. Also returns a text that compares the errors before and after.
 
     Minimizes the squared difference between the logarithms of predicted and measured step times. The compute
     constants are scaled together; with two or more runs, links and latencies are scaled too, but stay near
@@ -52,7 +53,7 @@ def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) 
 
     Args:
         directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
-        target: the file to write the card to; None writes no file.
+        target: the file to write the card to; None: write no file.
 
     Raises:
         ConfigError: a directory does not belong to a run, or the run has too few steps.
@@ -97,7 +98,7 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """Seconds of each step, without the wait for data. An incomplete last line is ignored."""
+    """The seconds of each step, without the wait for data. An incomplete last line is ignored."""
     found = []
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
         try:
@@ -121,7 +122,9 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 
 
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    """``card`` with ``names`` scaled by the best factor, found in coarse steps, then fine ones."""
+    """``card`` with the constants ``names`` scaled by the best common factor, found in coarse, then fine
+    steps.
+    """
     best, least = card, _distance(card, cluster, runs)
     for steps in (
         (0.25, 0.5, 2.0, 4.0),

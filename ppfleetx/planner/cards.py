@@ -1,5 +1,6 @@
-"""Cards: their constants, and the times that follow from them. The constants and their sources are in
-``cards.yaml``."""
+"""Accelerator cards: constants of speed and memory, with sources in ``cards.yaml``, and times computed from
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Card(Section):
     name: Text
     """The name of the card on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
-    """The operations that are counted: the operations that this engine runs on a CPU, on a GPU (or another
-    card that Paddle itself has kernels for), or on a plugin's device.
+    """Which operations to count: those that this engine runs on a CPU, on a GPU (or another card that Paddle
+    itself has kernels for), or on the device of a Paddle plugin.
     """
     memory_gib: PositiveFloat
     """Memory available to a program, in GiB."""
@@ -41,7 +42,8 @@ class Card(Section):
     matmul_latency_us: NonNegativeFloat
     """Fixed cost of a matrix product, so that small products reach a lower share of the peak."""
     matmul_half_dim: NonNegativeFloat = 0.0
-    """Smallest dimension (rows, columns or inner) at which a matrix product reaches half of that share."""
+    """Size of the smallest dimension (rows, columns or inner) at which a matrix product reaches half of
+    `matmul_efficiency`."""
     memory_gb_s: PositiveFloat
     """The vendor's memory bandwidth, in GB/s."""
     memory_efficiency: UnitFloat
@@ -55,7 +57,7 @@ class Card(Section):
     link_latency_us: NonNegativeFloat
     """Minimum time of a collective within a node."""
     context_gib: NonNegativeFloat
-    """Memory that driver and libraries take before the first tensor, in GiB."""
+    """Memory that driver and libraries use before the first tensor is allocated, in GiB."""
     network_gbps: PositiveFloat
     """Network of a node in one direction, all its interfaces together, in Gbit/s."""
     network_efficiency: UnitFloat
@@ -70,11 +72,14 @@ class Card(Section):
     """Sources of the numbers."""
 
     def __hash__(self) -> int:
-        return hash(self.name)  # its dictionaries are not hashable
+        return hash(self.name)  # the dictionary fields are not hashable
 
     def peak(self, dtype: str) -> float:
-        """The peak FLOP/s of dense matrix products in ``dtype``. Raises ConfigError if the description of the
-        card has no such type."""
+        """The peak FLOP/s of dense matrix products in ``dtype``.
+
+        Raises:
+            ConfigError: the card's description has no such type.
+        """
         if dtype not in self.peak_tflops:
             raise ConfigError(
                 f"{self.name} has no {dtype} matrix products (it has {', '.join(self.peak_tflops)})",
@@ -87,7 +92,7 @@ class Card(Section):
         """The time of ``kernels`` matrix products with ``flops`` floating-point operations in total.
 
         Args:
-            narrowest: the smallest of a product's dimensions; 0 if it counts as wide enough.
+            narrowest: the smallest dimension of the products; 0 to ignore it.
         """
         share = narrowest / (narrowest + self.matmul_half_dim) if narrowest else 1.0
         speed = self.peak(dtype) * self.matmul_efficiency * share
@@ -99,15 +104,18 @@ class Card(Section):
         return num_bytes / speed + kernels * self.kernel_latency_us * _MICRO
 
     def link_bandwidth(self, num_cards: int) -> float:
-        """The bus bandwidth in bytes/s of a collective among ``num_cards`` neighbors in one node."""
+        """The bus bandwidth, in bytes/s, of a collective among ``num_cards`` cards of one node."""
         sizes = sorted(self.link_gb_s)
         at_least = next((size for size in sizes if size >= num_cards), sizes[-1])
         return self.link_gb_s[at_least] * 1e9
 
 
 def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
-    """Load the shipped card called ``name``, or the only card in the YAML file ``name``. Raises ConfigError
-    if there is no such card or file, or the file does not describe a card."""
+    """Load the shipped card called ``name``, or the only card in the YAML file ``name``.
+
+    Raises:
+        ConfigError: there is no such card or file, or the file does not describe a card.
+    """
     shipped = shipped_cards()
     if name in shipped:
         return _card(name, shipped, "the shipped cards")
@@ -124,7 +132,7 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 
 
 def any_card(device: str) -> Card:
-    """The card assumed for a kind of device when no card is named."""
+    """The card assumed for a kind of device if none is named."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(_ANY_CPU if kind == CPU else ANY_CARD)
@@ -132,7 +140,8 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """The shipped card whose model name is a word of the driver's name: ``NVIDIA A100-SXM4-80GB`` is an A100.
+    """The shipped card for the driver's name of a device: ``NVIDIA A100-SXM4-80GB`` is an A100. None if
+    unknown.
 
     PCIe models of the same name are slower; set `Global.peak_tflops` for them.
     """

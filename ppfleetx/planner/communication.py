@@ -1,9 +1,8 @@
-"""The time of collectives and messages on the links of a cluster.
+"""The time of collectives and messages on the links of a cluster: bytes over bandwidth, plus a latency.
 
 A collective of n ranks moves (n - 1) / n of its bytes over every link, as a ring does (Thakur et al. 2005);
-an all-reduce does so twice. Its time is bytes over bandwidth plus a latency. Ranks within a node use the
-node's links. Ranks on different nodes use the network, which all ranks of a node share while they
-communicate.
+an all-reduce does so twice. Ranks within a node use the node's links. Ranks on different nodes use the
+network, which all communicating ranks of a node share.
 """
 
 from __future__ import annotations
@@ -17,19 +16,20 @@ from ppfleetx.planner.cards import Card
 
 _MICRO = 1e-6
 _RAMP_BYTES = 4e6
-"""Size above which a collective within a node runs at the links' speed (vTrain's all-reduce table)."""
+"""Bytes above which a collective within a node runs at the full speed of the links (vTrain's all-reduce
+table)."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster: identical nodes of cards.
+    """A cluster of identical nodes of cards.
 
     Attributes:
         card: the cards in the nodes.
-        per_node: cards of a node.
+        per_node: the number of cards in a node.
         network: bytes/s that a node sends over all its interfaces; 0: the value in the card's description.
-        axes: the order in which ranks are numbered, the axis of nearest neighbors last: Fleet's order or,
-            for the published runs of another program, that program's.
+        axes: the order in which ranks are numbered, the fastest changing axis last: fleet's order or, for
+            published runs of another program, that program's.
     """
 
     card: Card
@@ -39,30 +39,32 @@ class Cluster:
 
     @property
     def node_bandwidth(self) -> float:
-        """Bytes/s that messages between two ranks reach on a node's network."""
+        """Bytes/s that a message between two ranks reaches on a node's network."""
         stated = self.network or self.card.network_gbps * 1e9 / 8
         return stated * self.card.network_efficiency
 
     def collective_bandwidth(self, nodes: float) -> float:
-        """Bytes/s that a collective over ``nodes`` nodes reaches on a node's network: every doubling of the
+        """Bytes/s that a collective over ``nodes`` nodes reaches on a node's network. Every doubling of the
         nodes adds the share ``card.collective_loss`` to the time.
         """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
     def straggling(self, num_cards: int) -> float:
-        """The factor by which a step takes longer because all nodes wait for the slowest. The expected
-        maximum of n normal deviates is about sqrt(2 ln n) times their spread (``card.jitter``)."""
+        """The factor by which a step takes longer because all nodes wait for the slowest one. The expected
+        maximum of n normal deviates is about sqrt(2 ln n) standard deviations (``card.jitter``).
+        """
         nodes = max(1.0, num_cards / self.per_node)
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
 
 
 @dataclass(frozen=True)
 class Group:
-    """How the ranks of a group are spread over nodes.
+    """The layout of a communication group over nodes.
 
     Attributes:
-        inside: number of the group's ranks in one node.
-        sharing: number of groups of the same axis that share a node's network.
+        size: the number of ranks in the group.
+        inside: the number of the group's ranks in one node.
+        sharing: the number of groups of the same axis that share a node's network.
     """
 
     size: int
@@ -75,7 +77,7 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The layout of the groups of ``axis``, whose neighboring ranks lie ``stride`` apart."""
+    """The layout of the groups of ``axis`` over the nodes of ``cluster``."""
     if axis in ("ep", "emp", "edp"):
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -85,7 +87,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Like :func:`group_of`, for the axes of experts, which divide the ranks of a pipeline stage in order."""
+    """:func:`group_of` for the axes of experts, which divide the ranks of a pipeline stage in order."""
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
@@ -97,30 +99,33 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """The number of tensor-parallel groups of a node that use its network at different times, because they
-    belong to different replicas and their pipelines leave the node; 1 if all groups run in step.
+    """The number of tensor-parallel groups of a node that use the network at different times, because they
+    belong to different replicas whose pipelines cross nodes; 1 if all groups run in step.
     """
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)
 
 
 def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """The time to sum ``num_bytes`` of every rank over ``group``."""
+    """The time of an all-reduce of ``num_bytes`` per rank over ``group``."""
     return 2 * _one_way(num_bytes, group, cluster)
 
 
 def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """The time of an all-gather or reduce-scatter whose full result or input has ``num_bytes``; also of
-    reducing gradients to their owners, or broadcasting packed parameters from them (sharding)."""
+    """The time of an all-gather with a result of ``num_bytes``, or of a reduce-scatter with an input of
+    ``num_bytes``.
+
+    Sharding's reduction of gradients to their owners, and its broadcast of parameters, take as long.
+    """
     return _one_way(num_bytes, group, cluster)
 
 
 def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, levels: int = 1) -> float:
-    """Time for every rank to exchange ``num_bytes`` evenly with all others.
+    """The time for every rank to exchange ``num_bytes`` evenly with all others.
 
     Args:
-        levels: 2: all rows for a node go in one message, and once more within the node
-            (``nn/expert_exchange.py``). As many bytes leave the node, in fewer messages.
+        levels: 2: the rows for a node are sent in one message and distributed within the node
+            (``nn/expert_exchange.py``), so that fewer messages leave the node with as many bytes.
     """
     if group.size == 1:
         return 0.0
@@ -130,7 +135,7 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
     within = num_bytes * (group.inside - 1) / (group.size if levels == 1 else group.inside)
     seconds = within / card.link_bandwidth(group.inside) + card.link_latency_us * _MICRO
     if levels == 2:
-        seconds += card.memory_seconds(2 * num_bytes)  # sorted by destination on the way
+        seconds += card.memory_seconds(2 * num_bytes)  # rows are sorted by destination between the levels
     if outside:
         messages = group.size - group.inside if levels == 1 else nodes - 1
         seconds += (
@@ -141,14 +146,14 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
 
 
 def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """:func:`all_to_all_seconds` on the number of levels that the engine chooses."""
+    """:func:`all_to_all_seconds` with the number of levels that the engine would choose."""
     has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
     levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1
     return all_to_all_seconds(num_bytes, group, cluster, levels=levels)
 
 
 def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> float:
-    """Time for one rank to send an activation to the next pipeline stage.
+    """The time for one rank to send an activation to the next pipeline stage.
 
     All ranks of a stage send at the same time and share the network between nodes.
     """

@@ -1,4 +1,4 @@
-"""The job to plan: a model, its batches and one plan."""
+"""The planner's input: a model, its batches and one parallel plan."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
 
 Layer = tuple[BlockSpec, Recompute]
-"""A block, and the part of it that the backward pass recomputes."""
+"""A block, and its part that the backward pass recomputes."""
 
 EXPERT_IMBALANCE = 1.5
-"""Margin of memory under expert parallelism: a rank's experts may get this many times the mean number of rows
-in the worst layer and micro batch.
+"""Memory margin of expert parallelism: in the worst layer and micro batch, a rank's experts may get this many
+times the mean number of rows.
 """
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The number types of a step.
+    """The data types of a step.
 
     Attributes:
         compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
-        lowers_parameters: whether parameters have the type ``compute`` and float32 masters (level O2).
+        lowers_parameters: whether parameters have the type ``compute``, with float32 masters (level O2).
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
     """
 
@@ -43,7 +43,7 @@ class Precision:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one number of an activation."""
+        """Bytes of one element of an activation."""
         return 4 if self.compute == "float32" else 2
 
     @property
@@ -58,20 +58,20 @@ class Precision:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one gradient in the type in which it is kept and reduced."""
+        """Bytes of one element of a gradient while it is kept and reduced."""
         return 2 if self.lowers_parameters and not self.main_grads else 4
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which communication overlaps with computation.
+    """The communication that overlaps with computation.
 
     Attributes:
-        bucket_bytes: the approximate size of the gradient messages sent during the last backward pass; with
-            None, gradients are sent after it.
+        bucket_bytes: the approximate size of gradient messages sent during the last backward pass; None:
+            gradients are sent after the pass.
         values: whether updated parameters arrive during the next forward pass (sharding stages 1 and 2), or a
             layer's parameters while the previous layer computes (stage 3).
-        messages: whether pipeline stages compute while their messages travel (``overlap_p2p_comm``).
+        messages: whether pipeline stages compute while their messages are sent (``overlap_p2p_comm``).
     """
 
     bucket_bytes: float | None = None
@@ -88,18 +88,18 @@ class Job:
             recompute keys.
         micro_batch: sequences of a forward pass on one data rank.
         accumulate: micro batches of a step.
-        recomputed: the recomputation of each layer.
-        moments: optimizer states per trained parameter (2 for AdamW, 1 for momentum, 0 for SGD; Muon's mean).
+        recomputed: what is recomputed in each layer.
+        moments: mean number of optimizer states per trained parameter (2 for AdamW, 0 for SGD).
         async_save: whether host memory holds a copy of a checkpoint while it is written.
-        kernels: the operations to count: ours on a CPU, on a GPU or on a plugin's device, or the ``fused``
+        kernels: the operations to count: ours on a CPU, a GPU or a plugin's device, or the ``fused``
             operations of Megatron-LM and PaddleFleetX for published runs.
-        flat_states: whether sharding cuts states into equal parts (DeepSpeed's ZeRO, for published runs),
-            while this engine assigns whole parameters to ranks.
-        fragments: memory that the allocator loses, as a share of the memory it hands out; None: the default
-            for ``kernels``.
-        overlap: communication that overlaps with computation; none for published runs, because the cards
-            were fitted that way.
-        compress: fake quantization or small weights, which change the model's parameters.
+        flat_states: whether sharding cuts states into equal parts (DeepSpeed's ZeRO, for published runs).
+            This engine assigns whole parameters to ranks.
+        fragments: memory lost to fragmentation, as a share of the allocated memory; None: the default for
+            ``kernels``.
+        overlap: communication that overlaps with computation; none for published runs, because the cards were
+            fitted that way.
+        compress: fake quantization or quantized weights, which change the model's parameters.
     """
 
     model: ModelConfig
@@ -123,7 +123,7 @@ class Job:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash. It is computed once, because a search often looks up the same jobs."""
+        """The hash, computed once because a search looks up the same jobs often."""
         plan = self.plan
         degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.ep, plan.sequence_parallel)
         return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
@@ -138,20 +138,24 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism."""
+        """Bytes of the hidden states of one micro batch on a sep rank, before sequence parallelism divides
+        them.
+        """
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
     @property
     def overlaps_messages(self) -> bool:
-        """Whether stages compute while their messages travel; virtual stages never do."""
+        """Whether pipeline stages compute while their messages are sent; never with virtual stages."""
         return self.overlap.messages and self.plan.pp > 1 and self.plan.virtual_pp_degree == 1
 
     @property
     def message_parts(self) -> int:
-        """The number of parts into which tensor-parallel ranks cut an activation. The next stage gathers the
-        parts. It is 1 under sequence parallelism, where each rank has its own part, and where each rank sends
-        the whole activation: with ZB-H1, and when messages overlap with computation.
+        """The number of parts into which tensor-parallel ranks cut an activation before they send it to the
+        next stage, which gathers the parts.
+
+        It is 1 if each rank already has its own part (sequence parallelism), and if each rank sends the whole
+        activation (ZB-H1, and messages that overlap with computation).
         """
         plan = self.plan
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
@@ -159,13 +163,13 @@ class Job:
 
     @property
     def message_bytes(self) -> float:
-        """Bytes of an activation that a tensor rank sends to the next stage."""
+        """Bytes of an activation that a tensor-parallel rank sends to the next stage."""
         return self.hidden_bytes / (self.plan.mp if self.plan.sequence_parallel else self.message_parts)
 
     @property
     def forwards_first(self) -> bool:
-        """Whether an interleaved schedule runs all forward passes first. Paddle does so with fewer than two
-        rounds of micro batches, Megatron-LM with one round.
+        """Whether an interleaved schedule runs all forward passes first. Paddle does so with fewer than 2 pp
+        micro batches, Megatron-LM with pp.
         """
         plan = self.plan
         if plan.virtual_pp_degree == 1:
@@ -174,7 +178,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The model and batch sizes that decide which plans are legal."""
+        """The sizes of model and batch that a plan must divide."""
         return Workload(
             num_layers=self.model.num_layers,
             num_heads=self.model.num_attention_heads,
@@ -195,7 +199,7 @@ class Job:
 
     @property
     def model_key(self) -> ModelKey:
-        """The cache key for everything that follows from the model's parameters."""
+        """The cache key for values that depend only on the model's parameters."""
         return ModelKey(self.model, self.compress)
 
     @property
@@ -260,19 +264,21 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A job that equals another if what they are compared by is equal."""
+    """A cache key for a job. Keys are equal if their ``compared_by`` are equal."""
 
     compared_by: tuple[object, ...]
     job: Job = field(compare=False)
 
 
 def operations_key(job: Job) -> CacheKey:
-    """Compares jobs by everything that affects the time of a rank's operations."""
+    """A cache key that compares jobs by everything that affects the time of a rank's operations."""
     return CacheKey((job.model_key, job.work, job.precision.compute), job)
 
 
 def passes_key(job: Job) -> CacheKey:
-    """Compares jobs by everything that affects the time of a layer's passes: operations and messages."""
+    """A cache key that compares jobs by everything that affects the time of a layer's passes: operations and
+    messages.
+    """
     plan = job.plan
     is_fetched = plan.sharding_stage == 3 and plan.sharding > 1
     fetched = (plan.sharding, plan.pp, job.overlap.values) if is_fetched else None
@@ -283,7 +289,7 @@ def passes_key(job: Job) -> CacheKey:
 def job_of(cfg: RunConfig, card: Card) -> Job:
     """The job that ``cfg`` describes, on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
-    precision = Precision()  # a CPU has 16-bit types for products only, so assume float32: slower and larger
+    precision = Precision()  # on a CPU only products run in 16 bits, so assume float32, the upper bound
     has_type = card.kernels != "cpu" and (mixed.enable is True or mixed.dtype in card.peak_tflops)
     if mixed.enable and has_type:
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
@@ -321,8 +327,9 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Whether attention runs fused: ``attention_kernel`` allows it and the card supports it. A plugin's
-    device may support it, but the prediction assumes the slower kernel."""
+    """Whether attention runs fused: ``attention_kernel`` allows it and the card supports it. For a plugin's
+    device, the prediction assumes the slower kernel.
+    """
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False
     return card.flash_efficiency > 0 and card.kernels != "plugin"

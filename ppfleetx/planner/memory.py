@@ -1,8 +1,8 @@
 """The memory of a rank on each pipeline stage and of its host, part by part.
 
-The peak of a step is reached within the passes, or while packed gradients are in transit. Each layer's
-declaration says what it keeps and what it needs temporarily; this module works out which layers, micro
-batches and gradients are in memory at the same time. The peak while the model is built is counted separately.
+A layer's declaration says what the layer keeps and what it needs temporarily; this module computes which
+layers, micro batches and gradients are in memory at the same time. The peak of a step is reached within the
+passes, or while packed gradients are sent. The peak while the model is built is counted separately.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, ModelKey
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
-_BUCKET_BYTES = 64 << 20  # size of the buckets that sums are packed into (distributed/collectives.py)
-_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # generators of a rank and of mp, as text
+_BUCKET_BYTES = 64 << 20  # size of gradient buckets (distributed/collectives.py)
+_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # saved states of a rank's generators, and of mp's
 _FRAGMENTS = 0.02
-"""Memory that the allocator loses to fragmentation, as a share of the memory it hands out."""
+"""Memory lost to fragmentation, as a share of the allocated memory."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank, by part; :attr:`total` is the peak of a step, :attr:`peak` the peak of a run.
+    """Bytes of one rank, by part. :attr:`total` is the peak of a step, :attr:`peak` the peak of a run.
 
     Attributes:
         parameters: parameters in the type that the passes use.
         gradients: gradients kept between passes.
-        masters: float32 masters of 16-bit parameters.
         activations: activations kept for the backward passes of all micro batches in flight.
         logits: logits, and the tensors that the loss keeps.
-        temporary: short-lived tensors at the peak: recomputed layers, gradients of activations, fetched
-            parameters.
+        temporary: recomputed layers, gradients of activations and fetched parameters at the peak.
+        buffers: packed gradients that are being sent.
         context: memory of the driver and libraries.
         host: host memory: offloaded states, copies for saving in the background.
         whole_gradients: gradients of all parameters after the last backward pass.
-        start: peak while the model is built, context and fragments included.
-        save: peak while a checkpoint is saved between steps.
+        start: the peak while the model is built, with context and fragments.
+        save: the peak while a checkpoint is saved between steps.
     """
 
     parameters: float
@@ -61,17 +60,17 @@ class StageMemory:
 
     @property
     def tensors(self) -> float:
-        """The bytes that Paddle's allocator hands out at the peak: everything but context and fragments."""
+        """The bytes that Paddle's allocator hands out at the peak."""
         return self.total - self.context - self.fragments
 
     @property
     def total(self) -> float:
-        """The peak of a step on the card."""
+        """The peak of a step on the card, in bytes."""
         return sum(getattr(self, part) for part in CARD_PARTS)
 
     @property
     def peak(self) -> float:
-        """The memory a card needs for building the model and for each step."""
+        """The bytes that a card needs to build the model and for each step."""
         return max(self.start, self.total)
 
 
@@ -123,15 +122,16 @@ def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
 
 
 def _states_of_generators(plan: ParallelPlan) -> float:
-    """Bytes of the random generators of all ranks, which a save gathers. Tensors are copied to the host
-    one by one and need no extra memory."""
+    """Bytes of the states of all ranks' random generators, which a save gathers. Tensors are copied to the
+    host one by one and need no extra memory.
+    """
     each = _GENERATORS_BYTES + (_STREAMS_BYTES if plan.mp > 1 else 0)
     return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """The peak while the model is built. It is the largest of three sums: a stage of layers in float32, as
-    Paddle creates it; everything that is kept in the end; everything kept so far plus the float32 values of a
+    """The peak while the model is built: the largest of three sums. (1) A stage of layers in float32, as
+    Paddle creates it. (2) Everything kept in the end. (3) Everything kept so far plus the float32 values of a
     16-bit parameter whose master is kept elsewhere (``parallel/parallelize.py``).
     """
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
@@ -146,7 +146,7 @@ def _fragments(job: Job) -> float:
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """A lower bound on the fullest rank's memory for any micro batch and recompute. Searches check it
+    """A lower bound on the fullest rank's memory for any micro batch and recompute, which a search checks
     first.
     """
     precision, states = job.precision, 0.0
@@ -166,8 +166,8 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 
 
 def _kept_gradients(job: Job, held: Held) -> int:
-    """The number of gradients on a rank when the last backward pass ends. From sharding stage 2 on, the rank
-    then has the gradients it owns, and other owners' gradients that still wait for a full bucket.
+    """The number of gradient elements on a rank when the last backward pass ends. From sharding stage 2 on,
+    these are the gradients that the rank owns, and gradients of other owners that wait for a full bucket.
     """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
@@ -177,8 +177,8 @@ def _kept_gradients(job: Job, held: Held) -> int:
 
 def passes_in_flight(job: Job, stage: int) -> float:
     """The number of micro batches whose activations a stage holds at the peak, averaged over its chunks
-    (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B; p (1 + (p - 1) / (p v)) on the first stage with v
-    virtual stages.
+    (Korthikanti et al. 2022, §4.2.3). With p pipeline ranks, it is p - stage under 1F1B; with v virtual
+    stages, it is p (1 + (p - 1) / (p v)) on the first stage.
     """
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
@@ -191,7 +191,9 @@ def passes_in_flight(job: Job, stage: int) -> float:
 
 @dataclass(frozen=True)
 class _Run:
-    """``count`` equal layers in a row. ``everywhere``: every chunk has them, not only the first or last."""
+    """``count`` equal layers in a row. ``everywhere``: all chunks contain them, not only the first or the
+    last.
+    """
 
     tape: Tape
     count: int
@@ -271,8 +273,8 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """Bytes that ZB-H1 keeps to compute weight gradients later: the inputs and output gradients of products,
-    for one micro batch per earlier stage.
+    """Bytes that ZB-H1 keeps for delayed weight gradients: the inputs and output gradients of products, for
+    one micro batch per earlier stage.
     """
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
@@ -286,8 +288,7 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
 
 
 def _bytes_in_transit(job: Job, stage: int) -> float:
-    """Bytes of messages with ``overlap_p2p_comm``: an input that has arrived early and an output in
-    transit."""
+    """Bytes of messages with ``overlap_p2p_comm``: one input received early, and one output being sent."""
     if not job.overlaps_messages:
         return 0.0
     return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
@@ -296,8 +297,8 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_Run], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """The peak bytes in the passes of one micro batch, and the bytes among them that are gradients made in
-    these passes.
+    """The peak bytes in the passes of one micro batch, and the bytes of gradients created in these passes
+    that are part of the peak.
     """
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
@@ -310,7 +311,7 @@ def _pass_peak(
     grown = 0.0
     for run, (start, end) in zip(reversed(runs), reversed(starts), strict=True):
         need = run.tape.backward_peak(first=first, values=values)
-        # Within a run, activations shrink as gradients grow: the peak is at its last layer or its first.
+        # Within a run, activations shrink as gradients grow, so the peak is at the last or the first layer.
         for below, later in ((end, 0), (start, run.count - 1)):
             here = min(most_gradients, grown + (later * run.tape.weights if first else 0.0))
             if below + need + here > peak:
@@ -320,8 +321,8 @@ def _pass_peak(
 
 
 def _fetched(job: Job, held: Held) -> float:
-    """Bytes of fetched parameters under sharding stage 3: a layer's parameters, and the next layer's in
-    transit.
+    """Bytes of parameters fetched under sharding stage 3: those of one layer, and the next layer's on their
+    way.
     """
     n = job.plan.sharding
     if n == 1 or job.plan.sharding_stage != 3:
@@ -331,7 +332,7 @@ def _fetched(job: Job, held: Held) -> float:
 
 
 def _buffers(job: Job, held: Held) -> float:
-    """Bytes of packed gradients in transit: one bucket, or two from sharding stage 2 on."""
+    """Bytes of packed gradients that are being sent: one bucket, or two from sharding stage 2 on."""
     plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0

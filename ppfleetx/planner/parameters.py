@@ -20,15 +20,14 @@ _BYTES = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters that one rank of one pipeline stage holds.
+    """The parameters that one rank of one pipeline stage holds. Numbers are elements unless stated otherwise.
 
     Attributes:
-        values: elements of the rank's part of the model that have the model's type.
-        resident: the elements among ``values`` that the rank holds between steps; with sharding stage 3, the
-            elements it owns.
-        stored: bytes of parameters that have a type of their own (small weights), held between steps.
-        owned: trained elements that the rank updates, and whose states it keeps.
-        largest_layer: elements of the largest model stage, which sharding stage 3 fetches at once.
+        values: the rank's part of the model, without parameters that have a type of their own.
+        resident: the part of ``values`` held between steps; under sharding stage 3, the elements it owns.
+        stored: bytes of parameters that have a type of their own (quantized weights), held between steps.
+        owned: trained elements that the rank updates, and whose optimizer states it keeps.
+        largest_layer: the largest layer, which sharding stage 3 fetches at once.
         fills: for each size of a parameter, (elements of all parameters up to the last one of this size,
             size), in the order in which parameters get their initial values.
         whole: trained elements that every tensor-parallel rank holds in full.
@@ -54,8 +53,12 @@ class Held:
 
 
 class _Local(NamedTuple):
-    """A parameter on one tensor-parallel rank: its number of elements, and its bytes if it has its own type.
-    The other fields mean the same as in :class:`Held`.
+    """A parameter on one tensor-parallel rank.
+
+    Attributes:
+        size: the number of elements.
+        stored: bytes of a parameter that has a type of its own; else 0.
+        whole, partial: as in :class:`Held`.
     """
 
     size: int
@@ -73,8 +76,7 @@ class _Groups(NamedTuple):
     """The parameters of each part of the model on one tensor-parallel rank.
 
     Attributes:
-        embedding, layers, end: parameters of each part.
-        words: the word embedding if the head is tied to it; another pipeline stage then has a copy.
+        words: the word embedding if the head is tied to it, because the last pipeline stage then has a copy.
     """
 
     embedding: _Group
@@ -84,7 +86,7 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """The parameters on a rank of pipeline stage ``stage``: on the sharding rank that holds the most."""
+    """The parameters on a rank of pipeline stage ``stage``, namely the sharding rank that holds the most."""
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -105,8 +107,8 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Sum up the parameters on a rank. Ownership is divided among ``sharding`` ranks, or among ``replicas``
-    ranks for experts' parameters.
+    """Sum up the parameters on a rank. Dense parameters are divided among ``sharding`` owners, experts'
+    parameters among ``replicas`` owners.
     """
 
     def largest_share(of: Iterable[tuple[_Local, int]]) -> int:
@@ -136,8 +138,9 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Gradient bytes of the word embedding if it is on ``stage`` and trains: its gradient is complete last,
-    and its values are needed first."""
+    """Gradient bytes of the word embedding if it is on ``stage`` and is trained. Its gradient is complete
+    last, and its values are needed first.
+    """
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 
@@ -182,8 +185,8 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """The largest share that any rank gets when whole parameters are distributed among owners."""
-    ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each has one at most
+    """The elements of the fullest owner when whole parameters are distributed among ``ranks`` owners."""
+    ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks
     for name, rank in deal_out(named, ranks).items():

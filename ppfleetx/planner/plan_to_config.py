@@ -1,5 +1,6 @@
-"""Parse a plan (``dp=4,mp=8,...``, as given to ``--plan``), apply it to a configuration, and write the
-result."""
+"""Parse a plan (``dp=4,mp=8,...``, the value of ``--plan``), apply it to a configuration, and write the
+result.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full"
 
 @dataclass(frozen=True)
 class PlanOption:
-    """The plan, micro batch and recompute of ``--plan``. The last two are None if it leaves them out."""
+    """The value of ``--plan``: the plan, micro batch and recompute. The last two are None if they are not
+    given.
+    """
 
     plan: ParallelPlan
     micro: int | None
@@ -30,8 +33,11 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``. Raises ConfigError
-    for an unknown word or a value that is not allowed."""
+    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``.
+
+    Raises:
+        ConfigError: a word is unknown, or its value is not allowed.
+    """
     given = _parse(words, option)
     values: dict[str, object] = {
         name: _whole(given, word, option) for word, name in DEGREE_WORDS.items() if word in given
@@ -114,8 +120,11 @@ class UnresolvedConfig:
         return plan_of(self.cfg)
 
     def batch(self) -> int:
-        """The sequences per step under the configuration's own plan. Raises ConfigError if the sizes do not
-        determine it, or contradict each other."""
+        """The sequences per step under the configuration's own plan.
+
+        Raises:
+            ConfigError: the batch sizes do not determine it, or contradict each other.
+        """
         sizes, plan = self.cfg.Global, self.plan
         if sizes.global_batch_size is not None:
             return sizes.global_batch_size
@@ -130,8 +139,11 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """The same run under ``plan``. If ``recompute`` is None, recomputation does not change. Raises
-        ConfigError if the configuration is not valid under this plan."""
+        """The same run under ``plan``. If ``recompute`` is None, recomputation does not change.
+
+        Raises:
+            ConfigError: the configuration is not valid under this plan.
+        """
         cfg = self.cfg
         sharding = {
             "sharding_degree": plan.sharding,
@@ -182,14 +194,20 @@ def _recompute_keys(recompute: Recompute | None) -> dict[str, object]:
 
 
 def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedConfig:
-    """Read a configuration without checking its plan. Raises ConfigError if something else in the
-    configuration is wrong."""
+    """Read a configuration without checking its plan.
+
+    Raises:
+        ConfigError: something else in the configuration is wrong.
+    """
     return UnresolvedConfig(*read_config(path, overrides))
 
 
 def write_config(cfg: RunConfig, job: Job, path: Path) -> None:
-    """Write ``cfg``, the configuration of ``job``, as a file to train from. Raises ConfigError if ``path``
-    exists already, or its directory does not."""
+    """Write ``cfg``, the configuration of ``job``, as a file to train from.
+
+    Raises:
+        ConfigError: ``path`` exists already, or its directory does not.
+    """
     refuse_as_new_file(path, "--write")
     head = (
         f"# Written by ppfleetx plan: {job.plan} on {job.plan.world_size} devices. Every key is here;\n"

@@ -1,4 +1,4 @@
-"""Plots of a prediction on one HTML page: timeline, memory and time by part."""
+"""Draw a prediction on one HTML page: timeline, memory and time by part."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ _MOST_SHOWN = 24  # micro batches of a timeline
 
 @os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction) -> list[Path]:
-    """Write each plot as PNG and SVG, and an ``index.html`` that embeds the plots and works offline. Raises
-    ConfigError if matplotlib is not installed, or the directory holds a report or cannot be written."""
+    """Write each plot as PNG and SVG, and an ``index.html`` that embeds the plots and works offline.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the directory holds a report already or cannot be
+            written.
+    """
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:

@@ -33,8 +33,8 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """The bytes that the fullest rank needs, at the start or in a step. If the stages are equal, this
-        rank is on the first stage (most micro batches in flight) or on the last (logits).
+        """The bytes that the fullest rank needs, while the model is built or in a step. With equal stages,
+        this rank is on the first stage (most micro batches in flight) or on the last (logits).
         """
         plan = self.job.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def likely_at_most(self) -> float:
-        """The upper end of the likely seconds per step, by which plans are ranked."""
+        """The upper bound of the likely seconds per step, by which plans are ranked."""
         return self.time.interval[2]
 
     @cached_property
@@ -59,7 +59,7 @@ class Prediction:
 
     @property
     def quickly_at_least(self) -> float:
-        """A lower bound of :attr:`quickly_at_most` that is computed in less time: the passes alone."""
+        """A lower bound of :attr:`quickly_at_most` from the passes alone, which is faster to compute."""
         return self._quick_passes.seconds * spread(self.job, self.cluster)[1]
 
     @cached_property
@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def host(self) -> float:
-        """Host memory that a rank needs, for offloaded states and copies for saving in the background."""
+        """Bytes of host memory that a rank needs for offloaded states and for saving in the background."""
         return max(stage.host for stage in self.memory)
 
     @property
@@ -79,11 +79,11 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, counted with full attention."""
+        """Model FLOPs utilization, counted with full (not causal) attention."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:
-        """The object that ``plan --json`` prints, with days and card-hours of a run of ``tokens``."""
+        """The object that ``plan --json`` prints, with days and card-hours of a run of ``tokens`` tokens."""
         flops, seconds, run = step_flops(self.job), self.time.seconds, run_length(self, tokens)
         return {
             "plan": plan_text(self.job),
@@ -162,8 +162,9 @@ def run_prediction(
 def prediction_of_memory(
     cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
 ) -> Prediction | None:
-    """Like :func:`run_prediction`, but also for cards whose speed in this type is unknown: memory does not
-    depend on it."""
+    """Like :func:`run_prediction`, but also for cards whose speed in the run's type is unknown, because
+    memory does not depend on speed.
+    """
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:

@@ -1,4 +1,4 @@
-"""Make a whole configuration from one number, the depth, by the rules in docs/planner.md."""
+"""Make a whole configuration from one number, the depth. docs/planner.md has the rules."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from ppfleetx.utils.devices import CPU
 
 _HEAD_SIZE = 64
 _WARMUP_STEPS = 2000
-MAX_TOKENS_PER_PARAM = 1_000_000  # the batch grows with the tokens, and the search with the batch
+MAX_TOKENS_PER_PARAM = 1_000_000  # more tokens mean a larger batch, and a larger batch a longer search
 
 
 @dataclass(frozen=True)
 class Dial:
-    """The inputs of a recipe: its depth and cards.
+    """The inputs of a recipe.
 
     Attributes:
+        cards: the number of cards.
         card: the kind of card: a name, or a YAML file.
-        tokens_per_param: training tokens for each parameter.
+        tokens_per_param: training tokens per parameter.
     """
 
     depth: int
@@ -49,7 +50,11 @@ class Dial:
 
     @cached_property
     def kind(self) -> Card:
-        """The card. Raises ConfigError if there is no such card."""
+        """The description of the card.
+
+        Raises:
+            ConfigError: there is no such card.
+        """
         return load_card(self.card, key="--cards")
 
     @property
@@ -77,7 +82,7 @@ class Dial:
 
     @cached_property
     def num_params(self) -> int:
-        """The parameters of the model.
+        """The number of parameters of the model.
 
         Raises:
             ConfigError: a size of the model is too large.
@@ -86,24 +91,25 @@ class Dial:
 
     @property
     def tokens(self) -> float:
-        """The tokens of the run; 20 per parameter follow "Chinchilla" (Hoffmann et al. 2022)."""
+        """The tokens of the run. 20 per parameter follow "Chinchilla" (Hoffmann et al. 2022)."""
         return self.tokens_per_param * self.num_params
 
     @property
     def compute(self) -> float:
-        """The FLOPs of the run, embedding tables left out ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
+        """The FLOPs of the run without embeddings ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
         per_token = self.depth * self.width * (72 * self.width + 12 * self.seq_len)
         return per_token * self.tokens
 
     @property
     def learning_rate(self) -> float:
-        """The highest learning rate, to three digits (equation 1 in "DeepSeek LLM")."""
+        """The highest learning rate ("DeepSeek LLM", equation 1), to three digits."""
         return float(f"{0.3118 * self.compute**-0.1250:.3g}")
 
     @property
     def batch(self) -> int:
-        """The sequences per step (equation 1 in "DeepSeek LLM"), rounded to ``cards`` times a power of
-        two."""
+        """The sequences per step ("DeepSeek LLM", equation 1), rounded to the odd part of ``cards`` times a
+        power of two, and at least ``cards``.
+        """
         power_of_two = self.cards & -self.cards
         odd = self.cards // power_of_two
         wanted = 0.2920 * self.compute**0.3271 / self.seq_len
@@ -124,7 +130,7 @@ class Recipe:
         """Size, length, plan, and predicted time, memory and cost, as lines of text.
 
         Args:
-            price: the price of a card-hour; None states the cost in card-hours only.
+            price: the price of a card-hour; None: give the cost in card-hours only.
         """
         dial, found = self.dial, self.prediction
         run = run_length(found, dial.steps * found.job.tokens)
@@ -150,8 +156,11 @@ class Recipe:
 
 
 def recipe(dial: Dial, per_node: int = 8) -> Recipe:
-    """Make the configuration for a dial, with the best plan. Raises ConfigError if no plan fits, or the
-    model or the run is too large."""
+    """Make the configuration for ``dial``, with the best plan.
+
+    Raises:
+        ConfigError: no plan fits, or the model or the run is too large.
+    """
     if dial.tokens_per_param > MAX_TOKENS_PER_PARAM:
         raise ConfigError(
             f"must be at most {MAX_TOKENS_PER_PARAM:,}", key="--tokens-per-param", value=dial.tokens_per_param
@@ -173,13 +182,15 @@ def recipe(dial: Dial, per_node: int = 8) -> Recipe:
 
 
 def _suits_muon(prediction: Prediction) -> bool:
-    """Whether Muon can use the plan: it updates whole matrices and must not assemble them in host memory."""
+    """Whether the plan suits Muon, which updates whole matrices: offload would assemble slices in host
+    memory.
+    """
     plan = prediction.job.plan
     return plan.mp == 1 or not plan.sharding_offload
 
 
 def _values(dial: Dial) -> dict[str, Any]:
-    """The values that do not depend on the plan."""
+    """The configuration values that do not depend on the plan."""
     rate, steps = dial.learning_rate, dial.steps
     dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": dial.seq_len}
     return {

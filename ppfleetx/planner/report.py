@@ -1,4 +1,4 @@
-"""Predictions as text."""
+"""Format predictions as text."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def parameters_text(model: ModelConfig) -> str:
-    """The number of parameters; with experts, also how many of them are used for one token."""
+    """The number of parameters; with experts, also how many are used for one token."""
     active = "" if model.moe is None else f", {active_count(model):,} of them active"
     return f"{parameter_count(model):,} parameters{active}"
 
 
 def account(prediction: Prediction) -> str:
-    """Everything about one plan: parameters, memory of each stage by part, step time by part."""
+    """A full report on one plan: parameters, memory of each stage by part, step time by part."""
     job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
@@ -114,7 +114,9 @@ def constants(cluster: Cluster) -> str:
 
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    """Memory of the fullest device, and whether it fits the card that ``Global.card`` names."""
+    """Lines on the memory of the fullest device, and on whether it fits the card that ``Global.card``
+    names.
+    """
     prediction = prediction_of_memory(cfg, device)
     if prediction is None:
         return []
@@ -134,7 +136,7 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
             f"and {bytes_text(worst.host)} of host memory a process (states, or a copy while saving)"
         )
     if worst.start > worst.total:
-        lines.append(f"and {bytes_text(worst.start)} while the model is made, before the first step")
+        lines.append(f"and {bytes_text(worst.start)} while the model is built, before the first step")
     if cfg.Global.card is not None:
         lines.append(verdict(worst.peak, card.memory_gib * GIB, card.name))
     elif card.kernels != "cpu":

@@ -1,5 +1,4 @@
-"""Predictions for a whole run: days, card-hours, cost, time lost to failures, other cluster sizes, a
-growing batch."""
+"""Predict a whole run: days, card-hours, cost, time lost to failures, other cluster sizes, batch ramp-up."""
 
 from __future__ import annotations
 
@@ -15,19 +14,19 @@ from ppfleetx.planner.job import Job
 from ppfleetx.planner.prediction import HOUR, Prediction, run_length
 from ppfleetx.planner.step_time import step_time
 
-_NODE_WRITES = 2e9  # bytes/s from a node to a shared file system, unless --save-seconds is given
+_NODE_WRITES = 2e9  # bytes/s that a node writes to a shared file system, unless --save-seconds is given
 
 
 @dataclass(frozen=True)
 class Failures:
-    """The time that failures and checkpoints cost a run.
+    """The time that a run loses to failures and checkpoints.
 
     Attributes:
-        mtbf: mean seconds between two failures of the job.
+        mtbf: mean seconds between failures of the job.
         save: seconds that the job waits for a checkpoint.
-        interval: the best interval between two checkpoints, in seconds of work.
+        interval: the best interval between checkpoints, in seconds of work.
         steps: the best interval in steps.
-        lost: share of the time lost to checkpoints, repeated work and restarts.
+        lost: the share of time lost to checkpoints, repeated work and restarts.
     """
 
     mtbf: float
@@ -61,8 +60,12 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """The seconds for the sequences of a batch ramp, and the seconds for them with the full batch. Raises
-    ValueError if a batch of the ramp cannot be split among the data ranks."""
+    """The seconds for the sequences of a batch ramp, and the seconds for the same sequences with the full
+    batch.
+
+    Raises:
+        ValueError: a batch of the ramp cannot be split among the data ranks.
+    """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes
     wrong = next((size for size in (*sizes, ramp.increment) if size % per_pass), None)
@@ -80,7 +83,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Questions:
-    """The command-line options about the whole run; None means that the option was not given."""
+    """The command-line options about the whole run; None: not given."""
 
     price: float | None
     node_mtbf_hours: float | None

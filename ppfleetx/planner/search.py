@@ -1,4 +1,4 @@
-"""Search all legal plans for a number of cards, and rank the plans that fit."""
+"""Search all legal plans for a number of cards, and rank those that fit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ppfleetx.planner.plan_to_config import GRANULARITIES
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.utils.progress_bar import track
 
-MAX_CARDS = 131_072  # more than in a cluster of today; larger numbers are slips of the keyboard
+MAX_CARDS = 131_072  # more than in any cluster of today; a larger number is a typo
 _MAX_MICRO_BATCH = 64
-_SIMULATED = 40  # how many of the estimated best are simulated before the final ranking
+_SIMULATED = 40  # the number of plans with the best estimates that are simulated for the final ranking
 
 
 @dataclass
@@ -27,9 +27,9 @@ class SearchResult:
     """The result of a search. A candidate is a plan with a micro batch and a kind of recompute.
 
     Attributes:
-        plans: number of legal plans.
-        too_large: plans that do not fit with any micro batch and recompute; they yield no candidates.
-        slower: candidates whose memory was not computed because enough faster candidates fit.
+        too_large: plans that do not fit with any micro batch and recompute. They yield no candidates.
+        fit, unfit: candidates that fit into memory, and that do not.
+        slower: candidates whose memory was not computed because enough faster ones fit.
     """
 
     best: tuple[Prediction, ...] = ()
@@ -73,10 +73,12 @@ def search(
     """Find the best plans for the step that ``job`` describes on ``devices`` cards.
 
     Args:
-        asked_in: the option with ``devices``, for the message.
+        goal: ``time``: rank by step time; otherwise by memory.
+        keep: the number of plans to return.
+        asked_in: the option that sets ``devices``, for messages.
 
     Raises:
-        ConfigError: there are more than :data:`MAX_CARDS`.
+        ConfigError: there are more than :data:`MAX_CARDS` cards.
     """
     if devices > MAX_CARDS:
         raise ConfigError(f"plans are searched for at most {MAX_CARDS:,} cards", key=asked_in, value=devices)
@@ -118,10 +120,11 @@ class _Search:
         return not every_fits
 
     def _finds(self, fitted: Job) -> bool:
-        """Try one micro batch with every recompute. Returns False if a candidate was fast enough but did
-        not fit."""
+        """Try one micro batch with every recompute. Returns False if a candidate that was fast enough did not
+        fit.
+        """
         all_fit = True
-        for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
+        for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
             prediction = Prediction(candidate, self.cluster)
             if self.goal == "time" and (
                 self.short.has_no_room_for(prediction.quickly_at_least)
@@ -159,7 +162,9 @@ def _recomputing(job: Job) -> Iterator[Job]:
 
 
 def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
-    """The legal plans that divide the batch. Tensor parallelism over more than two nodes is left out."""
+    """Yield the legal plans that divide the batch. Tensor parallelism over more than two nodes is left
+    out.
+    """
     work = replace(job.workload, accumulate_steps=None)
     for mp, pp, sep in product(divisors(devices), repeat=3):
         cut = mp * pp * sep
@@ -183,7 +188,9 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """``plan`` and, for models with experts, every way to distribute and slice the experts."""
+    """Yield ``plan`` or, for models with experts, ``plan`` with every way to distribute and slice the
+    experts.
+    """
     experts = work.num_experts or 1
     for ep, emp in product(divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
         divided = replace(plan, ep=ep, expert_mp=emp)
@@ -192,7 +199,7 @@ def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
 
 
 def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
-    """Each plan and, for pipelines without virtual stages, a copy with the schedule ZB-H1."""
+    """Yield each plan and, for pipelines without virtual stages, a copy with the schedule ZB-H1."""
     for plan in plans:
         yield plan
         if plan.pp > 1 and plan.virtual_pp_degree == 1:

@@ -1,11 +1,10 @@
 """The time of one optimizer step under a plan, part by part.
 
-As in the engine, computation waits for tensor-parallel sums where they occur. It also waits for pipeline
-messages, unless ``overlap_p2p_comm`` lets them travel while the stages compute. Sums of gradients and
-transfers of parameter values under sharding count only for the time that the passes do not hide
-(``parallel/grad_buckets.py``, ``param_broadcast.py``, ``zero3.py``). For published runs, they hide nothing.
-The prediction assumes that communication and computation do not slow each other down, which has not been
-measured.
+Computation waits for tensor-parallel sums and, without ``overlap_p2p_comm``, for pipeline messages. Gradient
+sums and the sending of parameters under sharding count only as far as they exceed the computation that they
+overlap with (``parallel/grad_buckets.py``, ``param_broadcast.py``, ``zero3.py``); for published runs there is
+no overlap. The prediction assumes, unmeasured, that communication and computation do not slow each other
+down.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """The part of the gradient sums, in seconds, that computation does not hide.
+    """The seconds of gradient sums that do not overlap with computation.
 
     Args:
-        one_sum: seconds to sum all gradients once, with nothing to overlap with.
+        one_sum: seconds to sum all gradients once without overlap.
     """
     rounds = job.accumulate if _leaves_in_every_pass(job) else 1
     bucket, whole = job.overlap.bucket_bytes, held.dense * job.precision.gradient_bytes
     if bucket is None or not whole:
         return rounds * one_sum
     if _leaves_in_every_pass(job):
-        # Each owner has a bucket that fills up; what is left in it is sent when the step ends.
+        # Gradients are collected in one bucket per owner; the rest of each bucket is sent after the step.
         last = min(1.0, job.plan.sharding * bucket / 2 / whole)
         between = max(0.0, one_sum - passes.forward - passes.backward)
         return (rounds - 1) * between + max(one_sum - passes.backward, one_sum * last)
-    # Nothing is sent before the first bucket is full; the last bucket is sent after the pass.
+    # Sending starts when the first bucket is full; the last bucket is sent after the pass.
     first = min(1.0, bucket / 2 / whole)
     last = min(1.0, max(bucket / 2, embedding_bytes(job, stage)) / whole)
     return max(one_sum - passes.backward * (1 - first), one_sum * last)
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """The part of sending updated parameters (sharding stages 1 and 2), in seconds, that the next forward
-    pass does not hide.
+    """The seconds of sending updated parameters (sharding stages 1 and 2) that do not overlap with the next
+    forward pass.
     """
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
@@ -72,8 +71,8 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """The seconds that a layer waits for its parameters (stage 3). They are sent while the previous layer
-    computes.
+    """The seconds that a layer waits for its parameters (sharding stage 3), which are sent while the previous
+    layer computes.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
@@ -83,20 +82,20 @@ def _leaves_in_every_pass(job: Job) -> bool:
 
 
 _LOW, _HIGH = 0.93, 1.10
-"""Ends of the interval around the predicted step, from the errors on published runs (``docs/planner.md``):
-nine of ten measurements lie within it."""
+"""The likely interval of a step time, relative to the prediction: it contains nine of ten measurements of
+published runs (``docs/planner.md``)."""
 _HIGH_PER_DOUBLING = 0.12
-"""The increase of the high end for each doubling of the tensor-parallel groups that share a node's network
+"""The increase of the upper bound for each doubling of the tensor-parallel groups that share a node's network
 (:func:`ppfleetx.planner.communication.rival_groups`).
 """
 
 
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
-    """The low and high end of the likely step time, relative to the prediction.
+    """The lower and upper bound of the likely step time, relative to the prediction.
 
     Predictions are less certain if several tensor-parallel groups share a node: some measured micro batches
     took the predicted time, others a fifth to two thirds longer, which the bytes sent do not explain. Nine of
-    ten such runs lie below the high end.
+    ten such runs lie below the upper bound.
     """
     return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
 
@@ -132,11 +131,11 @@ class StepTime:
 
     Attributes:
         seconds: the whole step.
-        parts: the busiest stage's seconds by kind of work; they add up to ``seconds``, except that
+        parts: seconds of the busiest stage by kind of work. They add up to ``seconds``, except that
             ``recompute`` is also counted in other parts.
         timeline: the simulated passes of the pipeline.
         bubble: the idle share of the time of the passes.
-        spread: the ends of the likely interval, relative to ``seconds``.
+        spread: the bounds of the likely interval, relative to ``seconds``.
     """
 
     seconds: float
@@ -207,8 +206,8 @@ class QuickPasses:
 
 
 def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
-    """Estimate the passes: the busiest stage sets the pace; the passes of the others fill and drain the
-    pipeline once.
+    """Estimate the passes: the busiest stage determines the time per micro batch, and the passes of the other
+    stages fill and drain the pipeline once.
     """
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
@@ -223,7 +222,7 @@ def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
     total = job.accumulate * max(stages)
     if plan.pp > 1:
         message = _messages(job, cluster).seconds
-        shown = 1 - 1 / plan.pp if job.overlaps_messages else 1.0  # one micro batch per stage is in flight
+        shown = 1 - 1 / plan.pp if job.overlaps_messages else 1.0  # share of messages that are waited for
         total += 2 * message * (shown * plan.virtual_pp_degree * job.accumulate + plan.pp - 1)
         filling = min(stages) / plan.virtual_pp_degree
         if plan.pp_schedule == "zb_h1":
@@ -233,7 +232,7 @@ def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
 
 
 def quick_seconds(job: Job, cluster: Cluster, passes: QuickPasses | None = None) -> float:
-    """An estimate of :func:`step_time` for the first pass of a search: the passes and what follows them.
+    """Estimate :func:`step_time` without a simulation, for the first pass of a search.
 
     Args:
         passes: :func:`quick_passes` of the job, if known.
@@ -251,8 +250,8 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """The seconds of gradient sums, of the update, of sending updated parameters, and of all three together,
-    each on its slowest stage.
+    """The seconds of gradient sums, of the update, of sending updated parameters, and their sum. Each of the
+    three is the time of its slowest stage.
     """
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
@@ -261,8 +260,9 @@ def _after_passes(
 
 
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """The times ``[stage][virtual stage]`` of forward passes, backward passes, and the recomputation
-    within the latter."""
+    """The times of forward passes, of backward passes, and of the recomputation within backward passes, each
+    as ``[stage][virtual stage]``.
+    """
     same = passes_key(job)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
     forward, backward, again = [], [], []
@@ -288,8 +288,8 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
-    """For each stage, the share of a backward pass that computes weight gradients, in seconds: half of its
-    products with weights.
+    """The seconds of a backward pass that compute weight gradients, per stage: half of the products with
+    weights.
     """
     same, stages = operations_key(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
@@ -301,8 +301,8 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """The seconds of the forward products with weights; with ``block`` None, of the products at the end of
-    the model. Each of the two backward products takes as long.
+    """The seconds of the forward products with weights in ``block``, or at the end of the model if it is
+    None. Each of the two backward products takes as long.
     """
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
@@ -331,7 +331,9 @@ def _layer_passes(
 def _layer_computation(
     same: CacheKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
-    """The operations of a layer without messages: forward, backward, and those that recompute repeats."""
+    """The times of a layer's operations without messages: forward, backward, and those repeated by
+    recompute.
+    """
     job = same.job
     operations = list(block.operations(job.work))
     repeated = (one for one in operations if one.is_repeated(recompute))
@@ -354,19 +356,19 @@ def _forward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Pas
 
 
 def _backward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Passes:
-    """The time of the backward products: two for each forward product, which compute the gradients of its
-    input and its weight.
+    """The time of the backward pass: two products for each forward product, for the gradients of input and
+    weight.
     """
     costs = ((o, o.backward_flops, o.backward_bytes, 2 * o.kernels) for o in operations)
     return _priced(costs, job, cluster)
 
 
 _SCORES_STREAMED = 0.2
-"""Share of the attention scores' memory traffic that the products do not hide (fitted)."""
+"""Share of the attention scores' memory traffic that does not overlap with the products (fitted)."""
 
 
 def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
-    """The time of operations with their flops, bytes moved and kernels."""
+    """The time of operations, each given with its FLOPs, bytes moved and number of kernels."""
     card, dtype = cluster.card, job.precision.compute
     matmul = memory = 0.0
     for o, flops, moved, kernels in costs:
@@ -382,15 +384,16 @@ def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cl
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
-    """The seconds of one tensor-parallel sum of the hidden states, or of the scatter and gather that
-    replace it."""
+    """The seconds of one tensor-parallel sum of hidden states, or of the reduce-scatter and all-gather that
+    replace the sum.
+    """
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
-    """The seconds of one layer's communication in one pass: one all-reduce along mp for attention and one for
-    the MLP, and two all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs
-    of both column-parallel products again.
+    """The seconds of one layer's communication in one pass: one all-reduce along mp each for attention and
+    MLP, and two all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of
+    both column-parallel products again.
     """
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
@@ -409,7 +412,7 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
     """The time to send rows to their experts and back. Sliced experts add a gather of rows and a sum of the
-    slices' results. If tensor-parallel ranks hold the same positions, a gather of their results is added.
+    slices' results. If tensor-parallel ranks hold the same positions, their results are gathered, too.
     """
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
@@ -420,9 +423,9 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """The time of messages between stages: activations, which the receiver's tensor-parallel ranks gather
-    if they came in parts, and gradients. ZB-H1 waits only for forward messages
-    (``parallel/pipeline_schedules.py``)."""
+    """The time of a message between stages, with the gather if the receiver's tensor-parallel ranks get an
+    activation in parts. ZB-H1 waits only for forward messages (``parallel/pipeline_schedules.py``).
+    """
     if job.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(job.message_bytes, job.plan, cluster)
@@ -433,8 +436,9 @@ def _messages(job: Job, cluster: Cluster) -> Messages:
 
 
 def _fetch_seconds(job: Job, cluster: Cluster) -> float:
-    """The seconds to fetch a layer's parameters before a pass (sharding stage 3), with one message from
-    each owner."""
+    """The seconds to fetch a layer's parameters before a pass (sharding stage 3), with one message per
+    owner.
+    """
     if job.plan.sharding_stage != 3 or job.plan.sharding == 1:
         return 0.0
     size, tensors = largest_layer(job)
@@ -445,8 +449,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """The exposed seconds of gradient sums, which go to the gradients' owners or over sep and replicas. Sums
-    over the replicas of owners and of experts follow the passes.
+    """The seconds of gradient sums that do not overlap with the passes. Gradients are summed on their owners,
+    or over sep and dp. Sums over replicas of owners and of experts always follow the passes.
     """
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
@@ -467,7 +471,9 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """The exposed seconds of sending updated parameters from their owners (sharding stages 1 and 2)."""
+    """The seconds of sending updated parameters (sharding stages 1 and 2) that do not overlap with the
+    passes.
+    """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
     group = group_of(job.plan, "sharding", cluster)
@@ -479,11 +485,13 @@ def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: P
 
 
 _HOST_SECONDS_PER_PARAMETER = 11e-9
-"""AdamW on the host with one thread (measured, ``docs/parallelism.md``)."""
+"""Seconds per parameter of AdamW on the host with one thread (measured, ``docs/parallelism.md``)."""
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
-    """The seconds of norm, scaling and update. They read and write each state once, and gradients twice."""
+    """The seconds of gradient norm, scaling and update, which read and write each state once, and gradients
+    twice.
+    """
     p, precision = held.owned, job.precision
     if job.plan.sharding_offload:
         return p * _HOST_SECONDS_PER_PARAMETER

@@ -1,7 +1,7 @@
-"""Simulate the pipeline's schedule: which stage computes which pass, and when.
+"""Simulate a pipeline schedule: when each stage computes which pass.
 
-The orders are 1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (§2.2 there), as Paddle
-runs them, and ZB-H1 (Qi et al. 2023), which computes weight gradients later.
+The schedules are 1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (§2.2 there), as
+Paddle runs them, and ZB-H1 (Qi et al. 2023), which delays weight gradients.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _WEIGHTS = -1
 
 
 class Span(NamedTuple):
-    """One pass of micro batch ``micro`` through virtual stage ``chunk``, from ``start`` to ``end`` seconds.
+    """One pass of micro batch ``micro`` on ``stage``, virtual stage ``chunk``, from ``start`` to ``end`` in
+    seconds.
 
-    ``is_weights`` marks the half of a backward pass that only computes weight gradients.
+    ``is_weights`` marks the part of a backward pass that only computes weight gradients.
     """
 
     stage: int
@@ -33,13 +34,13 @@ class Span(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Messages between neighboring chunks: activations and their gradients.
+    """Messages between neighboring model chunks: activations and their gradients.
 
-    The receiver waits for its message. A stage sends one message at a time in each direction.
+    A receiver waits for its message. A stage sends one message at a time in each direction.
 
     Attributes:
-        seconds: time of one message.
-        output_waits, gradient_waits: whether the sender waits until the activation or gradient is sent.
+        seconds: the time of one message.
+        output_waits, gradient_waits: whether the sender waits until an activation, or a gradient, is sent.
     """
 
     seconds: float
@@ -49,7 +50,7 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """``spans`` of all simulated passes, and ``seconds`` of all passes of the step."""
+    """The ``spans`` of all simulated passes, and the ``seconds`` of all passes of the step."""
 
     spans: tuple[Span, ...]
     seconds: float
@@ -65,17 +66,16 @@ def simulate(
     forwards_first: bool = False,
     weights: Sequence[float] | None = None,
 ) -> Timeline:
-    """Simulate one step's passes.
+    """Simulate the passes of one step.
 
     Args:
         forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
-        micro_batches: number of micro batches.
         messages: the messages between neighboring chunks.
         forwards_first: whether an interleaved schedule begins with all forward passes.
-        weights: for ZB-H1, the seconds of ``backward`` that each stage spends on weight gradients; None does
-            not divide backward passes.
-        whole: whether to simulate every micro batch. Otherwise a long step is cut short: once the pipeline
-            has reached its steady state, the remaining micro batches are assumed to repeat it.
+        weights: for ZB-H1, the seconds of ``backward`` that each stage spends on weight gradients; None:
+            backward passes are not divided.
+        whole: whether to simulate every micro batch. Otherwise, once the pipeline of a long step has reached
+            its steady state, the remaining micro batches are assumed to repeat it.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     assert weights is None or num_chunks == 1, "ZB-H1 is of whole stages"
@@ -112,8 +112,8 @@ class _Stages:
         self._num_stages = len(forward)
         self._last = self._num_stages * len(forward[0]) - 1
         self._clock = [0.0] * self._num_stages
-        self._gone = [[0.0, 0.0] for _ in forward]  # when a stage's last gradient and output have left
-        # arrival of the input of (is forward, chunk, micro batch)
+        self._gone = [[0.0, 0.0] for _ in forward]  # when a stage's last gradient and last output were sent
+        # when the input of a pass (is forward, chunk, micro batch) arrived
         self._arrived: dict[tuple[bool, int, int], float] = {}
         self._spans: list[Span] = []
 
@@ -138,7 +138,7 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run one pass. Returns the stages that may now continue."""
+        """Run one pass. Returns the stages that may be able to continue."""
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]
             self._clock[stage] = end
@@ -165,7 +165,9 @@ class _Stages:
 
 
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """The order of passes for ZB-H1, like :func:`_order`; weight gradients have no virtual stage."""
+    """The order of passes for ZB-H1, in the form of :func:`_order`, with ``_WEIGHTS`` in place of the virtual
+    stage for weight gradients.
+    """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
 
@@ -173,7 +175,7 @@ def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tupl
 def _order(
     stage: int, num_stages: int, num_chunks: int, micro_batches: int, forwards_first: bool
 ) -> list[tuple[bool, int, int]]:
-    """The passes of ``stage`` in order: (is forward, virtual stage, micro batch)."""
+    """The passes of ``stage`` in order, as (is forward, virtual stage, micro batch)."""
     total = micro_batches * num_chunks
     if num_chunks == 1:
         ahead = min(num_stages - 1 - stage, total)
@@ -190,7 +192,9 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """The virtual stage and micro batch of pass k. Groups of ``num_stages`` micro batches take turns."""
+    """The virtual stage and micro batch of pass ``k``. Virtual stages take turns after ``num_stages`` micro
+    batches.
+    """
     if num_chunks == 1:
         return 0, k
     group, within = divmod(k, num_stages * num_chunks)

@@ -1,4 +1,6 @@
-"""Floating-point operations of a step, as papers count them, and the share of the peak a run reaches."""
+"""Floating-point operations (FLOPs) of a step, as papers count them, and the share of the peak that a run
+reaches.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from ppfleetx.planner.job import Job, job_of
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of one step of the whole job; a multiply-add counts as two.
+    """FLOPs of one step of the whole job; a multiply-add counts as two.
 
     Attributes:
         causal: model FLOPs with the causal half of attention, as in the log and in Megatron-LM since 2024.
         full: model FLOPs with all pairs of positions: 72 B s l h^2 (1 + s / 6h + V / 12lh) for a plain GPT
-            (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is computed from it.
+            (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is computed from ``full``.
         hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
     """
 
@@ -48,13 +50,13 @@ def tflops_per_device(flops: float, seconds: float, job: Job) -> float:
 
 
 def model_flops_utilization(job: Job, seconds: float, card: Card) -> float:
-    """MFU (Chowdhery et al. 2022, §4.1): full-attention model FLOPs over the peak, between 0 and 1."""
+    """MFU (Chowdhery et al. 2022, §4.1): model FLOPs with full attention over the peak, between 0 and 1."""
     return tflops_per_device(step_flops(job).full, seconds, job) * 1e12 / card.peak(job.precision.compute)
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """The share of its devices' peak that a run reaches.
+    """The share of the devices' peak that a run reaches.
 
     Attributes:
         flops: FLOPs of a step, in each convention.
@@ -88,7 +90,7 @@ class Utilization:
         return found
 
     def describe(self) -> str:
-        """FLOPs of a step and the peak, as one line for the start of the log."""
+        """FLOPs of a step and the peak of a device, as one line for the start of the log."""
         flops = self.flops
         again = "" if flops.hardware == flops.full else f", {flops.hardware:.4e} with recomputation"
         peak = (
@@ -124,7 +126,6 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
 
 
 def _peak(cfg: RunConfig, job: Job, device_name: str) -> tuple[float | None, str]:
-    """The peak FLOP/s of one device in the run's type, and the source of that number."""
     if cfg.Global.peak_tflops is not None:
         return cfg.Global.peak_tflops * 1e12, "Global.peak_tflops"
     name = cfg.Global.card or card_of_device(device_name)

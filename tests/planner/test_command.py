@@ -194,7 +194,7 @@ def test_days_and_cost_follow_from_the_step(capsys):
         (("--plan", "dp=1,dp=1"), "names dp twice"),
         (("--plan", "dp=0"), "at least 1"),
         (("--plan", "recompute=some"), "recompute is one of"),
-        (("--plan", "dp=8", "--devices", "4"), "of 8 cards, not of 4"),
+        (("--plan", "dp=8", "--devices", "4"), "uses 8 cards, not 4"),
         (("--card", "A1000"), "no such card"),
     ],
 )
