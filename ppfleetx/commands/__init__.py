@@ -1,7 +1,7 @@
 """The commands of ppfleetx. Importing this package registers the reader of FleetX checkpoints.
 
-All functions raise a UserError (`config/errors.py`) for a mistake of the user; docstrings name errors only if
-there is more to say.
+All functions raise a UserError (`config/errors.py`) for a mistake of the user; docstrings mention errors only
+if there is more to say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class _Converters(ForeignFormats):
-    """Other toolkits' formats. Their modules are imported only for a directory that is not in our format."""
+    """Formats of other toolkits. Their modules are imported only for a directory that is not in our
+    format.
+    """
 
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described

@@ -1,4 +1,4 @@
-"""The program of the verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
+"""The implementation of the verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -36,14 +36,19 @@ HELP = """\
 /help         this list
 /exit         end (so does the end of the input, Ctrl-D)
 
-A line that ends in a backslash goes on in the next one. Between lines of \"\"\" a message has as many lines
-as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."""
+A line that ends in a backslash continues in the next line. A message between two lines of \"\"\" may have
+any number of lines, and commands and backslashes in it mean nothing. Ctrl-C stops an answer."""
 
 
 @dataclass
 class Conversation:
-    """A conversation: its turns, and the settings for the next answer. ``options.max_dec_len`` limits the
-    tokens of an answer; ``seed`` is for the next answer, and each answer adds 1."""
+    """A conversation with a model.
+
+    Attributes:
+        options: settings of answers; ``max_dec_len`` limits the tokens of an answer.
+        seed: the seed of the next answer; each answer adds 1.
+        turns: the messages and answers so far.
+    """
 
     generator: TextGenerator
     template: ChatTemplate
@@ -57,9 +62,12 @@ class Conversation:
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message and its answer to the conversation. KeyboardInterrupt stops an answer; the text
-        generated so far stays. Raises ChatError, and adds nothing, if the template refuses the message or it
-        is too long."""
+        """Add a message and its answer to the conversation. KeyboardInterrupt stops the answer and keeps the
+        text so far.
+
+        Raises:
+            ChatError: the template refuses the message, or the message is too long. Nothing is added.
+        """
         before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
         try:
@@ -93,7 +101,9 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """The ids of the conversation, and the number of oldest messages that were dropped to make room."""
+        """The token ids of the conversation, and the number of oldest messages that were dropped to make
+        room.
+        """
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -104,8 +114,8 @@ class Conversation:
                 return ids, left_out
             if len(self.turns) == 1:
                 raise ChatError(
-                    f"with all that stands around it the message has {counted(len(ids), 'token')}, and the "
-                    f"model has {self.generator.max_positions} positions: say it in fewer words"
+                    f"with the chat template the message has {counted(len(ids), 'token')}, and the model has "
+                    f"{self.generator.max_positions} positions: shorten it"
                 )
             self.turns = self.turns[2:]  # a question and its answer
             left_out += 2
@@ -113,7 +123,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Facts about an answer that are shown after it."""
+    """What the terminal reports after an answer."""
 
     left_out: int  # messages that the model no longer sees
     was_stopped: bool  # by Ctrl-C
@@ -126,7 +136,7 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
 
 
 def run(chat: Chat) -> None:
-    """Run the conversation until the input ends."""
+    """Run a conversation until the input ends."""
     with chat.job() as job:
         Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(job.load(), chat))
 
@@ -134,7 +144,7 @@ def run(chat: Chat) -> None:
 def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
     check_plan(cfg)
     if cfg.plan.world_size > 1:
-        raise ConfigError(f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not")
+        raise ConfigError(f"chat runs in one process with the whole model, unlike the plan ({cfg.plan})")
     check_checkpoint(cfg)
     options = _options(cfg)
     tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))
@@ -152,18 +162,18 @@ def _options(cfg: RunConfig) -> GenerationConfig:
         key = "decode_strategy" if section.decode_strategy == "beam_search" else "num_return_sequences"
         raise cfg.error(
             f"Generation.{key}",
-            "an answer is one text that is shown as it is made: chat with sampling or greedy_search, and one "
-            "sequence",
+            "chat shows one answer while it is generated: use sampling or greedy_search, and one sequence",
         )
-    # A checkpoint's own number was set for samples during training, and rarely suits answers.
+    # The number in a checkpoint's configuration was meant for samples in training and rarely suits answers.
     is_given = is_argument(cfg.origins.get("Generation.max_dec_len", ""))
     limit = section.max_dec_len if is_given else max(DEFAULT_NEW_TOKENS, section.max_dec_len)
     return section.model_copy(update={"max_dec_len": limit, "seed": None})
 
 
 class Terminal:
-    """Reads messages from ``source`` and shows answers; ``notes`` gets everything else. A ``source`` that is
-    not a terminal gets no prompts."""
+    """Reads messages from ``source``, writes answers to ``output`` and everything else to ``notes``. A
+    ``source`` that is not a terminal gets no prompts.
+    """
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
         self._source, self._output, self._notes = source, output, notes
@@ -172,7 +182,7 @@ class Terminal:
             import readline  # noqa: F401 (gives input() a history and keys to edit with)
 
     def talk(self, conversation: Conversation) -> None:
-        """Talk until the input ends, or /exit."""
+        """Answer messages until the input ends or /exit is read."""
         if conversation.template.is_plain:
             self._note(
                 "the model has no chat template: messages are written as 'User: ...', 'Assistant: ...' "

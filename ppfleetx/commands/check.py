@@ -1,4 +1,6 @@
-"""The verb ``check``, and ``train --check``: the resolved plan and its arithmetic, without any device."""
+"""The verb ``check``, and ``train --check``: print the resolved plan and its arithmetic without any
+device.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Print the report; also check the run's directory and its data."""
+    """Print the report on a configuration, after checking the run's directory and data."""
     from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
 
@@ -48,18 +50,21 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     if cfg.Data.Train is not None:
         check_start(cfg)
     token_ids = token_id_lines(cfg)
-    print("\n".join([report, *token_ids]))  # last, because it reports success
+    print("\n".join([report, *token_ids]))  # last, because the report ends with success
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
-    """Return the lines of the report on ``cfg``: plan, parameters, batches, FLOPs, precision, recompute,
-    memory and schedules. ``device`` None means ``Global.device``, or a GPU if that is ``auto``."""
+    """The report on ``cfg``: plan, parameters, batches, FLOPs, precision, recompute, memory and schedules.
+
+    Args:
+        device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
+    """
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
         from ppfleetx.core.engine.callbacks.build import check_callbacks  # seldom needed
 
         check_callbacks(cfg.Engine.callbacks)
-    if cfg.Optimizer.lr.decay_steps is not None:  # otherwise the data determine its length
+    if cfg.Optimizer.lr.decay_steps is not None:  # otherwise the data determine the schedule's length
         build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
     precision = _precision(cfg, device) if device else _precision_before_start(cfg)
     device = device or (GPU if cfg.Global.device == "auto" else cfg.Global.device)
@@ -147,7 +152,7 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
     """The idle share of the total time, with equal stages: (p - 1) / (v m + p - 1) (Narayanan et al. 2021);
-    with zb_h1 (p - 1) / (3 m + p - 1), if all parts of a pass are equally long (Qi et al. 2023, table 2).
+    with zb_h1 (p - 1) / (3 m + p - 1), if all parts of a pass take equally long (Qi et al. 2023, table 2).
     """
     if plan.pp_schedule == "zb_h1":
         return (plan.pp - 1) / (3 * micro_batches + plan.pp - 1)
@@ -245,8 +250,9 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
 
 
 def _precision_before_start(cfg: RunConfig) -> str:
-    """The precision on the device of ``Global.device``. If that is ``auto`` and there are no cards here, the
-    report is about GPUs, and also says what a run here would compute in."""
+    """The precision on ``Global.device``. If that is ``auto`` and this machine has no cards, the precision on
+    GPUs and on this machine's CPU.
+    """
     if cfg.Global.device != "auto":
         return _precision(cfg, cfg.Global.device)
     on_gpus, on_cpu = _precision(cfg, GPU), _precision(cfg, CPU)
@@ -269,7 +275,7 @@ def _precision(cfg: RunConfig, device: str) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Lines on the host memory of offloaded states, if mp and pp divide all parameters evenly."""
+    """Lines on the host memory of offloaded states, assuming that mp and pp divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -299,7 +305,6 @@ def _recompute(model: ModelConfig) -> str:
 
 
 def _group_lines(cfg: RunConfig) -> list[str]:
-    """Lines on the optimizer and settings of each group of parameters, if there are several groups."""
     rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
     decay = cfg.Optimizer.layer_decay
     by_layer = [] if decay == 1.0 else [_line("layer decay", f"{decay:g} towards the input, of the rates")]

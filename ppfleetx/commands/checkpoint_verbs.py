@@ -1,6 +1,6 @@
 """The verbs that turn a checkpoint into another model: ``quantize``, ``prune`` and ``upcycle``.
 
-``--help`` imports only this file: each verb imports its program when it runs.
+``--help`` imports only this file: each verb imports its implementation when it runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ShrinkingOptions(RewritingOptions):
     )
 
     def check(self) -> None:
-        """Check the output directory, and that there is one process."""
+        """Check the output directory, and that this is the only process."""
         from ppfleetx.commands.start_process import world_size
 
         super().check()
@@ -208,7 +208,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycle(RewritingOptions):
-    """Make a mixture of experts from a dense model; each expert starts as a copy of the MLP.
+    """Make a mixture of experts from a dense model. Each expert starts as a copy of the MLP.
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Routers
     get initial values. Without noise, the mixture computes the same as the dense model until training makes

@@ -1,4 +1,4 @@
-"""The verbs ``compare`` and ``plot``: losses of runs."""
+"""The verbs ``compare`` and ``plot``: compare and draw the losses of runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Compare(Command):
                 )
         if self.config and self.metrics_a and self.metrics_b:
             raise ConfigError(
-                "nothing is run with it: --metrics-a and --metrics-b name both sides",
+                "is not used, because --metrics-a and --metrics-b name both sides",
                 key="-c",
                 value=self.config,
             )
@@ -112,7 +112,7 @@ class Compare(Command):
 
 
 def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
-    """Run one side under its own plan and from its own commit, and return its losses."""
+    """Run one side with its own plan and commit, and return its training records."""
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import find_config
 
@@ -133,16 +133,14 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip()[-3000:]
-        said = re.sub("^error: ", "", said, flags=re.MULTILINE)  # this program adds one itself
+        said = re.sub("^error: ", "", said, flags=re.MULTILINE)  # this program adds its own prefix
         raise UserError(f"run {side} failed with code {done.returncode}:\n{said}")
     return train_records(output_dir)
 
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """Context manager with a directory that holds the files of ``commit``; for None, this package's
-    directory.
-    """
+    """Yield a directory with the files of ``commit``; for None, yield None: this package is used."""
     if commit is None:
         yield None
         return
@@ -162,7 +160,11 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
 
 
 def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
-    """Compute the largest relative differences of loss and gradient norm."""
+    """The largest relative differences of loss and gradient norm.
+
+    Raises:
+        DataError: the runs recorded different steps, or none.
+    """
     steps = [[record["step"] for record in run] for run in (a, b)]
     if steps[0] != steps[1] or not steps[0]:
         raise DataError(f"the runs recorded different steps: {len(steps[0])} of a and {len(steps[1])} of b")
@@ -182,7 +184,7 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Draw both loss curves, and their relative difference below."""
+    """Draw both loss curves, and the relative difference below them."""
     pyplot = import_pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     steps = [record["step"] for record in runs[0]]

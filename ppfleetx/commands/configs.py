@@ -41,7 +41,7 @@ examples:
 
 
 def table() -> str:
-    """The table of shipped configurations: name, parameters, cards and purpose of each."""
+    """A table of the shipped configurations with name, size, cards and purpose."""
     from ppfleetx.commands.check import human_count
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import purpose, shipped_configs
@@ -51,7 +51,7 @@ def table() -> str:
     for name, path in shipped_configs().items():
         cfg = load_config(path)
         cards = str(cfg.plan.world_size)
-        if "Distributed.dp_degree" in cfg.derived:  # one replica per started process
+        if "Distributed.dp_degree" in cfg.derived:  # dp_degree follows the number of processes
             cards = "any" if cards == "1" else f"{cards} x n"
         rows.append((name, human_count(parameter_count(cfg.Model)), cards, purpose(path)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

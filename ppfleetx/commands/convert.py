@@ -108,7 +108,11 @@ class Convert(Command):
 
 
 def parse_plan(text: str) -> dict[str, int]:
-    """Parse a plan such as `mp=2,pp=2`. Raises ConfigError."""
+    """Parse a plan such as `mp=2,pp=2`.
+
+    Raises:
+        ConfigError: a word other than mp and pp, or a degree that is not an integer of at least 1.
+    """
     degrees = {}
     for part in text.split(","):
         axis, _, degree = part.strip().partition("=")

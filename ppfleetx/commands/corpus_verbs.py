@@ -1,5 +1,6 @@
-"""The verbs for tokenized corpora: inspect, merge and convert them, build their index maps, and make one
-from this Python's source files."""
+"""The verbs for tokenized corpora: inspect, merge and convert corpora, build index maps, and make a corpus
+from Python's source files.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +71,11 @@ def verify(prefix: str) -> int:
 
 
 def write_checksums(prefix: str) -> None:
-    """Write the checksums of a pair that has none."""
+    """Write the checksums of a corpus that has none."""
     from ppfleetx.data.checksums import checksums_path, compute_checksums
     from ppfleetx.data.indexed_dataset import IndexedDataset
 
-    IndexedDataset(prefix)  # a visibly damaged corpus gets no checksums
+    IndexedDataset(prefix)  # raises if the corpus is visibly damaged
     path = checksums_path(prefix)
     if path.exists():
         raise DataError(f"{path} exists already; if the corpus was changed on purpose, remove it first")
@@ -84,8 +85,8 @@ def write_checksums(prefix: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeData(Command):
-    """Merge several .bin/.idx corpora into one, in the order given (a directory: all its corpora, by
-    name).
+    """Merge several .bin/.idx corpora into one, in the order given. A directory stands for its corpora,
+    sorted by name.
     """
 
     input: tuple[str, ...] = option("prefixes and directories", default=MISSING, metavar="PATH")
@@ -143,10 +144,10 @@ class StdlibCorpus(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Index(ConfigOptions):
-    """Build the index maps of a configuration ahead of a run; print their sizes and the hash of their order.
+    """Build the index maps of a configuration before a run. Prints their sizes and the hash of their order.
 
-    The run finds them in Data.<mode>.dataset.cache_dir (or beside the corpus) and starts at once. Checkpoints
-    store the hash: equal hashes mean the same samples in the same order.
+    The run finds the maps in Data.<mode>.dataset.cache_dir (or beside the corpus) and starts at once.
+    Checkpoints store the hash: equal hashes mean the same samples in the same order.
     """
 
     def run(self) -> None:
@@ -160,7 +161,7 @@ class Index(ConfigOptions):
         configure_logging()
         cfg = load_config(self.config, self.override)
         parts = [("Train", "Train", cfg), *_evaluation_parts(cfg), ("Test", "Test", cfg)]
-        for _, mode, one in parts:  # a run works without the directory, but this verb cannot
+        for _, mode, one in parts:  # a run works without a cache directory, but this verb does not
             section = getattr(one.Data, mode)
             if section is not None and section.dataset.cache_dir is not None:
                 made_directory(one, f"Data.{mode}.dataset.cache_dir")

@@ -1,4 +1,4 @@
-"""The records of a run (``metrics.jsonl``) and its loss curves."""
+"""Read the records of a run (``metrics.jsonl``) and draw its loss curves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppfleetx.config.errors import ConfigError, DataError, UserError
 
 Record = dict[str, Any]
 Series = dict[str, tuple[list[int], list[float]]]
-"""Name -> (steps, values)."""
+"""Curves by name: name -> (steps, values)."""
 
 _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
@@ -20,7 +20,10 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 def read_records(path: Path) -> list[Record]:
     """Read the records of a metrics file, or of the run in a directory.
 
-    An incomplete last line is left out: the run is writing it, or was killed while writing it.
+    An incomplete last line is ignored: the run is writing it, or was killed while writing it.
+
+    Raises:
+        DataError: there is no such file, a line is not a record, or there is no training step.
     """
     from ppfleetx.core.engine.run_directory import METRICS_FILE  # imports NumPy; --help reads this module
 
@@ -42,7 +45,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """Read the records of training steps, as :func:`read_records` does."""
+    """Read only the records of training steps, like :func:`read_records`."""
     return [record for record in read_records(path) if record["kind"] == "train"]
 
 
@@ -58,7 +61,7 @@ def _record(line: str) -> Record | None:
 
 
 def number(record: Record, key: str) -> float:
-    """A number of a record. Null, which the file uses for non-finite numbers, becomes NaN."""
+    """A number of a record as a float. Null, which the file uses for non-finite numbers, becomes NaN."""
     return math.nan if record[key] is None else float(record[key])
 
 
@@ -115,6 +118,8 @@ def import_pyplot() -> Any:
 
 
 def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError unless the file name ends in a known picture format; matplotlib would append .png."""
+    """Raise ConfigError if the file name does not end in a known picture format, because matplotlib would
+    append .png.
+    """
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)

@@ -43,10 +43,10 @@ examples:
     )
 
     def refuse_mistakes(self) -> None:
-        """Do nothing here, because mistakes become rows of the table."""
+        """Do nothing: mistakes become rows of the table."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Check the nodes, start the ranks as separate processes, and print their findings."""
+        """Check the nodes, start the ranks as processes, and print their findings."""
         self.refuse_unusable()
         refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
@@ -96,7 +96,7 @@ examples:
 
 
 def _alone(target: Target) -> list[Row]:
-    """The findings of a single process. Without Paddle, only the checks that do not need it run."""
+    """The findings of a single process. Without Paddle, only the checks that do not import Paddle run."""
     from ppfleetx.doctor.launch import import_row
     from ppfleetx.doctor.registry import CHECKS
     from ppfleetx.doctor.run import examine_all
@@ -109,7 +109,7 @@ def _alone(target: Target) -> list[Row]:
 
 
 def _target(options: Doctor) -> Target:
-    """The target of the checks: this process's rank and, if it can be read, the configuration."""
+    """The subject of the checks: this process's rank and, if it can be read, the configuration."""
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config

@@ -1,6 +1,6 @@
-"""The program of the verb ``eval``: the loss on ``Data.Eval``, or the metric of ``Offline_Eval``.
+"""The implementation of the verb ``eval``: the loss on ``Data.Eval``, or the metric of ``Offline_Eval``.
 
-The files and tokenizer of ``Offline_Eval`` are checked before Paddle is loaded, which takes seconds.
+Importing Paddle takes seconds, so the files and tokenizer of ``Offline_Eval`` are checked first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Perplexity:
     Attributes:
         file: the text.
         detokenizer: the rules that changed the text before it was encoded.
-        num_tokens: the number of tokens in the whole text.
+        num_tokens: the number of tokens.
         num_words: the number of words of the file, separated by single spaces.
         loss: the mean negative log probability of every token but the first, in nats.
         ppl: exp(loss).
@@ -75,7 +75,7 @@ class Accuracy:
 
     Attributes:
         file: the texts.
-        strict: whether all tokens of the last word must be right, or only the last token of the text.
+        strict: whether all tokens of the last word must be right, not only the last one.
         num_examples: the number of texts.
         num_correct: the number of texts whose last word is right; NaN if logits were not finite.
         accuracy: ``num_correct / num_examples``.
@@ -100,7 +100,7 @@ def run(options: Evaluate) -> None:
 
 
 def _window(job: Job) -> list[Setting]:
-    """Limit the length of windows to the model's number of positions, unless the user set it."""
+    """Settings that limit windows to the model's number of positions, unless the user set their length."""
     cfg, origins, _ = read_config(job.config, job.overrides)
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
     if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
@@ -137,12 +137,12 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan that splits sequences if last words are scored, which needs whole sequences."""
+    """Refuse a plan that splits sequences if last words are scored."""
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise cfg.error(
             "Distributed.sep_degree",
-            "whether a word is right is known only to a rank that has all its tokens; with cloze_eval: True "
-            "use dp_degree or mp_degree instead (a checkpoint of any plan loads)",
+            "cloze_eval: True needs ranks that have all tokens of a word; use dp_degree or mp_degree instead "
+            "(a checkpoint of any plan loads)",
         )
 
 
@@ -157,8 +157,9 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
-    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the result, equal on all
-    ranks that know the loss, and the settings of the measurement."""
+    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the result, which is the
+    same on all ranks that compute the loss, and the settings of the evaluation.
+    """
     from ppfleetx.commands.training import build_runner, find_weights
 
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
@@ -235,7 +236,7 @@ def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float)
 
 
 def table(result: Result) -> str:
-    """Names and values in two columns."""
+    """Format ``result`` as names and values in two columns."""
     rows = {name.replace("_", " "): _cell(value) for name, value in asdict(result).items()}
     width = max(len(name) for name in rows)
     rule = "-" * (width + 2 + max(len(cell) for cell in rows.values()))
@@ -249,7 +250,9 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write ``result`` as one JSON object, with null for non-finite numbers, which JSON cannot hold."""
+    """Write ``result`` and ``about`` as one JSON object, with null for non-finite numbers, which JSON cannot
+    hold.
+    """
     kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
     values = {"kind": kind, **asdict(result), **about}
     plain = {

@@ -1,4 +1,4 @@
-"""Defaults of the verb ``finetune``, and the settings behind ``--max-steps``."""
+"""Default settings of the verb ``finetune``, and the settings that ``--max-steps`` implies."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _COURSE = {
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Default length, batch and learning rate for finetuning a pretrained model. The user's own values are
-    kept.
+    """Default length, batch and learning rate for finetuning a pretrained model. Values that the user gave
+    are kept.
     """
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
@@ -68,7 +68,9 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
 
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Settings that make a run train to optimizer step ``max_steps``, or continue an existing run to it."""
+    """Settings that make a run train to optimizer step ``max_steps``, or continue an existing run to that
+    step.
+    """
     cfg = read_config(config, given)[0]
     options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)
     values: dict[str, Any] = {"Engine.max_steps": max_steps}

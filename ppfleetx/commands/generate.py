@@ -1,6 +1,6 @@
-"""The program of the verb ``generate``: from a configuration to a generator, from prompts to text.
+"""The implementation of the verb ``generate``: load a generator, read prompts, write texts.
 
-Most mistakes are found before Paddle is loaded, which takes seconds.
+Importing Paddle takes seconds, so most mistakes are found before.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
     from ppfleetx.generation.prompt_lookup import Assistant
 
-_LONGEST_PROMPT = 1 << 24  # bytes to read from a file that may hold earlier results
+_LONGEST_PROMPT = 1 << 24  # bytes to read of a file, to find out whether it holds earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
 def run(options: Generate) -> None:
-    """Generate according to the options. Results go to standard output."""
+    """Generate according to the options, and print the results."""
     with options.job() as job:
         run_loaded(job.load(), options.output)
 
@@ -61,9 +61,9 @@ def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
 
 
 def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
-    """Continue prompts and print the results. They are also written to ``output``, a jsonl file, if given.
+    """Continue prompts and print the results. If ``output`` is given, also write them to this jsonl file.
 
-    Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
+    Data-parallel ranks continue different prompts. The main rank prints and writes all results in order.
     """
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         generator = load_generator(cfg, ctx)
@@ -80,11 +80,15 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
 def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
-    """Split the prompts among the data-parallel ranks; every rank gets all results, in order, which do not
-    depend on the number of ranks. Raises UserError on every rank, if any rank raises one."""
+    """Split the prompts among the data-parallel ranks. Every rank returns all results in order; they do not
+    depend on the number of ranks.
+
+    Raises:
+        UserError: on every rank, if any rank raises one.
+    """
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
-    # Tensor-parallel ranks communicate in here. They have the same prompts and find the same mistakes.
+    # Tensor-parallel ranks communicate here. They have the same prompts and so raise the same errors.
     with joint_errors(ctx, name_ranks=False):
         results = generator.generate(
             prompts[start:end], cfg.Generation, seed=cfg.Global.seed, first_prompt=start
@@ -121,7 +125,7 @@ def check_plan(cfg: RunConfig) -> None:
     if plan.sequence_parallel:
         why = "generation does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
         raise cfg.error("Model.sequence_parallel", why)
-    # Data ranks have different prompts, and end after different numbers of tokens.
+    # Experts cannot be spread over data ranks, which end after different numbers of tokens.
     if plan.mp % (plan.ep * plan.emp):
         raise cfg.error(
             "Distributed.ep_degree",
@@ -152,7 +156,9 @@ def check_options(cfg: RunConfig) -> None:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. Reads no tensor."""
+    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. No tensor is
+    read.
+    """
     if not cfg.Model.task.continues_text:
         raise cfg.error(
             "Model.module",
@@ -163,8 +169,12 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Refuse an output path unless it is a new file, an empty one, or a file of earlier results, which
-    contains ``mark`` and will be replaced."""
+    """Refuse an output path unless it is a new or empty file, or one with earlier results, which will be
+    replaced.
+
+    Args:
+        mark: bytes that identify a file with earlier results.
+    """
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
@@ -190,8 +200,11 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator. ``tokenizer``
-    is the checkpoint's tokenizer, if it has been loaded already."""
+    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer, if it is loaded already.
+    """
     from ppfleetx.commands.training import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
     from ppfleetx.nn.cpu_ops import ops as cpu_ops
@@ -205,12 +218,12 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
     start.restore_weights(runner, cfg.Model)
     generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"), assistants_for(cfg))
     gc.collect()
-    gc.freeze()  # garbage collection need not search objects that live as long as the process
+    gc.freeze()  # exclude objects that live as long as the process from garbage collection
     return generator
 
 
 def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
-    """Return the function that loads an assistant for a model. Each process holds the whole assistant on its
+    """Return a function that loads an assistant model. Each process holds the whole assistant on its
     device.
     """
 
@@ -233,7 +246,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer of ``Data.tokenizer``, else the tokenizer stored in or beside the checkpoint.
 
     The stored tokenizer is also used if the configuration is in the checkpoint's directory and its
-    ``Data.tokenizer.dir`` does not exist any more, because the run's directory has been moved.
+    ``Data.tokenizer.dir`` does not exist any more: then the run's directory has been moved.
     """
     from ppfleetx.data.build import load_tokenizer
 
@@ -266,8 +279,8 @@ def read_prompts(cfg: RunConfig) -> list[str]:
     """Read the prompts: ``Generation.prompt``, the prompts in ``Generation.prompt_file``, or
     :data:`DEFAULT_PROMPT`.
 
-    A ``.jsonl`` file holds one text, or one object with a text under ``prompt``, per line; any other file,
-    and ``-`` (standard input), one prompt per line. Empty lines are skipped.
+    Each line of a ``.jsonl`` file holds a string, or an object with a string under ``prompt``. In any other
+    file, and in ``-`` (standard input), each line is a prompt. Empty lines are skipped.
     """
     if cfg.Generation.prompt_file is not None:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)
@@ -329,7 +342,7 @@ def _prompt_of(line: str, place: str) -> str:
 
 
 def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
-    """Print the lines ``Prompt:`` and ``Generation:`` of one prompt."""
+    """Print the results of one prompt as lines ``Prompt:`` and ``Generation:``."""
     print(f"Prompt: {prompt}")
     for generation in generations:
         print(f"Generation: {prompt}{generation.text}\n", flush=True)
@@ -361,8 +374,11 @@ def write_generations(
     prompts: Sequence[str],
     results: Sequence[Sequence[Generation]],
 ) -> None:
-    """Let the main rank write prompts and results to the jsonl file ``output``; None writes no file. Raises
-    ConfigError on every rank, if the file cannot be written."""
+    """On the main rank, write prompts and results to the jsonl file ``output``. If it is None, do nothing.
+
+    Raises:
+        ConfigError: on every rank, if the file cannot be written.
+    """
     if output is None:
         return
     lines = []

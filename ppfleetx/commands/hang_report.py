@@ -1,4 +1,4 @@
-"""The program of the verb ``hang-report``."""
+"""The implementation of the verb ``hang-report``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_FAULTS = 5
 
 
 def print_report(options: HangReport) -> None:
-    """Print the joint explanation of the last hang that was reported, and one line per rank."""
+    """Print the explanation of the last hang, derived from all reports, and one line per rank."""
     reports = _newest(options.directory)
     explanation = explain(reports)
     if options.json:
@@ -32,8 +32,8 @@ def print_report(options: HangReport) -> None:
 
 
 def _newest(directory: Path) -> dict[int, Report]:
-    """Find the reports of the last hang in ``directory``, or in the report directories of a run below it, and
-    name files that cannot be read.
+    """Return the reports of the last hang in ``directory``, or in the report directories of the run in it, by
+    rank. Prints a warning for each file that cannot be read.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: there is no such directory")

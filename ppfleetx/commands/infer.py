@@ -1,4 +1,4 @@
-"""The program of the verb ``infer``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+"""The implementation of the verb ``infer``. Most mistakes are found before Paddle is imported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads",
 
 
 def run(options: Infer) -> None:
-    """Answer the prompts. Each process answers some; the main process prints and writes all, in order."""
+    """Answer the prompts. They are split among the processes; the main process prints and writes all answers
+    in order.
+    """
     if options.export is None and options.config is None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
     config = options.config or _config_of(options.export)
@@ -77,8 +79,11 @@ def _config_of(export: str) -> Sections:
 
 
 def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    """Continue prompts and print the results. They are also written to ``output``, a jsonl file, if given.
-    Raises UserError on every rank, if any rank raises one."""
+    """Continue prompts and print the results. If ``output`` is given, also write them to this jsonl file.
+
+    Raises:
+        UserError: on every rank, if any rank raises one.
+    """
     from ppfleetx.deploy.inference_engine import InferenceEngine
 
     with joint_errors(ctx, name_ranks=False):
@@ -90,18 +95,18 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """Complete the ``Generation`` section with the export's settings for keys that were not given."""
+    """The ``Generation`` section, with the export's settings for keys that were not given."""
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:
         return section_of(GenerationConfig, {**exported, **written})
     except ConfigError as error:
         raise ConfigError(
-            f"does not go together with the settings of the export ({exported}): {error}", key="Generation"
+            f"does not fit the settings of the export ({exported}): {error}", key="Generation"
         ) from error
 
 
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
-    """Remove the files of the model from ``cfg``, because they may not exist where the export is used."""
+    """Remove the model's files from ``cfg``, because they may not exist where the export is used."""
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
     return cfg.changed("Engine", save_load=save_load).changed("Model", lora=None)
 

@@ -61,7 +61,11 @@ class Inspect(Command):
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """The pattern of --filter. Raises ConfigError if it is not a regular expression."""
+    """Compile the value of --filter.
+
+    Raises:
+        ConfigError: it is not a regular expression.
+    """
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
@@ -69,7 +73,7 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Check a whole checkpoint, and print each damaged place."""
+    """Check a whole checkpoint and print each damaged place. Returns the exit code."""
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():
@@ -94,7 +98,7 @@ def verify(path: str) -> int:
 
 
 def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
-    """Print the differences between two checkpoints."""
+    """Print the differences between two checkpoints. Returns the exit code."""
     from ppfleetx.checkpoint import inspect
 
     checkpoints = []

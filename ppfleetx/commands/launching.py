@@ -1,7 +1,7 @@
 """``--nproc N``: run a verb in N processes, started by Paddle's launcher in this process.
 
-The launcher shows the log of its first rank and, if a rank fails, the end of that rank's log, where the
-rank's number is before each line of its errors.
+The launcher shows the log of its first rank and, if a rank fails, the end of that rank's log. Each line of an
+error begins with the rank's number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
-"""Each rank runs this file, with a verb and its arguments."""
+"""The file that each rank runs, with a verb and its arguments."""
 _LAUNCHER = "paddle.distributed.launch"
 _GROUP = "several processes (paddle.distributed.launch)"
 
@@ -48,7 +48,7 @@ class LaunchOptions(Command):
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Start the ranks and wait for them. Ends this process with the launcher's exit code."""
+        """Start the ranks and wait for them. This process ends with the launcher's exit code."""
         self.refuse_unusable()
         if find_spec("paddle") is None:
             raise not_installed(ModuleNotFoundError(name="paddle"))
@@ -69,7 +69,7 @@ class LaunchOptions(Command):
 
     def refuse_mistakes(self) -> None:
         """Raise the UserError that every rank would raise, once and before any rank starts: for a mistake in
-        the configuration, a missing model, or machines that cannot reach each other.
+        the configuration, a missing model, or a missing --master.
         """
         if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
             raise ConfigError(
@@ -90,12 +90,12 @@ class LaunchOptions(Command):
             load_config(config, self.override, world_size=self.num_processes)
 
     def refuse_unusable(self) -> None:
-        """Raise ConfigError for a directory or cards that would make Paddle's launcher fail or guess."""
+        """Raise ConfigError for a log directory or cards with which Paddle's launcher would fail or guess."""
         if self.log_dir is not None:
             refuse_unwritable(Path(self.log_dir), "--log-dir")
         if self.devices is not None and not all(one.strip().isdecimal() for one in self.devices.split(",")):
             raise ConfigError(
-                "must be the numbers of cards, with commas between", key="--devices", value=self.devices
+                "must be card numbers, separated by commas", key="--devices", value=self.devices
             )
 
     @property
@@ -107,7 +107,7 @@ class LaunchOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(LaunchOptions):
-    """The options shared by the verbs that train."""
+    """Options shared by the verbs that train."""
 
     max_steps: int | None = option(
         "train until step N; an existing run in the output directory, even a finished one, is continued to "
@@ -117,7 +117,7 @@ class TrainingOptions(LaunchOptions):
 
 
 def _refuse_absent_cards(options: LaunchOptions) -> None:
-    """Raise ConfigError if there are fewer cards than ranks. Paddle's launcher would end with a traceback."""
+    """Raise ConfigError if there are fewer cards than ranks: Paddle's launcher would end with a traceback."""
     from paddle.distributed.launch.context.device import Device
 
     visible = Device.parse_device().labels  # empty without cards, [""] if none is visible
@@ -145,7 +145,7 @@ def _refuse_absent_cards(options: LaunchOptions) -> None:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """The command-line arguments to pass on to the ranks."""
+    """The command-line arguments to pass to the ranks."""
     parser = argparse.ArgumentParser(add_help=False)
     for one in fields(LaunchOptions):
         parser.add_argument(*flags_of(one))
@@ -153,13 +153,13 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 
 def mark_errors() -> None:
-    """Put ``[rank N] `` before each line of standard error, in a rank of a job."""
+    """In a rank of a job, put ``[rank N] `` before each line of standard error."""
     if os.environ.get("PADDLE_TRAINER_ID", "").isdigit():
         sys.stderr = MarkedStream(sys.stderr, int(os.environ["PADDLE_TRAINER_ID"]))
 
 
 class MarkedStream(io.TextIOBase):
-    """Writes ``[rank N] `` before each line to tell the lines of several ranks apart."""
+    """Writes ``[rank N] `` before each line, to tell the lines of several ranks apart."""
 
     def __init__(self, stream: io.TextIOBase, rank: int) -> None:
         self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True

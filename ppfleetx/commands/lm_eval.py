@@ -1,5 +1,5 @@
-"""Run tasks of lm-evaluation-harness on a checkpoint (https://github.com/EleutherAI/lm-evaluation-harness,
-0.4).
+"""The implementation of the verb ``lm-eval``: tasks of lm-evaluation-harness
+(https://github.com/EleutherAI/lm-evaluation-harness, 0.4).
 
 ``lm_eval`` is an optional dependency and is imported only when it is used.
 """
@@ -67,7 +67,7 @@ def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
-    """Return the harness's ``TaskManager``, after checking that it knows all of ``tasks``."""
+    """Return a ``TaskManager`` of the harness that knows all of ``tasks``."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:  # the harness takes half a minute to list its own thousands of tasks
@@ -94,7 +94,7 @@ def measure(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Return the results of ``lm_eval.simple_evaluate``."""
+    """Run ``lm_eval.simple_evaluate`` and return its results."""
     import lm_eval
 
     return lm_eval.simple_evaluate(

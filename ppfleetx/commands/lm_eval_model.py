@@ -1,4 +1,4 @@
-"""A checkpoint as a model of lm-evaluation-harness. Importing this needs ``lm_eval``."""
+"""A checkpoint as a model of lm-evaluation-harness. This module imports ``lm_eval``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ _DEFAULT_NEW_TOKENS = 256
 class HarnessModel(TemplateLM):
     """The harness's interface to a model: log likelihoods and continuations of texts.
 
-    Texts are encoded as the tokenizer's directory says: special tokens in them become their ids, and BOS
-    comes before them if transformers adds it, as with the harness's own ``add_bos_token=True``. A text
-    without context begins with BOS, or with the end-of-text token if there is no BOS. If a text is too long,
-    the model sees only its end.
+    Special tokens in texts become their ids. BOS comes before a text if transformers would add it, as with
+    the harness's own ``add_bos_token=True``. A text without context begins with BOS, or with the end-of-text
+    token if there is no BOS. Of a text that is too long, the model sees only the end.
 
     Args:
-        generator: the model with its tokenizer.
         vocab_size: ``Model.vocab_size``; probabilities are over these tokens.
         batch_size: the number of texts per forward pass. It affects results only by float rounding.
     """
@@ -50,7 +48,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that begins a text without context."""
+        """The token id that begins a text without context."""
         return self._tokenizer.start_id
 
     @property
@@ -59,15 +57,18 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text without the tokens that the tokenizer appends, because the text continues."""
+        """Encode a text without the tokens that the tokenizer appends, because the text is to be
+        continued.
+        """
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Encode contexts and continuations and score them. This replaces the harness's method, which may
-        add a second BOS."""
+        """Score a continuation after its context, for each request. The harness's own method may add a second
+        BOS.
+        """
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:
@@ -84,7 +85,7 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Score each request's continuation: its log probability, and whether each of its tokens is the
+        """Score the continuation of each request: its log probability, and whether all of its tokens are the
         likeliest.
         """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -172,7 +173,7 @@ class HarnessModel(TemplateLM):
             options["stop"] = tuple(stops) or None
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         results = self._generator.generate(prompts, _section(options), batch_rows=self._batch_size)
-        # Beam search takes no stop strings, so cut the text at them here.
+        # Beam search does not support stop strings, so cut the texts here.
         return [_before(generations[0].text, stops) for generations in results]
 
 
@@ -180,7 +181,7 @@ def _section(options: dict[str, Any]) -> GenerationConfig:
     try:
         return section_of(GenerationConfig, options)
     except ConfigError as error:
-        raise ConfigError(f"a task asks for what generation does not have ({options}): {error}") from error
+        raise ConfigError(f"a task needs options that generation lacks ({options}): {error}") from error
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

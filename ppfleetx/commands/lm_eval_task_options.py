@@ -1,4 +1,4 @@
-"""Translate generation options of lm-evaluation-harness's tasks to keys of section ``Generation``."""
+"""Translate the generation options of lm-evaluation-harness's tasks to keys of section ``Generation``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from ppfleetx.conversion.huggingface.generation_config import DEFAULTS
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Translate the options of a task's ``generate_until`` to ``Generation`` keys and stop strings."""
+    """Translate the options of a task's ``generate_until`` to ``Generation`` keys and a list of stop strings.
+
+    Args:
+        max_new_tokens: the limit on new tokens if the task sets none.
+
+    Raises:
+        ConfigError: the task uses an option that generation does not have.
+    """
     left = dict(asked)
     until = left.pop("until", None) or []
     stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]

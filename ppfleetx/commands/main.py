@@ -1,7 +1,7 @@
-"""The command ``ppfleetx VERB ...``, which is ``python -m ppfleetx VERB ...``, and the scripts in ``tools/``.
+"""The command ``ppfleetx VERB ...`` (also ``python -m ppfleetx VERB ...``) and the scripts in ``tools/``.
 
-Modules are imported only for the verb in use, so that the command itself starts at once. To add a verb, write
-a :class:`~ppfleetx.commands.options.Command` and add a line to the table.
+Only the modules of the verb in use are imported, so that the command starts at once. To add a verb, write a
+:class:`~ppfleetx.commands.options.Command` and add it to :data:`GROUPS`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """One row of the table. ``place`` is a module of ``ppfleetx.commands`` and the class in it, e.g.
-    ``train_verbs:Train``; ``help`` describes the verb in the list of verbs."""
+    """One verb of the command.
+
+    Attributes:
+        place: a module of ``ppfleetx.commands`` and the class in it, e.g. ``train_verbs:Train``.
+        help: the description in the list of verbs.
+    """
 
     name: str
     place: str
@@ -45,7 +49,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("hang-report", "train_verbs:HangReport", "say why a job hung, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "train_verbs:Check", "look at a configuration: plan, parameters, batch arithmetic"),
-        Verb("plan", "train_verbs:Plan", "predict memory and step time, or rank the plans of so many cards"),
+        Verb("plan", "train_verbs:Plan", "predict memory and step time, or rank plans for a number of cards"),
         Verb("recipe", "train_verbs:Recipe", "write a whole configuration from the depth of the model"),
         Verb(
             "translate",
@@ -73,7 +77,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         ),
         Verb("quantize", "checkpoint_verbs:Quantize", "store the weights of a checkpoint in 8 or 4 bits"),
         Verb("prune", "checkpoint_verbs:Prune", "take heads, units and layers out of a checkpoint"),
-        Verb("upcycle", "checkpoint_verbs:Upcycle", "make a mixture of experts of a dense model"),
+        Verb("upcycle", "checkpoint_verbs:Upcycle", "make a mixture of experts from a dense model"),
         Verb("merge", "convert:Merge", "add trained adapters to the weights they belong to"),
     ),
     "data": (
@@ -93,7 +97,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("completion", "configs:Completion", "print a script that completes this command in bash or zsh"),
     ),
 }
-"""The verbs as ``ppfleetx --help`` lists them."""
+"""The verbs in groups, as ``ppfleetx --help`` lists them."""
 
 VERBS: dict[str, Verb] = {verb.name: verb for verbs in GROUPS.values() for verb in verbs}
 
@@ -120,7 +124,7 @@ def main() -> None:
 
 
 def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """Run :func:`call` as the whole program, as the scripts of ``tools/`` do. Does not return."""
+    """Run :func:`call` and end the process with its exit code, as the scripts in ``tools/`` do."""
     run_tool(partial(call, verb, arguments, program=program))
 
 
@@ -129,8 +133,8 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
 
     Args:
         arguments: the arguments after the verb; None: the arguments of this process.
-        program: the name before the verb in messages; None: the name of this process's program, without the
-            verb.
+        program: the program name before the verb in messages; None: the name of this process's program,
+            without the verb.
 
     Raises:
         UserError: a mistake of the user.

@@ -1,5 +1,6 @@
-"""The programs of ``projects/megatron`` and ``projects/paddleformers``: prepare GPT-2's corpus, train,
-collect results."""
+"""The programs of ``projects/megatron`` and ``projects/paddleformers``: prepare GPT-2's corpus, train, and
+show results.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ _LOG = Path("test/output/0")
 
 
 def run(argv: Sequence[str]) -> None:
-    """The program ``pretrain_gpt.py``."""
+    """The program ``projects/megatron/pretrain_gpt.py``."""
     train_translated(argv or ["--help"], USAGE, of_arguments)
 
 
@@ -58,7 +59,11 @@ def run_paddleformers(argv: Sequence[str]) -> None:
 def train_translated(
     argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
 ) -> None:
-    """Train with another toolkit's arguments; with ``--check`` print the plan, with ``--help`` the usage."""
+    """Train with another toolkit's arguments; with ``--check`` print the plan, with ``--help`` the usage.
+
+    Args:
+        translate: turns arguments and the number of processes into a translated configuration.
+    """
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
         return
@@ -75,7 +80,9 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Split the arguments into ``--check``, ``--world-size`` and the arguments of the other toolkit."""
+    """Split the arguments into ``--check``, the number of processes, and the arguments of the other
+    toolkit.
+    """
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:
@@ -97,8 +104,10 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them, and
-    print the table of results. The log is ``test/output/0/train_0.log``; an earlier run and its logs in the
-    same place are renamed. Returns the launcher's exit code."""
+    print a table of results. Returns the launcher's exit code.
+
+    The log is ``test/output/0/train_0.log``. An earlier run and its logs in the same place are renamed.
+    """
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
@@ -143,10 +152,10 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 def results_table(size: str, cfg: RunConfig, output: Path) -> str:
-    """Params, PPL, samples/s, sequence length and steps of a finished run.
+    """Params, PPL, samples/s, sequence length and steps of a finished run, as a Markdown table.
 
-    PPL is the lowest perplexity of the run's evaluations after a step, samples/s the mean of the last hundred
-    log lines.
+    PPL is the lowest perplexity of the run's evaluations after a step; samples/s is the mean of the last
+    hundred log lines.
     """
     records = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
     trained = [record for record in records if record["kind"] == "train"]
@@ -200,7 +209,7 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text(output_dir: Path, extracted: Path) -> Path:
-    """The corpus text in its usual place. If needed, it is first joined from the parts that WikiExtractor
+    """The path of the corpus text. If it does not exist, it is joined from the files that WikiExtractor
     wrote.
     """
     text = output_dir / _TEXT

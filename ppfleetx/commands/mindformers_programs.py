@@ -1,4 +1,4 @@
-"""The programs ``run_mindformer.py`` and ``convert_weight.py`` of MindFormers."""
+"""The programs of ``projects/mindformers``: MindFormers' ``run_mindformer.py`` and ``convert_weight.py``."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def _whole_batches(cfg: RunConfig) -> int:
 
 
 def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
-    """Subtract the longest prompt from ``max_decode_length``, which includes the prompt in MindFormers."""
+    """Set the number of new tokens to ``max_decode_length``, which in MindFormers includes the prompt, minus
+    the longest prompt.
+    """
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
     given = translation.given.get(key)
@@ -150,12 +152,12 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert ``torch_path``, a ``pytorch_model.bin`` or ``model.safetensors`` under any name, with the
-    config.json and tokenizer in its directory, if any. Returns the step directory.
+    """Convert ``torch_path``, a ``pytorch_model.bin`` or ``model.safetensors`` under any name. config.json
+    and a tokenizer in the same directory are used, if any. Returns the step directory.
 
     Args:
         layers: the number of layers that the file must have.
-        num_heads: the number of attention heads, if there is no config.json; None: heads of width 64.
+        num_heads: the number of attention heads, if there is no config.json; None: heads have width 64.
     """
     if not torch_path.is_file():
         raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))
@@ -169,7 +171,7 @@ def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: in
                 (source / CONFIG).write_text(json.dumps(_config(tensors, torch_path, num_heads)))
             _check_layers(tensors, read_hf_config(source), torch_path, layers)
             return convert(Conversion("hf", "ppfleetx", source, output))
-        except UserError as error:  # name the user's files, not the temporary ones
+        except UserError as error:  # show the paths of the user's files, not of the temporary ones
             text = str(error).replace(str(source / _weights_name(torch_path)), str(torch_path))
             raise type(error)(text.replace(str(source), str(torch_path.parent))) from None
 
@@ -186,7 +188,7 @@ def _weights_name(torch_path: Path) -> str:
 
 
 def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """The sizes of the model, under Hugging Face's names, read from the shapes of its tensors."""
+    """The sizes of the model, under Hugging Face's names, derived from the shapes of its tensors."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

@@ -25,7 +25,7 @@ Without a file it reads pretrain_gpt_38BV3.yaml of its own folder; docs/dialects
 
 
 def run(argv: Sequence[str], default: Path) -> None:
-    """The program ``pretrain_gpt.py``."""
+    """The program ``projects/mindspeed/pretrain_gpt.py``."""
 
     def translate(arguments: list[str], world: int | None) -> Translation:
         path, rest = file_of(without_launcher(arguments)[1])
@@ -35,13 +35,14 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """The program ``msrun``: run Paddle's launcher, and name the logs as users of ``msrun`` expect. Returns
-    the launcher's exit code; with ``--join=False`` 0, without waiting."""
+    """The program ``msrun``: run Paddle's launcher, with logs named as users of ``msrun`` expect. Returns the
+    launcher's exit code; with ``--join=False``, returns 0 without waiting.
+    """
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))
     if args.worker_num < 1 or args.local_worker_num < 1 or rest:
         raise ConfigError(
-            f"must be a multiple of --local_worker_num {args.local_worker_num}: every node starts as many",
+            f"must be a multiple of --local_worker_num {args.local_worker_num}, the ranks of each node",
             key="--worker_num",
             value=args.worker_num,
         )
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--local_worker_num", type=int, default=8, metavar="N", help="ranks of this node (8)")
     add("--master_addr", default="127.0.0.1", metavar="HOST", help="where nodes meet (127.0.0.1)")
     add("--master_port", type=int, default=8118, metavar="PORT", help="its port; one node needs none (8118)")
-    add("--node_rank", type=int, default=-1, metavar="N", help="number of this node; -1: as they come")
+    add("--node_rank", type=int, default=-1, metavar="N", help="number of this node; -1: in order of arrival")
     add("--log_dir", default=".", metavar="DIR", help="gets worker_0.log, worker_1.log, ... (.)")
     add("--join", type=_truth, default=False, metavar="True|False", help="wait for the ranks (False)")
     add("--cluster_time_out", type=whole_number, metavar="S", help="seconds that ranks may start apart (600)")

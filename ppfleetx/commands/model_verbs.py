@@ -1,6 +1,6 @@
 """The verbs that use a trained model: a checkpoint with its own configuration, or ``-c FILE``.
 
-``--help`` imports only this file: each verb imports its program when it runs.
+``--help`` imports only this file: each verb imports its implementation when it runs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class Job:
-    """The configuration that a command runs with."""
+    """The source of the configuration that a command runs with, and the overrides to apply."""
 
     config: ConfigSource
     overrides: list[Override]
 
     def load(self, *more: Override) -> RunConfig:
-        """The whole configuration, for the processes of this job."""
+        """Load the configuration, for the number of processes of this job."""
         from ppfleetx.commands.start_process import world_size
         from ppfleetx.config.loader import load_config
 
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(OptionalConfigOptions):
-    """CHECKPOINT, ``-c FILE`` and ``-o Section.key=value``."""
+    """The options CHECKPOINT, ``-c FILE`` and ``-o Section.key=value``."""
 
     intermixed: ClassVar[bool] = True
 
@@ -55,7 +55,7 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[Job]:
-        """The configuration that results from the options and ``settings``."""
+        """A context manager that yields the :class:`Job` for these options and ``settings``."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 
@@ -68,10 +68,12 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[Job]:
-    """Yield the configuration of the model in ``checkpoint``, which ``config`` replaces if it is given.
+    """Yield the :class:`Job` for the model in ``checkpoint``. If ``config`` is given, it replaces the model's
+    own configuration. Temporary files are removed at the end.
 
-    Temporary files are removed at the end. ``key`` is the configuration key that will name the checkpoint,
-    ``option`` the option that named it, for messages.
+    Args:
+        key: the configuration key that will name the checkpoint.
+        option: the option that named the checkpoint, for messages.
     """
     if checkpoint is None and config is None:
         raise ConfigError(f"give {option}, the directory of a model, or -c FILE")
@@ -190,7 +192,7 @@ examples:
 
     @property
     def num_processes(self) -> None:
-        """The number of processes. Any number can run an export."""
+        """None: an export runs in any number of processes."""
         return
 
     program = "infer:run"

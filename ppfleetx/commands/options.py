@@ -1,4 +1,4 @@
-"""A verb's options as a dataclass, and the command line made from it."""
+"""Declare the options of a verb as fields of a dataclass, and build the command-line parser from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name tha
 
 
 class Command:
-    """A verb: a frozen dataclass whose fields are its options and whose docstring opens ``--help``.
+    """A verb: a frozen dataclass whose fields are the options and whose docstring is the description in
+    ``--help``.
 
     Attributes:
-        examples: commands to paste, shown at the end of ``--help``.
+        examples: example commands, shown at the end of ``--help``.
         intermixed: whether options may come between positional arguments.
-        program: ``module:function`` of ``ppfleetx.commands`` that takes the options and does the work. It is
-            imported when it runs, so that ``--help`` needs neither Paddle nor NumPy.
+        program: the implementation, ``module:function`` of ``ppfleetx.commands``, which is called with the
+            options. It is imported when the verb runs, so that ``--help`` needs neither Paddle nor NumPy.
     """
 
     examples: ClassVar[str] = ""
@@ -40,7 +41,7 @@ class Command:
         return None
 
     def settings(self) -> list[Setting]:
-        """The values that options set for keys of the configuration."""
+        """The settings of configuration keys that follow from the options."""
         from ppfleetx.config.reading.overrides import Setting
 
         found = []
@@ -71,10 +72,13 @@ class Command:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
-        """Parse ``arguments`` (None: the arguments of this process) into the options. Raises SystemExit if
-        the arguments are wrong, or contain ``--help``."""
+        """Parse ``arguments`` (None: the arguments of this process) into the options.
+
+        Raises:
+            SystemExit: the arguments are wrong, or contain ``--help``.
+        """
         parser = cls.parser(program)
-        # Ordinary parsing takes all positional arguments from one place: no prompt could follow an option.
+        # Ordinary parsing wants all positional arguments in one place, so no prompt could follow an option.
         parse = parser.parse_intermixed_args if cls.intermixed else parser.parse_args
         given = vars(parse(arguments))
         return cls(
@@ -92,14 +96,14 @@ def option(
 ) -> Any:
     """Declare an option named after its field: ``--max-steps`` for ``max_steps``.
 
-    The field's type decides how it is read: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes
-    several words.
+    The field's type determines parsing: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes several
+    words.
 
     Args:
         help: the text in ``--help``, or a function that returns it when the parser is built.
         flags: ``--name`` and other spellings, instead of the field's name.
         default: the default value; ``MISSING`` if the option is required.
-        key: the key of the configuration that the option sets.
+        key: the configuration key that the option sets.
         group: title of the group in ``--help``.
         how: further arguments of ``ArgumentParser.add_argument``.
     """
@@ -123,13 +127,13 @@ def positional(metavar: str | None, help: str, **how: Any) -> Any:
 
 
 def flags_of(one: Field[Any]) -> tuple[str, ...]:
-    """The names of a field on the command line; empty for a positional argument."""
+    """The command-line flags of a field; empty for a positional argument."""
     flags = one.metadata["flags"] or (f"--{one.name.replace('_', '-')}",)
     return () if flags == (_POSITIONAL,) else flags
 
 
 def whole_number(text: str) -> int:
-    """Parse an integer of at least 1, as the ``type=`` of an argument."""
+    """Parse an integer of at least 1; for the ``type=`` of an argument."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
@@ -187,7 +191,7 @@ class ConfigOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalConfigOptions(ConfigOptions):
-    """The options of :class:`ConfigOptions` for a verb that can do without ``-c``."""
+    """:class:`ConfigOptions` for a verb that does not require ``-c``."""
 
     config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
 

@@ -1,4 +1,4 @@
-"""The program of the verb ``plan``: make predictions from options, and print them as text, JSON or files."""
+"""The implementation of the verb ``plan``: make predictions, and print them as text, JSON or files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(options: Plan) -> None:
 
 
 def report_of(options: Plan) -> str:
-    """The text that the command prints."""
+    """The text that the verb prints."""
     refuse_not_positive(options, "price", "mtbf", "save_seconds", "restart_seconds", "network_gbps", "tokens")
     written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
@@ -87,7 +87,7 @@ def _questions_of(options: Plan) -> Questions:
 def _numbers(text: str, key: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 12 and int(part) > 0 for part in parts):
-        raise ConfigError("takes integers of at least 1, with commas between", key=key, value=text)
+        raise ConfigError("takes integers of at least 1, separated by commas", key=key, value=text)
     return [int(part) for part in parts]
 
 
@@ -116,13 +116,15 @@ def _axes(words: str | None) -> tuple[str, ...]:
 def _one(
     written: UnresolvedConfig, words: str, options: Plan, cluster: Cluster
 ) -> tuple[RunConfig, Prediction]:
-    """The configuration under the plan ``words``. Settings that the plan does not name are kept."""
+    """The configuration under the plan ``words``, and its prediction. Settings that the plan does not name
+    are kept.
+    """
     option = "--plan" if options.plan is not None else "--explain"
     named = parse_plan(words, written.plan, option)
     plan, batch = named.plan, _batch(written, options)
     if options.devices is not None and plan.world_size != options.devices:
         raise ConfigError(
-            f"the plan is of {plan.world_size} cards, not of {options.devices}", key=option, value=words
+            f"the plan uses {plan.world_size} cards, not {options.devices}", key=option, value=words
         )
     micro = named.micro or written.micro_batch()
     if batch % (plan.data_size * micro):
@@ -155,7 +157,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """The number of tokens of the whole run: ``--tokens``, or computed from the configuration's steps."""
+    """The number of tokens of the whole run: ``--tokens``, or computed from ``Engine.max_steps``."""
     if options.tokens is not None:
         return options.tokens
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)

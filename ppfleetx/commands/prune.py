@@ -1,4 +1,4 @@
-"""The program of the verb ``prune``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+"""The implementation of the verb ``prune``. Most mistakes are found before Paddle is imported."""
 
 from __future__ import annotations
 
@@ -46,8 +46,13 @@ REPORT_FILE = "pruning.json"
 
 @dataclass(frozen=True)
 class _Pruned:
-    """The pruned model: its parameters by canonical name, the report's entry for each layer, and rows of the
-    table (name, size before, size after)."""
+    """The pruned model.
+
+    Attributes:
+        tensors: the parameters by canonical name.
+        layers: the report's entry for each layer.
+        sizes: rows of the printed table: (name, size before, size after).
+    """
 
     model: ModelConfig
     tensors: Mapping[str, LazyTensor]
@@ -56,7 +61,7 @@ class _Pruned:
 
 
 def prune(options: Prune) -> Path:
-    """Write the smaller model and the report; return its step directory."""
+    """Write the smaller model and the report. Returns the step directory."""
     configure_logging()
     _check(options)
     with open_model(options) as (cfg, directory, tokenizer):

@@ -1,4 +1,4 @@
-"""The program of the verb ``quantize``. It finds most mistakes before it loads Paddle."""
+"""The implementation of the verb ``quantize``. Most mistakes are found before Paddle is imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPORT_FILE = "quantization.json"
 
 
 def quantize(options: Quantize) -> Path:
-    """Write the quantized checkpoint and the report; return its step directory."""
+    """Write the quantized checkpoint and the report. Returns the step directory."""
     weights = _weights(options)
     output = Path(options.output)
     options.check()
@@ -83,7 +83,7 @@ def _quantize(
     from ppfleetx.compress.quantize import Options, Quantizer, check_options, with_group
 
     trained = cfg.Compress.quantization
-    if trained is not None and trained.weight_bits <= weights.bits:  # on a symmetric grid, which is kept
+    if trained is not None and trained.weight_bits <= weights.bits:  # keep the symmetric grid of the training
         weights = weights.model_copy(update={"asymmetric": False})
     if options.group is None and (weights.asymmetric or weights.bits == 4):
         weights = with_group(cfg.Model, weights)

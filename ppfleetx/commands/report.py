@@ -1,4 +1,4 @@
-"""A page about a run, as Markdown and as HTML, from its records, configuration and checkpoints."""
+"""The implementation of the verb ``report``: a page about a run, as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -52,8 +52,12 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's directory that the page uses: its configuration, resolved for its number of
-    processes, and the records of ``metrics.jsonl``."""
+    """The contents of a run's directory that the page uses.
+
+    Attributes:
+        cfg: the run's configuration, resolved for its number of processes.
+        records: the records of ``metrics.jsonl``.
+    """
 
     directory: Path
     cfg: RunConfig
@@ -76,8 +80,8 @@ class RunFiles:
     def seconds(self) -> float:
         """The total time of the recorded steps and evaluations."""
         steps, total = self.of_kind("train"), sum(record["seconds"] for record in self.of_kind("eval"))
-        # The steps before the first record may be another directory's. Later gaps are steps of this run that
-        # an interruption kept from being recorded. Old records do not say how many steps they cover.
+        # Steps before the first record may belong to another directory. Later gaps are steps of this run that
+        # were not recorded because of an interruption. Old records lack the number of steps that they cover.
         first = steps[0]
         last = max(0, first["step"] - first.get("num_steps", self.cfg.Engine.logging_freq))
         for record in steps:
@@ -88,8 +92,14 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: SVG pictures, a table whose first row is the header, texts in a fixed-width
-    font, and a sentence below."""
+    """A section of the page.
+
+    Attributes:
+        pictures: SVG files.
+        table: rows of cells; the first row is the header.
+        texts: texts in a fixed-width font.
+        note: a sentence below.
+    """
 
     title: str
     pictures: Sequence[Path] = ()
@@ -121,8 +131,11 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the page and its pictures into ``output``, replacing an earlier report. Without a ``price`` of a
-    device-hour, the cost is in device-hours only."""
+    """Write the page and its pictures into ``output``, replacing an earlier report. Returns the pages.
+
+    Args:
+        price: the price of a device-hour; None: give the cost in device-hours only.
+    """
     refuse_unwritable(output, "--output")
     output.mkdir(parents=True, exist_ok=True)
     sections = [
@@ -179,7 +192,7 @@ def _curves(run: RunFiles, output: Path) -> Section:
 
 
 def _evaluations(run: RunFiles) -> list[Section]:
-    """Loss, perplexity and bits per byte of the latest evaluations of each set."""
+    """One section per evaluation set with loss, perplexity and bits per byte of its latest evaluations."""
     sections = []
     for name, cfg in data_sets(run.cfg).items():
         records = [record for record in run.of_kind("eval") if record.get("set") == name][-_MOST_EVALUATIONS:]
@@ -207,7 +220,7 @@ def _evaluations(run: RunFiles) -> list[Section]:
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
     """The number of tokens predicted in an evaluation of ``Data.Eval``, per byte of text.
 
-    Special tokens are predicted too, but do not count as text.
+    Special tokens are predicted, too, but are not part of the text.
     """
     tokens = num_bytes = 0
     for step in build_dataloader(cfg, "Eval"):
@@ -220,7 +233,7 @@ def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
 
 
 def _samples(path: Path) -> list[Section]:
-    """The section of samples that ``ppfleetx generate --output`` wrote to ``path``, if there are any."""
+    """A section with the samples that ``ppfleetx generate --output`` wrote to ``path``, if there are any."""
     if not path.is_file():
         return []
     texts = []
@@ -236,7 +249,7 @@ def _samples(path: Path) -> list[Section]:
 
 
 def _speed(run: RunFiles) -> Section:
-    """The section on speed: medians over all records, which slow first steps and pauses do not affect."""
+    """A section with medians over all records, which slow first steps and pauses do not affect."""
     records = run.of_kind("train")
 
     def median(key: str) -> float:
@@ -284,7 +297,7 @@ def _checkpoints(directory: Path) -> list[Section]:
 
 
 def _configuration(cfg: RunConfig) -> Section:
-    *lines, _ = check_report(cfg).splitlines()  # the last line says that everything is valid
+    *lines, _ = check_report(cfg).splitlines()  # without the last line, "The configuration is valid."
     return Section("Model, plan and predicted memory", texts=["\n".join(lines)])
 
 

@@ -1,12 +1,11 @@
-"""Turn a model of any format into a configuration and a checkpoint for commands to use.
+"""Find a model of any format, and turn it into a configuration and a checkpoint that commands can load.
 
-Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face or a
-GGUF file is converted into a temporary directory, and so is a model of the hub (`hf:NAME`) after its
-download. A FleetX checkpoint is read directly, with the network of the shipped configuration that has its
-sizes.
+Our own checkpoints contain their configuration (`checkpoint/documents.py`). A model of Hugging Face
+(`hf:NAME` is downloaded first) or a GGUF file is converted into a temporary directory. A FleetX checkpoint is
+read directly, with the network of the shipped configuration that has its sizes.
 
-All processes of a job on one machine share the temporary directory. The first process fills it, the others
-wait, and the last one removes it. Processes hold a file lock: exclusive to fill or remove the directory,
+All processes of a job on one machine share the temporary directory: the first process fills it, the others
+wait, and the last one removes it. A process holds a file lock, exclusive to fill or remove the directory,
 shared to use it. The kernel releases the lock of a killed process; the next call removes unused directories.
 """
 
@@ -45,25 +44,24 @@ from ppfleetx.utils.plugins import import_named_plugins
 
 _READY = "READY"
 _CONTENT = "content"
-# The launcher sets these equally for all ranks of a job, and differently for jobs that run at the same time.
+# The launcher sets these to the same values for all ranks of a job, and to others for other jobs.
 _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 
 
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """The temporary directory that this job shares for ``source``, equal on all ranks of all machines.
-    Processes without a launcher that use the same source count as one job.
+    """The temporary directory that this job's processes share for ``source``; its path is the same on all
+    machines. Processes without a launcher that use the same source count as one job.
 
     Args:
-        source: a directory or a file. If it has changed, it counts as a different source.
-        environ: the environment variables, which distinguish the ranks of one job from the ranks of another.
-        fill: a function that makes the directory, which does not exist yet; called by one process of each
-            machine.
+        source: a directory or a file. If it has changed, it counts as another source.
+        environ: the environment variables, which identify the job.
+        fill: a function that creates the directory; one process of each machine calls it.
         stack: this process uses the directory until the stack is closed.
 
     Raises:
-        CheckpointError: the parent directory belongs to another user.
+        CheckpointError: the parent directory can be changed by other users.
         Exception: whatever ``fill`` raises.
     """
     root = _root()
@@ -75,7 +73,7 @@ def shared_directory(
     lock = stack.enter_context((root / f"{place.name}.lock").open("a"))
     fcntl.flock(lock, fcntl.LOCK_SH)
     if not (place / _READY).exists():
-        fcntl.flock(lock, fcntl.LOCK_EX)  # this waits for a process that is filling it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the process that is filling the directory
         try:
             _fill(place, fill)
         except BaseException:
@@ -100,8 +98,8 @@ def _fill(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_if_unused(place: Path, lock: IO[str]) -> None:
-    """Remove a directory unless another process uses it. Its lock file stays, because a process may wait for
-    it.
+    """Remove a directory unless another process uses it. The lock file is kept, because a process may wait
+    for it.
     """
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +107,7 @@ def _remove_if_unused(place: Path, lock: IO[str]) -> None:
 
 
 def _root() -> Path:
-    """The parent of the temporary directories, which belongs to this user alone."""
+    """The parent of the temporary directories, which only this user may change."""
     root = Path(tempfile.gettempdir()) / f"ppfleetx-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
@@ -123,7 +121,7 @@ def _root() -> Path:
 
 def _key(source: Path, environ: Mapping[str, str]) -> str:
     job: list[str] = [environ.get(name, "") for name in _JOB]
-    if not any(job):  # without a launcher: this installation, since another one may convert differently
+    if not any(job):  # without a launcher, use this installation: another one may convert differently
         job = [__file__]
     files = sorted(
         (file.name, status.st_size, status.st_mtime_ns)
@@ -135,11 +133,11 @@ def _key(source: Path, environ: Mapping[str, str]) -> str:
 
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
-"""Batch sizes for commands that have no batches."""
-# The keys that the configuration in a checkpoint may have: the keys that `portable_config` writes.
+"""Batch sizes for commands that do not train."""
+# The keys that the configuration in a checkpoint may have; `portable_config` writes no others.
 _OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
 _OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size", "plugins")
-# Sizes found in the shapes of FleetX's tensors, and the keys of our section that hold them.
+# Sizes read from the shapes of FleetX's tensors, and the properties of ModelConfig that equal them.
 _SIZES = {
     "hidden_size": "hidden_size",
     "num_layers": "num_layers",
@@ -155,8 +153,8 @@ class ModelPlace:
     Attributes:
         name: the directory as the user gave it.
         config: the checkpoint's own configuration; None if it was not requested.
-        checkpoint: the value for ``Engine.save_load.ckpt_dir`` and ``init_from``.
-        tokenizer: the directory of the tokenizer's files, if known.
+        checkpoint: the value for ``Engine.save_load.ckpt_dir`` or ``init_from``.
+        tokenizer: the directory of the tokenizer's files, if there is one.
     """
 
     name: str
@@ -171,10 +169,10 @@ class ModelPlace:
         option: str = "CHECKPOINT",
         key: str = "Engine.save_load.ckpt_dir",
     ) -> list[Override]:
-        """The overrides that make a program load the model, followed by the user's.
+        """The overrides with which a program loads the model, followed by the user's.
 
         Args:
-            given: the user's overrides. A tokenizer named there takes precedence.
+            given: the user's overrides. A tokenizer set there takes precedence.
             option: the option that named the directory, for messages.
             key: the configuration key that will name the checkpoint.
         """
@@ -188,14 +186,17 @@ class ModelPlace:
 
 def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
     """Find the model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, a GGUF
-    file, or ``hf:NAME``.
+    file, or ``hf:NAME`` on the Hugging Face hub, which is downloaded.
 
     Args:
-        place: the path, or the name of a model on the Hugging Face hub, which is downloaded.
         stack: temporary files are removed when the stack is closed.
-        with_config: whether to look for the configuration too, which is not needed if the user gives one.
+        with_config: whether to find the configuration, too; not needed if the user gives one.
+
+    Raises:
+        CheckpointError: there is no model, or its configuration is unknown.
+        ConfigError: the checkpoint's configuration has settings beyond model and data.
     """
-    import_named_plugins()  # plugins of the environment, whose parts the model may use
+    import_named_plugins()  # plugins named in the environment: the model may use their parts
     is_of_hub = hub_name(place) is not None
     if is_of_hub:
         configure_logging()
@@ -234,8 +235,9 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """Refuse settings beyond the model: a foreign checkpoint must not choose which files are overwritten
-    or where a server listens."""
+    """Refuse a configuration with settings beyond model and data: a checkpoint from elsewhere must not choose
+    which files are overwritten or where a server listens.
+    """
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
     for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
@@ -271,7 +273,7 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
-    """Read the configuration from the manifest of an earlier version, without plan and machine."""
+    """Read the configuration in the manifest of an earlier version, without plan and machine."""
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         raise CheckpointError(
@@ -308,7 +310,7 @@ def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
     """Change ``cfg`` to data-parallel processes that each hold the whole model in float32. Also returns notes
     for the user.
 
-    Export, inference, quantizing and pruning run like this, whatever the plan was.
+    Export, inference, quantization and pruning run like this under any plan.
     """
     notes = []
     plan = cfg.plan

@@ -1,4 +1,4 @@
-"""The verbs ``export`` and ``serve``. Mistakes are found before Paddle is loaded, which takes seconds."""
+"""The verbs ``export`` and ``serve``. Mistakes are found before Paddle is imported."""
 
 from __future__ import annotations
 

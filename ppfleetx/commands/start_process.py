@@ -1,4 +1,4 @@
-"""Prepare a process from its command line: configuration first, Paddle last."""
+"""Prepare a process for its work: read the configuration first, import Paddle last."""
 
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ if TYPE_CHECKING:
 def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
-    """Read the configuration, refuse it if it cannot run, and only then load Paddle and choose the device.
-    ``reads`` has the sections of ``Data`` that the program will read. Raises UserError if something is wrong,
-    missing or not supported; raised before any work on a device."""
+    """Read the configuration, refuse it if it cannot run, and only then import Paddle and choose the device.
+
+    Args:
+        reads: the sections of ``Data`` that the program will read.
+
+    Raises:
+        UserError: something is wrong, missing or not supported. No work has been done on a device.
+    """
     return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """Like :func:`start_process`, for a configuration that is already loaded."""
+    """:func:`start_process` for a configuration that is already loaded."""
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
@@ -47,7 +52,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
         raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
     if "Train" in reads and not cfg.Model.task.trains:
         raise cfg.error("Model.module", "only evaluates (ppfleetx eval); to train use GPTModule")
-    if cfg.plan.world_size == 1:  # ranks of a job find this out together, later
+    if cfg.plan.world_size == 1:  # the ranks of a job check this later, all together
         _look_for_files(cfg, reads)
     if "Train" in reads:
         watch_start(cfg, rank(os.environ), device)
@@ -68,11 +73,12 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise, before Paddle is loaded, if a corpus or checkpoint is missing or ``output_dir`` holds another
-    run."""
+    """Raise UserError, before Paddle is imported, if a corpus or checkpoint is missing or ``output_dir``
+    holds another run.
+    """
     for mode in reads:
         if mode == "Test" and not cfg.Model.task.classifies:
-            continue  # nothing else reads the file
+            continue  # only classifiers read Data.Test
         for one in data_sets(cfg, mode).values():
             look = open_corpora if getattr(one.Data, mode).dataset.is_corpus else build_dataset
             look(one, mode)
@@ -86,7 +92,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
 
 
 def made_directory(cfg: RunConfig, key: str) -> Path:
-    """Create the directory that ``key`` of the configuration names, before any work is done."""
+    """Create the directory that the configuration key ``key`` names, and return its path."""
     path = Path(cfg.value_of(key))
     if rule := why_not_writable(path):
         raise cfg.error(key, rule)
@@ -97,14 +103,14 @@ def made_directory(cfg: RunConfig, key: str) -> Path:
 def refuse_foreign_weights(cfg: RunConfig) -> None:
     """Refuse weights in another toolkit's format."""
     if any(weight_sources(cfg)):
-        from ppfleetx.conversion.detect import refuse_foreign  # knows many formats, so it is slow to import
+        from ppfleetx.conversion.detect import refuse_foreign  # slow to import, because it knows many formats
 
         refuse_foreign(cfg)
 
 
 def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
-    """Whether a source of weights is still needed. A resumed run has all weights but the frozen ones in its
-    own checkpoints; evaluation and generation do not need the weights that the run started from.
+    """Whether a source of weights is needed. A resumed run has all weights but the frozen ones in its own
+    checkpoints; evaluation and generation do not need the weights that the run started from.
     """
     if key == "Model.lora.base":
         return True
@@ -120,7 +126,7 @@ def world_size(environ: Mapping[str, str]) -> int:
 
 
 def rank(environ: Mapping[str, str]) -> int:
-    """This process's number in the job."""
+    """The rank of this process in the job."""
     return _number(environ, "PADDLE_TRAINER_ID", 0)
 
 

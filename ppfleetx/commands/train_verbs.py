@@ -1,6 +1,6 @@
 """The verbs that train, and the verbs that examine a job before or after it runs.
 
-``--help`` imports only this file: each verb imports its program when it runs.
+``--help`` imports only this file: each verb imports its implementation when it runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ examples:
 
     @property
     def is_launched(self) -> bool:
-        """Whether to start ranks. ``--check`` does not, because it needs only this process."""
+        """Whether to start ranks. ``--check`` does not: it needs only this process."""
         return not self.check and super().is_launched
 
     def run(self) -> None:
@@ -74,7 +74,8 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(TrainingOptions, OptionalConfigOptions):
-    """Start a new run from the weights of another: at step 0, with a fresh optimizer, from the first sample.
+    """Start a new run from the weights of another model: at step 0, with a fresh optimizer, from the first
+    sample.
 
     Network and data come from the checkpoint. Without -c FILE, a run makes 3 passes over the data, with 8
     sequences per data-parallel rank and step and a learning rate of 5e-5, or 5e-4 for adapters (-o
@@ -134,7 +135,9 @@ example:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ConfigOptions):
-    """Predict memory and step time of a configuration under one plan, or rank all plans for some cards."""
+    """Predict memory and step time of a configuration under one plan, or rank all plans for a number of
+    cards.
+    """
 
     devices: int | None = option(
         "number of cards, such as 16 (--card says which); without --plan, rank all plans of them",
@@ -310,7 +313,7 @@ class Supervise(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport(Command):
-    """Say why a job hung, from the reports of its ranks in OUTPUT_DIR/hang.
+    """Explain why a job hung, from the reports of its ranks in OUTPUT_DIR/hang.
 
     The first line is the job's last message, which says which rank is missing, and where. One line for each
     rank follows. Reports of an evaluation or a generation in the same directory are read too; the newest

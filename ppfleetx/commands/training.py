@@ -1,4 +1,4 @@
-"""Set up a run from a configuration and a context."""
+"""Build the parts of a training or evaluation run from a configuration, and run it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,11 @@ if TYPE_CHECKING:
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
     """Train as configured: start or resume, evaluate, save, stop. Returns the engine, whose runner has the
-    trained model. Hooks of ``callbacks`` are called after those of ``Engine.callbacks``, on every rank that
-    passes them."""
+    trained model.
+
+    Args:
+        callbacks: called after those of ``Engine.callbacks``, on every rank that passes them.
+    """
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
@@ -69,7 +72,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in the output directory, which is locked. The run claims it after all other checks."""
+    """Train in the locked output directory. The run takes over the directory only after all other checks."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -118,7 +121,9 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the run's last checkpoint into the runner, and return the batches after ``consumed_samples``."""
+    """Load the run's last checkpoint into the runner, and return the batches after ``consumed_samples``; None
+    if there is no checkpoint.
+    """
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -158,12 +163,14 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Raise ConfigError for quantized weights without adapters, because they cannot be trained."""
+    """Raise ConfigError for quantized weights without adapters, because quantized weights cannot be
+    trained.
+    """
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
             "describes a quantized checkpoint, whose weights cannot be trained. Train adapters beside them "
-            "(-o Model.lora.rank=8); or the checkpoint it was made from, with Compress.Quantization if the "
-            "numbers are to get used to few bits",
+            "(-o Model.lora.rank=8), or train the checkpoint it was made from, with Compress.Quantization if "
+            "the weights are to adapt to few bits",
             key="Compress.Weights",
             place=cfg.origins.get("Compress.Weights.bits"),
         )
@@ -172,8 +179,7 @@ def refuse_small_weights(cfg: RunConfig) -> None:
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval`` and print the results.
 
-    Predictions of a classifier, including predictions for ``Data.Test``, are written to
-    ``output_dir/predictions``.
+    Predictions of a classifier, also those for ``Data.Test``, are written to ``output_dir/predictions``.
     """
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
@@ -199,7 +205,7 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
-    """Return a function that creates the task's evaluator for each evaluation."""
+    """Return a function that creates the task's evaluator, to be called for each evaluation."""
     task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)
@@ -223,8 +229,7 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> N
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     """Find the checkpoint to evaluate, generate with or export: ``ckpt_dir``, which must be set.
 
-    For weights that do not record a run's progress (quantized, pruned, merged), the step is read from the
-    name of their directory.
+    Weights without a run's progress (quantized, pruned, merged) take the step from their directory's name.
     """
     named_checkpoint(cfg)
     start = find_start(cfg.Engine.save_load, None, ctx)
@@ -236,8 +241,10 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 def build_runner(
     cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()
 ) -> StepRunner:
-    """Build the configured model under the plan of ``ctx``, with fresh weights. ``sources`` names the corpora
-    whose losses are logged separately.
+    """Build the configured model under the plan of ``ctx``, with initial weights.
+
+    Args:
+        sources: the names of the corpora whose losses are logged separately.
     """
     runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks

@@ -1,4 +1,4 @@
-"""The program of the verb ``translate``."""
+"""The implementation of the verb ``translate``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def translate(options: Translate) -> None:
     if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
         *words, _, to = words
     result = translation_of(words, options.dialect)
-    load_tree(result.tree(), result.warnings)  # only valid results are printed
+    load_tree(result.tree(), result.warnings)  # raises if the result is not valid
     if to is None:
         print(result.yaml(), end="")
         return
@@ -37,7 +37,8 @@ def translate(options: Translate) -> None:
 
 def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
     """Translate a file with further arguments, or a command line. Without ``dialect``, the toolkit is
-    recognized by its keys or options."""
+    recognized by its keys or options.
+    """
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")
     first, *rest = words

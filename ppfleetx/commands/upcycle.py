@@ -1,4 +1,6 @@
-"""The program of the verb ``upcycle``: each expert is a copy of the MLP (Komatsuzaki et al., 2023)."""
+"""The implementation of the verb ``upcycle``: each expert starts as a copy of the MLP (Komatsuzaki et al.,
+2023).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _EXPERTS, _MLP = ".mlp.experts.", ".mlp."
 
 
 def upcycle(options: Upcycle) -> Path:
-    """Write the mixture of experts; return its step directory."""
+    """Write the mixture of experts. Returns the step directory."""
     configure_logging()
     options.check()
     if not 0 <= options.noise <= 1:
@@ -45,14 +47,13 @@ def upcycle(options: Upcycle) -> Path:
 
 
 def _check_source(described: Mapping[str, Any], dense: ModelConfig, place: str) -> None:
-    """Refuse a checkpoint that is already a mixture, or whose network differs in more than the experts."""
     if not described:
         return
     saved = network_of(described, place)
     if saved.moe is not None:
         raise CheckpointError(
-            f"{place} is a mixture of {saved.moe.num_experts} experts. Experts cannot be merged or "
-            "multiplied: another number of them computes something else"
+            f"{place} is already a mixture of {saved.moe.num_experts} experts, and their number cannot be "
+            "changed without changing what the model computes"
         )
     before, after = network(saved), network(dense)
     if changed := [key for key in before if before[key] != after[key]]:
@@ -86,7 +87,7 @@ def _check_mixture(model: ModelConfig) -> None:
 def upcycled(
     dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float = 0.0
 ) -> dict[str, LazyTensor]:
-    """The parameters of the mixture ``model``, whose experts have the width of the MLP, in model order.
+    """The parameters of the mixture ``model``, in model order. Its experts have the width of the MLP.
 
     Args:
         dense: all parameters of the dense model, by canonical name.

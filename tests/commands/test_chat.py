@@ -81,7 +81,7 @@ def test_the_oldest_turns_are_left_out_and_the_system_message_stays(generator: G
     assert chat.turns[0]["content"] != "023456789"
     assert chat.system == "s"
     before = list(chat.turns)
-    with pytest.raises(ChatError, match="and the model has 64 positions: say it in fewer words"):
+    with pytest.raises(ChatError, match="and the model has 64 positions: shorten it"):
         ask(chat, "0123456789" * 10)
     assert chat.turns == before
     text, answer = ask(chat, "01234567890123456789012345678901234567890123456")
