@@ -1,6 +1,6 @@
-"""Check a card: its driver, the types that it computes in, and small computations, compared with the CPU.
+"""Check a card: driver, supported data types, and small computations compared with the CPU.
 
-The computations take a device argument so that tests can run them on a CPU; as checks they run on cards only.
+The computations take a device argument so that tests can run them on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BUSY_SHARE = 0.1
 
 
 def driver(target: Target) -> Iterator[Row]:
-    """Report the output of ``nvidia-smi``: driver, cards, memory in use, memory errors."""
+    """Report what ``nvidia-smi`` shows: driver, cards, memory in use, memory errors."""
     if not is_gpu(target.device):
         yield skipped("driver", f"nvidia-smi is for GPUs, and the device is {target.device}")
         return
@@ -76,10 +76,12 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """A failure if the configuration asks for the type that the card cannot compute in."""
+    """The row for a data type that the card does not support: a failure if the configuration requires the
+    type.
+    """
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
-        return skipped(dtype, f"{text}; nothing of it is tried")
+        return skipped(dtype, f"{text}, so the type is not tried")
     if target.cfg.Engine.mix_precision.enable == "auto":
         return skipped(dtype, f"{text}; the run computes in float32")
     return fail(
@@ -93,7 +95,7 @@ Inputs = Sequence[np.ndarray]
 Operator = Callable[..., paddle.Tensor]
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest difference from float32 on the CPU, relative to the largest number in the result."""
+"""Largest allowed difference from float32 on the CPU, relative to the largest number in the result."""
 _FIX = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
 
 
@@ -130,8 +132,8 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(target: Target) -> Iterator[Row]:
-    """Compare each operator, including fused ones, forward and backward, with the CPU, in each type of the
-    plan.
+    """Compare each operator, including fused ones, forward and backward with the CPU, in each data type of
+    the plan.
     """
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
@@ -146,7 +148,7 @@ def small_operators(target: Target) -> Iterator[Row]:
 def operators_row(
     dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
 ) -> Row:
-    """Compare all operators in one type on one device with the CPU, without TF32."""
+    """Compare all operators in one data type on one device with the CPU, without TF32."""
     wrong, worst = [], 0.0
     allow_tf32(False)
     for name, (operator, inputs) in operators.items():
@@ -157,8 +159,10 @@ def operators_row(
         if not error <= TOLERANCE[dtype]:
             wrong.append(f"{name} by {error:.1e}")
     if wrong:
-        return fail(f"operators {dtype}", f"off from the CPU: {', '.join(wrong)}", _FIX, relative_error=worst)
-    text = f"{len(operators)} forward and backward: at most {worst:.1e} from the CPU"
+        return fail(
+            f"operators {dtype}", f"differ from the CPU: {', '.join(wrong)}", _FIX, relative_error=worst
+        )
+    text = f"{len(operators)} forward and backward: differ from the CPU by at most {worst:.1e}"
     return ok(f"operators {dtype}", text, relative_error=worst)
 
 

@@ -29,9 +29,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. A single ``fail``, which always has a ``fix``, makes the exit code 1. ``ranks`` found
-    this; empty for all ranks that ran the check, or for the job as a whole. ``numbers`` are measurements by
-    name, which includes the unit."""
+    """One finding. If any row is a ``fail``, the exit code is 1.
+
+    Attributes:
+        fix: what to do; never empty for a ``fail``.
+        ranks: the ranks with this finding; empty for all that ran the check, and for the job as a whole.
+        numbers: measurements by name; the name includes the unit.
+    """
 
     name: str
     status: Status
@@ -84,9 +88,13 @@ _HALF_TYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Target:
-    """The machine, process and configuration (None: only the machine) to examine. ``patience`` is the time
-    limit in seconds for checks that wait for a file system, a name server or a driver, unless their own limit
-    is shorter; ``found`` are rows that exist before any check runs."""
+    """What to examine: this machine and process, and a configuration (None: only the machine).
+
+    Attributes:
+        patience: time limit in seconds for checks that wait for a file system, a name server or a driver,
+            unless their own limit is shorter.
+        found: rows that exist before any check runs.
+    """
 
     cfg: RunConfig | None = None
     device: str = "cpu"
@@ -115,8 +123,13 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread, and abandon it with TimeoutError at the time limit, because a disk or name
-    server may never answer. Raises whatever ``act`` raises."""
+    """Call ``act`` in a thread and return its result. The call may never end, e.g. because of a disk or a
+    name server; the thread is then abandoned.
+
+    Raises:
+        TimeoutError: ``act`` takes longer than ``seconds``.
+        Exception: whatever ``act`` raises.
+    """
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -149,7 +162,7 @@ GROUPS = (
     "card",
     "collectives",
 )
-"""The headings, in the order of the report."""
+"""The headings of the report, in order."""
 _WIDEST, _NARROWEST = 160, 60
 _MARGIN = 8  # width of the status column
 
@@ -159,10 +172,9 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge the rows of all ranks, sorted by group; equal rows become one.
+    """Merge the rows of all ranks, sorted by group. Equal rows become one.
 
-    A row names no ranks if all ranks have it. A row that is not a failure also names no ranks if all ranks
-    that ran the check have it.
+    A row names its ranks unless all ranks have it or, if it is ok or skipped, all ranks that ran the check.
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
@@ -201,7 +213,7 @@ def as_json(rows: Sequence[Row], world_size: int) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The report as a table: a heading for each group, then each row with its finding and fix."""
+    """The report as a table: a heading for each group, then each row with its finding and its fix."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
     names = max((len(row.name) for row in rows), default=0)
     lines: list[str] = []

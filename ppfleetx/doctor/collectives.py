@@ -46,14 +46,14 @@ class Member:
 
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
-    """The whole job, then each of the plan's groups that this process belongs to."""
+    """Yield the whole job, then each of the plan's groups that contains this process."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:
             yield Member(axis, group, list(group.ranks), list(group.ranks).index(ctx.rank))
 
 
-# -- the operations: how to run each on this member's tensor, and its expected result from all members' inputs
+# -- the operations: how to run each one, and how to compute its expected result from all inputs
 
 
 def _all_reduce(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
@@ -92,7 +92,7 @@ def _uneven_all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
 
 
 def _uneven_ends(member: Member, count: int) -> np.ndarray:
-    """The ends of the parts of ``count`` rows: each member gets more than the one before it."""
+    """The ends of the parts of ``count`` rows; each member gets a larger part than the one before it."""
     return count * np.arange(1, member.size + 1).cumsum() // (member.size * (member.size + 1) // 2)
 
 
@@ -126,13 +126,18 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
     "send and receive": (_send_receive, lambda member, inputs: inputs[member.place - 1]),
     "uneven all_to_all": (_uneven_all_to_all, _uneven_parts),
 }
-"""The operations to try. The last one is for ranks that divide experts."""
+"""The operations to try. The last one is only for expert-parallel groups."""
 
 
 def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Try every operation in every group of this process. All processes of the job must call this."""
+    """Try every operation in every group of this process. All processes of the job must call this.
+
+    Args:
+        announce: called with the name of each operation before it starts.
+        sizes: message sizes in bytes; None: the default for the device.
+    """
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:
@@ -141,9 +146,10 @@ def examine_groups(
 
 
 def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
-    """Try one operation in one group: check the result in every type, measure float32 by message size.
+    """Try one operation in one group: check the result in every data type, and measure float32 by message
+    size.
 
-    A process with a wrong result carries on, because the others would wait for it.
+    A process with a wrong result continues, because the others would wait for it.
     """
     run, expect = OPERATIONS[name]
     title, speeds, problems, numbers = f"{name} ({member.title})", [], [], {}

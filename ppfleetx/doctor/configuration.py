@@ -1,4 +1,4 @@
-"""Check the configuration: keys that cannot work or have no effect, the start of the run, and its memory."""
+"""Check the configuration: unsupported keys, keys without effect, the start of the run, and its memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ppfleetx.utils.machine import available_bytes
 
 
 def plan(target: Target) -> Iterator[Row]:
-    """Check whether the plan matches the number of processes, and which keys are unsupported or have no
-    effect."""
+    """Check whether the plan matches the number of processes, and find keys that are unsupported or have no
+    effect.
+    """
     cfg = target.cfg
     wanted, there = cfg.plan.world_size, target.world_size
     if wanted == there:
@@ -80,13 +81,12 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """The row that says whether ``needed`` bytes fit into the ``there`` bytes of the device called
-    ``name``."""
+    """The row that says whether ``needed`` bytes fit into the ``there`` bytes of device ``name``."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
     fix = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
-    # On a CPU only a warning: other programs may free memory before the job starts.
+    # Only a warning on a CPU, because other programs may free memory before the job starts.
     return (warn if cpu else fail)("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
 
 

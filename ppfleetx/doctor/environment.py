@@ -42,7 +42,7 @@ _SET_BY_LAUNCHER = (
     *("PPFLEETX_DOCTOR", "PPFLEETX_LAUNCHER"),
 )
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108
-_LEAST_SHARED_BYTES, _SHARED_BYTES = 16 << 20, 1 << 30  # NCCL takes some MiB for each pair of cards
+_LEAST_SHARED_BYTES, _SHARED_BYTES = 16 << 20, 1 << 30  # NCCL uses some MiB for each pair of cards
 _LEAST_FILES, _FILES = 256, 4096
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
@@ -98,7 +98,7 @@ def limits(target: Target) -> Iterator[Row]:
 
 
 def open_files_row(soft: int, hard: int) -> Row:
-    """The row for the limit of open files (``ulimit -n``); negative: no limit."""
+    """The row for the soft and hard limit of open files (``ulimit -n``); a negative limit means no limit."""
     if soft < 0 or soft >= _FILES:
         return ok("open files", f"at most {soft:,}" if soft >= 0 else "no limit")
     fix = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"

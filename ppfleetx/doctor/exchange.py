@@ -1,7 +1,7 @@
-"""Exchange values between processes over plain sockets, before any communication library is trusted.
+"""Exchange values between processes over plain sockets, before any communication library is used.
 
-The first process is the host, the others are its guests. Every wait has a time limit, and its error names the
-process that did not answer and its last known activity.
+The first process is the host, the others are guests. Every wait has a time limit. The error of a wait names
+the process that did not answer, and the last activity that it announced.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ppfleetx.distributed.rendezvous import (
 )
 
 _LOOK_SECONDS = 1.0
-_ROUNDS = 10  # the host decides when to give up, so a guest waits this many times as long
+_ROUNDS = 10  # a guest waits this many times as long as the host, so that the host gives up first
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a round for one member: its value, or the reason why there is none."""
+    """One process's value in an exchange, or the reason why there is none."""
 
     value: Any = None
     problem: str = ""
@@ -38,8 +38,11 @@ class Answer:
 def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
-    """Meet the other members at ``point``. Raises RendezvousError if a member does not arrive, or the address
-    cannot be used."""
+    """Connect to the other processes at ``point``.
+
+    Raises:
+        RendezvousError: a process does not arrive within ``seconds``, or the address cannot be used.
+    """
     member = Member(name, number)
     if is_host:
         return Host(receive(point, size, member, seconds))
@@ -48,7 +51,9 @@ def open_meeting(
 
 @dataclass
 class _Seen:
-    """The host's knowledge of a guest: its last activity, and when it last made progress."""
+    """What the host knows about a guest: the last activity that it announced, and when it last sent
+    anything.
+    """
 
     line: Line
     place: str = "its start"
@@ -57,20 +62,23 @@ class _Seen:
 
 
 class Host:
-    """The first member's end of the connections; ``names`` are those of all members, by ``number``."""
+    """The host's connections to all guests. ``names`` are the names of all processes, by ``number``."""
 
     def __init__(self, members: Members) -> None:
         self.number, self.names = members.number, members.names
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
     def announce(self, place: str) -> None:
-        """Tell this member's current activity, which is reported if the member stops answering."""
+        """Announce this process's current activity, which is reported if the process stops answering."""
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Exchange values, and return those of all members by number. All members must call this in the same
-        order; it waits ``seconds`` while no member makes progress, by a value or :meth:`announce`. Raises
-        RendezvousError if the host is gone."""
+        """Exchange values with all processes and return their answers by number. All processes must call this
+        in the same order. Stops waiting for the rest if no process has sent anything for ``seconds``.
+
+        Raises:
+            RendezvousError: the host is gone.
+        """
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
             for number, guest in self._guests.items():
@@ -123,7 +131,7 @@ class Host:
 
 
 class Guest:
-    """Another member's end of its connection, with the methods and attributes of :class:`Host`."""
+    """A guest's connection to the host, with the methods and attributes of :class:`Host`."""
 
     def __init__(self, members: Members, where: str) -> None:
         self.number, self.names = members.number, members.names

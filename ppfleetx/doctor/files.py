@@ -1,6 +1,4 @@
-"""Check the files of a run: the corpora, tokenizer and checkpoints that it reads, and its output
-directory.
-"""
+"""Check the files of a run: corpora, tokenizer, checkpoints, and the output directory."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _FIX = (
     "(chmod a+r), or correct the path, which is the same for all machines"
 )
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
-"""How many blocks of 1 MiB, spread over a file, are read; smaller files are read completely."""
+"""The largest number of 1 MiB blocks, spread over a file, that are read."""
 _READ_SECONDS = 30.0  # seconds for all corpora of one mode
 _MODES = ("Train", "Eval")
 
@@ -102,8 +100,11 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums until ``end`` (monotonic), and say how much was compared. Raises
-    DataError if a block is damaged."""
+    """Compare a corpus with its checksums until the monotonic time ``end``, and say how much was compared.
+
+    Raises:
+        DataError: a block is damaged.
+    """
     is_whole = True
     for suffix, one in sums.files.items():
         path, numbers = Path(f"{sums.prefix}{suffix}"), spread(len(one.crcs), _BLOCKS)
@@ -126,7 +127,7 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Choose at most ``most`` numbers below ``count``, evenly spread, including the first and the last."""
+    """At most ``most`` numbers below ``count``, evenly spread, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
@@ -150,7 +151,7 @@ def tokenizer(target: Target) -> Iterator[Row]:
 
 
 def checkpoints(target: Target) -> Iterator[Row]:
-    """Check the marker, manifest, sizes and headers of the checkpoints that the run starts from."""
+    """Check completeness, manifest, sizes and headers of the checkpoints that the run starts from."""
     refuse_foreign(target.cfg)
     named = list(weight_sources(target.cfg))
     if not named:
@@ -200,7 +201,9 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """For each key that names a checkpoint to start from: its step and a hash of its manifest."""
+    """The step and the manifest's hash of each checkpoint that the run may start from, by configuration
+    key.
+    """
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -265,7 +268,8 @@ def room(target: Target) -> Iterator[Row]:
 
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
     """The row that says whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of
-    ``place``."""
+    ``place``.
+    """
     numbers = {"free_bytes": free, "needed_bytes": each * count}
     text = f"{bytes_text(free)} free in {place}; {counted(count, 'checkpoint')} of {bytes_text(each)}"
     if free < each:
@@ -285,8 +289,11 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def write_speed(directory: Path) -> float:
-    """Measure how fast one process writes and flushes a file in ``directory``, in bytes per second. Raises
-    OSError if the file cannot be written."""
+    """Measure how fast one process writes and flushes a file in ``directory``, in bytes per second.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     piece = os.urandom(_PIECE_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         begin = time.perf_counter()
@@ -305,8 +312,9 @@ def one_checkpoint(cfg: RunConfig) -> float | None:
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """The largest number of checkpoints on disk at a time. With ``keep_max`` the oldest is deleted only after
-    a new one has been written."""
+    """The largest number of checkpoints on disk at a time. With ``keep_max``, the oldest checkpoint is
+    deleted only after a new one is written.
+    """
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)

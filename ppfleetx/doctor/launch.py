@@ -1,7 +1,7 @@
-"""Check the launcher's requirements and the nodes, then start the ranks that run the other checks.
+"""Check what the launcher needs and the nodes, then start the ranks, which run the other checks.
 
-The launcher runs as a separate process. This process therefore prints only the table, whatever launcher and
-ranks print, and reports even if they crash.
+The launcher runs as a separate process. So this process prints only the table, whatever launcher and ranks
+print, and it reports even if they crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ppfleetx.doctor.registry import CHECKS, Need, examine
 from ppfleetx.doctor.run import LOCAL_SECONDS
 from ppfleetx.utils.peers import START_VARIABLE
 
-# The launcher reads these as its options, and ranks read their place in the job from them.
+# The launcher reads its options from these variables, and ranks read their rank and the job's size.
 _OF_ANOTHER_JOB = (
     "PADDLE_TRAINERS_NUM",
     "PADDLE_TRAINER_ENDPOINTS",
@@ -41,9 +41,9 @@ _IMPORT_SECONDS = 120.0
 
 
 def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
-    """Rows for problems that would make the launcher fail; none if there are no problems."""
+    """Yield rows for problems that would make the launcher fail."""
     left = [name for name in _OF_ANOTHER_JOB if environ.get(name)]
-    if left and nodes == 1:  # with several nodes a scheduler may have set them for this very job
+    if left and nodes == 1:  # with several nodes, a scheduler may have set them for this job
         found = " ".join(f"{name}={environ[name]}" for name in left)
         yield fail(
             "launcher variables",
@@ -59,17 +59,17 @@ def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> 
         )
     own = own_address(environ) if nodes == 1 else ""
     if own and not is_local(own):
-        origin = f"POD_IP={environ['POD_IP']}" if environ.get("POD_IP") else "the host name stands for it"
+        origin = f"POD_IP={environ['POD_IP']}" if environ.get("POD_IP") else "the host name resolves to it"
         yield fail(
             "own address",
-            f"{own} is not this machine's ({origin}): its processes do not meet",
+            f"{own} is not this machine's ({origin}), so its processes cannot connect",
             "unset POD_IP, or POD_IP=127.0.0.1 before the command",
         )
 
 
 def import_row() -> Row | None:
-    """The row that says why Paddle cannot be imported; None if it can. Another process tries, because the
-    import may crash.
+    """The row that says why Paddle cannot be imported; None if it can. The import runs in another process
+    because it may crash.
     """
     command = [sys.executable, "-c", "import paddle"]
     try:
@@ -91,7 +91,7 @@ def import_row() -> Row | None:
 
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""The variable that names the directory in which ranks leave reports for the process that started them."""
+"""The variable that names the directory to which ranks write reports for the process that started them."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
@@ -110,10 +110,16 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine the launcher's requirements and the nodes, then start the ranks with ``command``, which ends
-    when they have ended. Returns the rows and the job's size. PADDLE_NNODES and PADDLE_MASTER take
-    precedence, as in the launcher; ``nproc`` None: one per card. ``seconds`` is the time that machines and
-    processes wait for each other."""
+    """Examine what the launcher needs and the nodes, then start the ranks and wait for them. Returns the rows
+    and the size of the job.
+
+    Args:
+        command: starts the ranks.
+        nproc: processes on this machine; None: one per card.
+        nodes, master: as for the launcher; PADDLE_NNODES and PADDLE_MASTER take precedence.
+        seconds: how long machines and processes wait for each other.
+        logs_there: the directory of the ranks' logs; None: a temporary one.
+    """
     named = os.environ.get("PADDLE_NNODES", "")
     nodes = int(named) if named.isdigit() else nodes or 1
     master = os.environ.get("PADDLE_MASTER") or master
@@ -127,7 +133,7 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """Check the nodes of a job on several machines. There are no rows for a job on one machine."""
+    """Check the nodes of a job on several machines. Returns no rows for a job on one machine."""
     if nodes < 2:
         return []
     if master is None:
@@ -139,14 +145,14 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
 def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
-    """Run the command that starts the ranks of this machine. Returns their rows and the job's size."""
+    """Run the command that starts the ranks of this machine. Returns their rows and the size of the job."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
         environ = {**os.environ, DIRECTORY_VARIABLE: str(place)}
         environ.setdefault(
             START_VARIABLE, f"{seconds + _END_SECONDS:g}"
-        )  # the ranks themselves report missing ranks first
+        )  # later than the ranks' own limit, so that the ranks report missing ranks first
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
         return _read(place, logs_there or place / "log", code)
@@ -163,8 +169,8 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Explain why there is no report: crashed ranks, the ends of the logs, and this process's own
-    findings.
+    """Yield rows that explain why there is no report: crashed ranks, the ends of the logs, and failures of
+    the checks that this process can run itself.
     """
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
@@ -185,10 +191,10 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
-    """Run the launcher, leave nothing running, and return its exit code.
+    """Run the launcher and return its exit code. No process is left running.
 
-    Once the machine's first rank, which runs the most checks, has reported, a rank that does not end soon is
-    hanging or stopped. Once only another rank has reported, the first one gets more time.
+    A rank that does not end soon after the machine's first rank has reported is hanging or stopped, because
+    the first rank runs the most checks. If only another rank has reported, the first one gets more time.
     """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False

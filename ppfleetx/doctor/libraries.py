@@ -1,6 +1,4 @@
-"""Check that the libraries that ppfleetx imports are installed, can be imported and have a supported
-version.
-"""
+"""Check that the libraries that ppfleetx imports are installed, work, and have a supported version."""
 
 from __future__ import annotations
 

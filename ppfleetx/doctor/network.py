@@ -1,8 +1,8 @@
-"""Check the network of a job: interfaces, links between machines, and whether all machines can meet.
+"""Check the network of a job: interfaces, links between machines, and whether all machines can connect.
 
-This happens before the launcher starts anything. All machines run the same command: the one named in
-``--master`` listens, and the others connect to it. Then each machine connects to a port of every other
-machine, as NCCL and Gloo will.
+This happens before the launcher starts. All machines run the same command: the machine in ``--master``
+listens, and the others connect to it. Then each machine connects to a port of every other machine, as NCCL
+and Gloo will.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_NCCL = ("lo", "docker")  # NCCL uses these only if they are named
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; ``address`` is its IPv4 address, empty if it has none."""
+    """A network interface with its IPv4 address, empty if there is none."""
 
     name: str
     address: str
@@ -38,7 +38,7 @@ class Interface:
 def interfaces() -> list[Interface]:
     found: list[Interface] = []
     for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # interfaces of containers, which come and go
+        with contextlib.suppress(OSError):  # a container's interface may have disappeared
             flags, address = interface_flags(name), ""
             with contextlib.suppress(OSError):
                 address = interface_address(name)
@@ -79,10 +79,11 @@ def _named_row(
 
 
 def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
-    """The interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to its documentation.
+    """The interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to NCCL's
+    documentation.
 
     The value is a comma-separated list of prefixes. A leading ``=`` makes them whole names, and a leading
-    ``^`` selects all interfaces but these.
+    ``^`` excludes the interfaces that match.
     """
     excludes, text = value.startswith("^"), value.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
@@ -107,11 +108,11 @@ def is_local(address: str) -> bool:
 
 def route_to(address: str) -> str:
     """This machine's source address for packets to ``address``; empty if there is no route. For an address of
-    this machine, it is the address itself.
+    this machine, the result is ``address`` itself.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        socket.inet_aton(address)  # this refuses names, which a name server would have to resolve
-        probe.connect((address, 9))  # this sends nothing
+        socket.inet_aton(address)  # raises for a name, which a name server would have to resolve
+        probe.connect((address, 9))  # UDP: sends nothing
         return probe.getsockname()[0]
     return ""
 
@@ -125,7 +126,7 @@ _OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each 
 
 
 def reach(address: tuple[str, int]) -> str:
-    """Connect to a port. Returns the problem, or an empty string if there is none."""
+    """Connect to a port. Returns the problem, or an empty string."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except TimeoutError:
@@ -136,10 +137,10 @@ def reach(address: tuple[str, int]) -> str:
 
 
 def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
-    """Try the links between all machines. Every member of the meeting must call this."""
+    """Try the links between all machines. All machines must call this."""
     announced = meeting.exchange([own, port], _ROUND_SECONDS)
     size = len(announced)
-    # Each machine begins with the next machine, so that they do not all try the same one first.
+    # Each machine begins with its successor, so that not all machines try the same one first.
     order = [(meeting.number + step) % size for step in range(1, size)]
     addresses = {str(n): tuple(announced[n].value) for n in order if not announced[n].problem}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -148,7 +149,7 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """The rows for the findings of each machine."""
+    """Yield the rows for the links that the machines have tried."""
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
@@ -167,7 +168,7 @@ _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Meet the other machines and try the links. Returns this machine's rows."""
+    """Meet the other machines and try the links. Yields this machine's rows."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         yield fail(
@@ -204,7 +205,8 @@ def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
 
 def own_address(environ: Mapping[str, str]) -> str:
     """The address that Paddle's launcher announces for this machine: ``POD_IP`` if it is set, else the
-    address of the host name, else 127.0.0.1."""
+    address of the host name, else 127.0.0.1.
+    """
     if named := environ.get("POD_IP"):
         return named
     try:
@@ -215,11 +217,11 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """The row for a bad address announced by the launcher; None if the address is good."""
+    """The row for a bad address that the launcher would announce; None if the address is good."""
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):
-        return fail("own address", f"the host name stands for {own}, which reaches no other machine", fix)
+        return fail("own address", f"the host name resolves to {own}, which reaches no other machine", fix)
     if not is_local(own):
         return fail("own address", f"the launcher would announce {own}, which is not this machine's", fix)
     if is_first and host != own:

@@ -1,4 +1,4 @@
-"""Check that the installed Paddle has every operator that ppfleetx runs, without running any."""
+"""Check that the installed Paddle has every kernel that ppfleetx uses, without running any."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from ppfleetx.utils.gpu_operators import (
 _CPU_BACKENDS = ("CPU", "ONEDNN")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _HALF = ("float16", "bfloat16")
-# Kernels that only GPUs use.
+# Kernels that are used only on GPUs.
 _GPU_ONLY = ("flash", "c_softmax_with_cross_entropy_grad")
-# Fused kernels, which are optional: without them ppfleetx/nn/fused.py uses plain operators.
+# Optional fused kernels: without them, ppfleetx/nn/fused.py uses plain operators.
 _REPLACED = ("fused_", "rms_norm", "swiglu", "flash_attn_qkvpacked")
 _SHOWN = 8
 
 
 def registered(target: Target) -> Iterator[Row]:
-    """Look up every kernel of the committed table in the registry of the installed Paddle.
+    """Look up every kernel that ppfleetx uses (:mod:`ppfleetx.utils.gpu_operators`) in the registry of
+    Paddle.
 
-    CPU kernels are always checked, in the types that a CPU computes in. GPU kernels are checked if Paddle was
-    built for GPUs, with or without a card, and kernels of another kind of card if there is one.
+    CPU kernels are always checked, in the types that a CPU computes in; GPU kernels if Paddle was built for
+    GPUs, with or without a card; kernels of another kind of card if there is such a card.
     """
     from paddle.base import core
 
@@ -41,8 +42,8 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """The row that says whether a card other than a GPU has the kernels. The host computes operators without
-    a kernel if it can.
+    """The row that says whether a card other than a GPU has the kernels. The host runs operators whose kernel
+    the card lacks, if it has one.
     """
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
@@ -82,7 +83,7 @@ def _shown(pairs: Sequence[str]) -> str:
 
 
 def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels, each with the element types that the plan can use it with."""
+    """The kernels, each with the data types that the plan can use it with."""
     wanted = target.float_types
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
@@ -92,7 +93,7 @@ def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels that a CPU needs, each with its types. A CPU does not compute in 16-bit floats."""
+    """The kernels that a CPU needs, each with its data types. A CPU does not compute in 16-bit floats."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()
@@ -106,7 +107,7 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """The row that says whether the registry has the wanted kernels."""
+    """The row that says whether the registry has all of the ``wanted`` kernels."""
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())
     title = f"kernels of the {place}"

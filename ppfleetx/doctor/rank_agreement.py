@@ -31,13 +31,19 @@ _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # names of interfaces 
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _SHOWN = 4
 _UNREAD: Values = {"unread": True}
-_READ_SECONDS = 40.0  # seconds to read one fact; less than other processes wait
+_READ_SECONDS = 40.0  # time limit for one fact, shorter than other processes wait
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact that must be equal in all processes: the name of its row, this process's values by name, what to
-    do if they differ, and whether only the first process of each node reads it."""
+    """A fact that must be equal in all processes.
+
+    Attributes:
+        name: the name of the row.
+        read: returns this process's values, by name.
+        fix: what to do if the values differ.
+        of_node: whether only the first process of each node reads the fact.
+    """
 
     name: str
     read: Callable[[Target], Values]
@@ -45,7 +51,7 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """The fact's value in this process; None if another process of the node reads it."""
+        """The fact's values in this process; None if another process of the node reads the fact."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -61,7 +67,9 @@ def _versions(target: Target) -> Values:
 
 
 def _installed() -> dict[str, str]:
-    """Of duplicates, the first on the path counts, which Python imports."""
+    """The installed distributions and their versions. Of duplicates, the first on the path counts, as for
+    Python's import.
+    """
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -109,7 +117,11 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """A hash of each fact in this process; None if another process of the node reads it."""
+    """A hash of each fact in this process; None if another process of the node reads the fact.
+
+    Args:
+        announce: called with the name of each fact before it is read.
+    """
     found: dict[str, str | None] = {}
     for fact in FACTS:
         announce(fact.name)
@@ -131,7 +143,7 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """The full values of the named facts; ``announce`` is as in :func:`digests`."""
+    """The values of the facts ``names`` in this process; ``announce`` as in :func:`digests`."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
@@ -141,7 +153,7 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """One row for each fact."""
+    """Yield one row for each fact."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}

@@ -1,7 +1,8 @@
-"""The table of all checks, in the order they run. To add a check, write a function and add a line here.
+"""The table of all checks, in the order in which they run. To add a check, write a function and add a line
+here.
 
 A check is a function in this package that takes a :class:`~ppfleetx.doctor.check.Target` and yields
-:class:`~ppfleetx.doctor.check.Row` objects. It is imported only when it runs, so this table does not need
+:class:`~ppfleetx.doctor.check.Row` objects. It is imported only when it runs, so the table does not need
 Paddle.
 """
 
@@ -35,9 +36,17 @@ class Each(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table: heading, where the check is defined, the row that is reported if the check
-    itself cannot run, its requirement, the processes that run it, and the time limit in its own thread (the
-    target's patience applies if it is shorter; None: it only computes)."""
+    """One line of the table.
+
+    Attributes:
+        group: the heading in the report.
+        module, function: where the check is defined.
+        title: the name of the row that is reported if the check itself cannot run.
+        need: what the check requires.
+        each: the processes that run the check.
+        seconds: the time limit, or the target's patience if that is shorter; the check then runs in a thread.
+            None: no limit, for a check that only computes.
+    """
 
     group: str
     module: str
@@ -81,11 +90,13 @@ CHECKS: tuple[Check, ...] = (
     Check("card", "card", "card", "card", Need.CARD, Each.RANK),
     Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
 )
-"""Every check that a process runs on its own."""
+"""The checks that a process runs without the other processes."""
 
 
 def examine(check: Check, target: Target) -> list[Row]:
-    """Run a check within its time limit and return its rows with their group; an error becomes a row, too."""
+    """Run a check within its time limit and return its rows with their group. An error of the check becomes a
+    row.
+    """
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]
@@ -124,7 +135,7 @@ def _run(check: Check, target: Target) -> list[Row]:
 
 
 def _rows(check: Check, target: Target) -> list[Row]:
-    """The rows of the check. An error in the check itself becomes a row, so the other checks still run."""
+    """The rows of the check. An error in the check becomes a row, so that the other checks still run."""
     try:
         return list(check.load()(target))
     except UserError as error:
@@ -140,7 +151,7 @@ def _rows(check: Check, target: Target) -> list[Row]:
 
 
 def _first_lines(error: Exception) -> str:
-    """The message of an error without the C++ stack trace that Paddle puts in front of it."""
+    """The message of an error without the C++ stack trace with which Paddle begins it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     summary = next((i for i, line in enumerate(lines) if line.startswith("Error Message Summary")), -1)
     text = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]

@@ -1,7 +1,7 @@
 """Run all checks in this process, and merge the rows of all processes of a job.
 
-The processes of a job first meet over plain sockets. They join fleet's process groups only if no check found
-anything that could make the groups hang.
+The processes of a job first connect over plain sockets. They join fleet's process groups only if no check
+found anything that could make the groups hang.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, h
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 
 LOCAL_SECONDS = 1200.0
-"""Time limit for all checks that a process runs on its own; each check also has its own limit."""
+"""Time limit in seconds for all checks that a process runs by itself; each check also has its own limit."""
 _CHECK_SECONDS = 360.0  # seconds, longer than any single check may take
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
-# After a failure under one of these headings the process groups would fail or hang.
+# Headings under which a failure means that the process groups would fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
 _LOST_FIX = (
     "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T is stopped, "
@@ -49,7 +49,12 @@ def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """Examine the job and return its rows, the same in every process. All processes must call this."""
+    """Examine the job. Returns its rows, which are the same in every process. All processes must call this.
+
+    Args:
+        seconds: how long processes wait for each other.
+        finish: called with the rows if a collective hangs, before this process exits.
+    """
     name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
     place = meeting_point(), target.world_size, name, seconds
     try:
@@ -74,7 +79,12 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Job:
-    """This process's part in the examination of a job."""
+    """This process's part in the examination of a job.
+
+    Attributes:
+        rows: the rows of each rank.
+        of_job: rows about the job as a whole.
+    """
 
     target: Target
     meeting: Host | Guest
@@ -97,8 +107,9 @@ class Job:
         self._share(own, _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
-        """Exchange rows with the other processes. Raises RendezvousError if rank 0 is gone; this process
-        keeps its own rows."""
+        """Exchange rows with the other processes. If rank 0 is gone, this process keeps its own rows, and
+        RendezvousError is raised.
+        """
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:
@@ -129,7 +140,7 @@ class Job:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def note_lost_host(self, error: RendezvousError) -> None:
-        """Note that rank 0 is gone, so that only this process's rows are left."""
+        """Add a row that says that rank 0 is gone, so only this process's rows are left."""
         self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
@@ -137,11 +148,11 @@ class Job:
         return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
 
     def _shared_directory(self) -> Iterator[Row]:
-        """Check for a shared output directory: rank 0 creates a temporary file there, and the others look for
-        it.
+        """Check whether all machines share the output directory: rank 0 creates a temporary file there, and
+        the others look for the file.
         """
         place = output_dir_of(self.target.cfg)
-        with contextlib.suppress(TimeoutError, OSError):  # another check reports them, here and below
+        with contextlib.suppress(TimeoutError, OSError):  # another check reports these errors, also below
             place = within(_LOOK_SECONDS, partial(nearest_directory, place))
         with contextlib.ExitStack() as stack:
             mark = ""
@@ -181,7 +192,7 @@ class Job:
 
         def announce(what: str) -> None:
             guard.begin(what)
-            if not guard.has_given_up:  # from then on the guard's thread uses the connections
+            if not guard.has_given_up:  # after that, the guard's thread uses the connections
                 self.meeting.announce(what)
 
         def give_up(what: str) -> None:
@@ -224,7 +235,7 @@ class Job:
 
 
 class Guard:
-    """Calls ``give_up`` when one step of a sequence takes too long."""
+    """Calls ``give_up`` in a thread if a step takes longer than ``seconds``; :meth:`begin` starts a step."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False
@@ -255,7 +266,7 @@ class Guard:
 
 
 def plan_config(target: Target) -> RunConfig:
-    """The configuration whose process groups are tried: the given one, or a tiny data-parallel model."""
+    """The configuration whose process groups are tried: the given one, or else a tiny data-parallel model."""
     if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
         return target.cfg
     given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
@@ -263,7 +274,9 @@ def plan_config(target: Target) -> RunConfig:
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """Split off the rows of successful collectives, and keep only the slowest rank's of each."""
+    """Split off the rows of successful collectives. Returns the remaining rows by rank, and for each
+    collective the row of its slowest rank.
+    """
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in filter(_is_measured, rows):

@@ -1,8 +1,8 @@
-"""Train a tiny GPT and a tiny Llama for a few steps and compare the losses with committed ones.
+"""Train a tiny GPT and a tiny Llama for a few steps, and compare the losses with committed ones.
 
-The losses in ``losses.json`` come from float64 weights and activations on a CPU, so they do not depend on the
-machine (``tests/goldens/make_doctor_losses.py`` writes them). A float32 run matches nearly all float32
-digits.
+The losses in ``losses.json`` come from float64 weights and activations on a CPU
+(``tests/goldens/make_doctor_losses.py``), so they do not depend on the machine. In float32, nearly all digits
+agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS, SEQUENCES, LENGTH, VOCABULARY = 3, 4, 32, 512
 _LEARNING_RATE = 1e-3
 _HALF_MODES = tuple((dtype, level) for dtype in ("float16", "bfloat16") for level in ("O1", "O2"))
 TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
-"""Largest relative difference from the committed losses: float32 on a CPU, float32 on a card, 16 bits."""
+"""Largest allowed relative difference from the committed losses: float32 on a CPU or card, or 16 bits."""
 
 
 def losses(target: Target) -> Iterator[Row]:
@@ -60,7 +60,7 @@ def losses_row(name: str, found: Sequence[float], expected: Sequence[float], tol
     array = np.asarray(expected)
     worst = float(np.max(np.abs(np.asarray(found) - array) / np.abs(array)))
     text = f"losses of {len(found)} steps are {_shown(found)}"
-    if not worst <= tolerance:  # a NaN is not
+    if not worst <= tolerance:  # also true for NaN
         return fail(
             name,
             f"{text} and should be {_shown(expected)}: off by {worst:.1e}, more than {tolerance:g}",
@@ -98,7 +98,7 @@ def _step(runner: Any, cfg: Any, step: int) -> float:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """The batch of a step, computed by a formula because random number generators may change."""
+    """The batch of a step. It is computed by a formula, because random number generators may change."""
     place = np.arange(SEQUENCES * (LENGTH + 1)).reshape(SEQUENCES, LENGTH + 1) + 1000 * step
     tokens = (place * place * 7 + place * 13 + 5) % (VOCABULARY - 3)
     return {
