@@ -20,8 +20,11 @@ _PLACE = "argument config"
 
 
 def settings_of(overrides: Overrides | None) -> list[Override]:
-    """Read overrides from a mapping of dotted keys or sections, or from texts ``key=value``. Raises
-    ConfigError if the overrides are in neither form."""
+    """Read overrides from a mapping of dotted keys or sections, or from texts ``key=value``.
+
+    Raises:
+        ConfigError: the overrides are in neither form.
+    """
     if isinstance(overrides, Mapping):
         return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
     texts = [overrides] if isinstance(overrides, str) else list(overrides or ())

@@ -1,6 +1,6 @@
 """``GPT2LMHeadModel`` and ``GPT2Tokenizer`` with MindFormers' methods.
 
-Where results differ from MindFormers', docs/api.md says how.
+docs/api.md lists where results differ from MindFormers'.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class GPT2Config:
 
 
 class GPT2LMHeadModel:
-    """A model from :func:`ppfleetx.load` that, when called, returns logits or, in training mode, its loss."""
+    """A model of :func:`ppfleetx.load` with MindFormers' methods. A call returns logits or, in training mode,
+    the loss.
+    """
 
     def __init__(self, model: GPT) -> None:
         self.model = model
@@ -55,23 +57,29 @@ class GPT2LMHeadModel:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the model in a directory in our own, Hugging Face's or FleetX's format. Raises UserError if
-        there is no model. Nothing is downloaded, and no weight is ever initialized at random."""
+        """Load a model in our own, Hugging Face's or FleetX's format. Nothing is downloaded, and no weight is
+        initialized at random.
+
+        Raises:
+            UserError: there is no model in the directory.
+        """
         return cls(GPT.from_pretrained(directory))
 
     def set_train(self, mode: bool = True) -> Self:
-        """Switch training mode on or off. In training mode a call returns the loss, with dropout."""
+        """Switch training mode on or off. In training mode, a call returns the loss, with dropout."""
         self._trains = mode
         self.model.train(mode)
         return self
 
     def __call__(self, input_ids: Tokens) -> paddle.Tensor:
-        """Logits ``[b, s, V]`` float32 or, in training mode, the mean loss of ids ``[b, s + 1]``, a scalar.
+        """Logits ``[b, s, V]`` in float32 or, in training mode, the mean loss of ids ``[b, s + 1]``, a
+        scalar.
 
         Padding at the end of a sequence (the tokenizer's end-of-document token) does not count in the loss.
 
         Raises:
-            DataError: ids are outside the model's vocabulary, or there are more than ``seq_length``.
+            DataError: ids are outside the model's vocabulary, there are more than ``seq_length``, or no token
+                counts in the loss.
         """
         if not self._trains:
             return self.model(input_ids)
@@ -102,7 +110,7 @@ class GPT2LMHeadModel:
 
 
 def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
-    """The mask of text ``[b, s]``: False for the padding at the end of each sequence."""
+    """A mask ``[b, s]`` that is False for the padding at the end of each sequence."""
     if pad_id is None:
         return np.ones(ids.shape, bool)
     from_end = np.flip(ids != pad_id, axis=1)
@@ -117,8 +125,12 @@ class GPT2Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the tokenizer in a directory, or the tokenizer of a checkpoint in the directory. Raises
-        DataError if there is no tokenizer. Nothing is downloaded."""
+        """Load the tokenizer in a directory, or the tokenizer of the checkpoint in the directory. Nothing is
+        downloaded.
+
+        Raises:
+            DataError: there is no tokenizer.
+        """
         directory = local_directory(directory)
         try:
             return cls(Tokenizer.load(directory))
@@ -127,7 +139,7 @@ class GPT2Tokenizer:
                 try:
                     place = resolve_model(directory, stack, with_config=False)
                 except CheckpointError:
-                    raise error from None  # it is not a model either, so the first error is raised
+                    raise error from None  # the directory has no model either, so raise the first error
                 if place.tokenizer is None:
                     raise
                 return cls(Tokenizer.load(place.tokenizer))
@@ -151,16 +163,16 @@ class GPT2Tokenizer:
 
         Args:
             text: a text or a list of texts; for a list, the first dimension of every value is the batch.
-            add_special_tokens: whether to put the end-of-document token before and after each text.
-                MindFormers does so by default; here the default is the same as in transformers.
+            add_special_tokens: whether to put the end-of-document token before and after each text. The
+                default is transformers', not MindFormers'.
             padding: ``max_length`` pads on the right up to ``max_length``.
-            max_length: length of the longest sequence.
-            truncation: whether to cut off the ends of longer texts; otherwise longer texts are an error.
+            max_length: the largest number of tokens.
+            truncation: whether to cut the ends of longer texts; otherwise a longer text is an error.
             return_tensors: ``np`` for arrays, ``pd`` (or ``ms``) for Paddle tensors; None: lists.
 
         Raises:
-            DataError: lengths do not fit together, a text is longer than ``max_length``, or a value is
-                unknown.
+            DataError: texts have different lengths and are not padded, a text is longer than ``max_length``,
+                or an argument has an unknown value.
         """
         if return_tensors not in _TENSORS or padding not in (False, "max_length"):
             raise DataError(

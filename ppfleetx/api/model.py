@@ -1,4 +1,4 @@
-"""A trained GPT as an object: generate text, compute logits and loss, load and save it.
+"""A trained GPT as an object: generate text, compute logits and loss, load and save.
 
 Paddle is imported only when a model is loaded. Shape letters: b sequences, s tokens, V vocabulary.
 """
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 
 Piece = tuple[int, int, str]
-"""(number of the prompt, number of its continuation, text)."""
+"""A piece of generated text: (index of the prompt, index of its continuation, text)."""
 
 
 class _AbandonedError(Exception):
-    """The iterator was closed, so nobody reads the text any more."""
+    """The iterator of :func:`stream_of` was closed, so generation must stop."""
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """Run ``generate`` in a thread, and yield each piece of text that it passes to ``on_text``.
+    """Run ``generate`` in a thread, and yield each piece of text that it passes to its argument, ``on_text``.
 
     If generation fails, its error is raised after the last piece. When the iterator is closed or dropped,
     generation stops at the next token.
@@ -90,14 +90,15 @@ Tokens = "paddle.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]"
 class GPT:
     """A model with its tokenizer; create one with :func:`load` or :meth:`from_pretrained`.
 
+    Args:
+        checkpoint: the checkpoint that the weights were loaded from, if any.
+
     Attributes:
         cfg: the whole configuration.
         network: the Paddle layer; its ``state_dict`` has the parameters.
         tokenizer: the model's tokenizer; None if the directory has none.
         generation: default options of :meth:`generate`.
-        epoch, step: the epoch and step up to which it was trained.
-
-    ``checkpoint`` is the checkpoint the weights were loaded from, if any.
+        epoch, step: the epoch and step up to which the model was trained.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class GPT:
     ) -> None:
         self.cfg, self.network, self.tokenizer = cfg, network, tokenizer
         self.generation, self.epoch, self.step = cfg.Generation, epoch, step
-        # Facts about the source of the weights, and their element types, kept for saving.
+        # The source of the weights and their element types, for save().
         self._source: Mapping[str, Any] = {}
         self._stored: dict[str, str] = {}
         if checkpoint is not None:
@@ -129,7 +130,8 @@ class GPT:
         config: Configuration | None = None,
         overrides: Overrides | None = None,
     ) -> Self:
-        """Load a model: a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file.
+        """Load a model: a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file. No weight is
+        initialized at random.
 
         Args:
             directory: the path of the model; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` for a model on
@@ -139,7 +141,7 @@ class GPT:
 
         Raises:
             UserError: there is no such directory, it does not hold an intact model, or the model cannot run
-                here. No weight is ever initialized at random.
+                here.
         """
         from ppfleetx.commands.resolve_model import resolve_model
 
@@ -177,12 +179,12 @@ class GPT:
 
     @property
     def config(self) -> ModelConfig:
-        """The ``Model`` section."""
+        """The ``Model`` section of the configuration."""
         return self.cfg.Model
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements in all parameters; a tied head counts once."""
+        """The number of elements of all parameters; a tied head counts once."""
         return sum(int(parameter.size) for parameter in self.network.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, paddle.Tensor]]:
@@ -196,9 +198,9 @@ class GPT:
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Switch dropout on, to write your own training loop."""
+        """Switch dropout on, for a training loop of your own."""
         self.network.train() if mode else self.network.eval()
-        self._generator = None  # the generator holds copies of the weights, which may change now
+        self._generator = None  # it holds copies of the weights, which training changes
         return self
 
     def eval(self) -> Self:
@@ -206,9 +208,7 @@ class GPT:
         return self.train(False)
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
-        """Make a new object with the same network and another tokenizer. This object keeps its own
-        tokenizer.
-        """
+        """Return a new object with the same network and another tokenizer. This object is not changed."""
         other = copy(self)
         other.tokenizer, other._generator = tokenizer, None
         return other
@@ -216,24 +216,23 @@ class GPT:
     # ---- computing with the model
 
     def __call__(self, tokens: Tokens) -> paddle.Tensor:
-        """Logits ``[b, s, V]`` float32 after each token, without columns of vocabulary padding.
+        """Logits ``[b, s, V]`` in float32 after each token, without the columns of vocabulary padding.
 
         Args:
             tokens: ids ``[b, s]``, or ``[s]`` for one sequence.
 
         Raises:
-            DataError: ids outside the model's vocabulary, or more tokens than it has positions.
+            DataError: ids are outside the model's vocabulary, or there are more tokens than positions.
         """
         logits_sbv = self.network(self._ids(tokens))
         return logits_sbv[..., : self.cfg.Model.vocab_size].astype("float32").transpose([1, 0, 2])
 
     def loss(self, tokens: Tokens) -> paddle.Tensor:
-        """The mean cross entropy (nats, a scalar) of all tokens but the first of each sequence ``[b, s]``.
-
-        It can be differentiated, unless it is computed under ``paddle.no_grad()``.
+        """The mean cross entropy (nats, a scalar) of all tokens but the first of each sequence ``[b, s]``. It
+        can be differentiated.
 
         Raises:
-            DataError: as for calling the model, or the sequences have only one token.
+            DataError: as for calling the model, or a sequence has only one token.
         """
         from ppfleetx.nn.loss import cross_entropy
 
@@ -278,8 +277,8 @@ class GPT:
         Args:
             prompts: a text, token ids, or a list of these. A model without a tokenizer takes ids, and its
                 results have ids but no text.
-            stream: return an iterator over the text as it is generated: pieces of text for one prompt, or
-                ``(number of the prompt, number of its continuation, piece)`` for a list.
+            stream: return an iterator over the text while it is generated: pieces of text for one prompt, or
+                ``(index of the prompt, index of its continuation, piece)`` for a list.
             seed: seed for sampling; the same seed gives the same text. None: ``Generation.seed`` of the
                 model's configuration, or else its ``Global.seed``.
             options: keys of the ``Generation`` section that replace the model's own, e.g.
@@ -288,7 +287,7 @@ class GPT:
         Returns:
             A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``, and
             ``logprobs`` or the ``score`` of beam search) for one prompt, or a list of them if
-            ``num_return_sequences`` is above 1; for a list of prompts a list of these.
+            ``num_return_sequences`` is above 1; for a list of prompts, a list of these.
 
         Raises:
             ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as
@@ -329,7 +328,9 @@ class GPT:
 
     @property
     def generator(self) -> Any:
-        """The generator behind :meth:`generate`. It uses the weights from the time of its first use."""
+        """The generator that :meth:`generate` uses. It has copies of the weights at the time of its first
+        use.
+        """
         from ppfleetx.commands.generate import assistants_for
         from ppfleetx.generation.generator import Generator
 
@@ -344,7 +345,7 @@ class GPT:
     def save(self, directory: str | Path) -> Path:
         """Write a checkpoint of the weights into ``directory``, for :func:`load` and all programs.
 
-        Weights that were loaded from 16 bits are saved in 16 bits if every number still fits exactly.
+        Weights that were loaded from 16 bits are saved in 16 bits if every number is still exact in 16 bits.
 
         Returns:
             The directory of the checkpoint, ``directory/epoch_E_step_S``.
@@ -393,8 +394,11 @@ def load(
 
 
 def ready(cfg: RunConfig) -> ParallelContext:
-    """Import Paddle, and select the device. The state of random generators does not change. Raises
-    ConfigError if there is no such device, or the model cannot run there."""
+    """Import Paddle and select the device. The states of random generators do not change.
+
+    Raises:
+        ConfigError: there is no such device, or the model cannot run there.
+    """
     place = cfg.origins.get("Global.device")
     device = expected_device(cfg.Global.device, place)
     if reasons := not_supported_reasons(cfg, device):

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class GenerationModule:
-    """A network whose weights are set later, by ``model.set_state_dict``, under FleetX's names or our own."""
+    """A network whose weights are set later with ``model.set_state_dict``, under FleetX's names or our
+    own.
+    """
 
     def __init__(self, cfg: RunConfig, network: StagedModel) -> None:
         self.cfg, self.model = cfg, network
@@ -56,11 +58,15 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Set all parameters. Returns two empty lists, where Paddle's method returns missing and unexpected
-        names. Raises CheckpointError if a parameter is missing, unknown or of another shape."""
+        """Set all parameters. Returns two empty lists, in place of the missing and unexpected names of
+        Paddle's method.
+
+        Raises:
+            CheckpointError: a parameter is missing, unknown or of another shape.
+        """
         if not use_structured_name:
             raise ConfigError(
-                "weights go by the names of their layers here", key="use_structured_name", value=False
+                "weights are set by the names of their layers", key="use_structured_name", value=False
             )
         import paddle
 
@@ -87,7 +93,7 @@ class GenerationModule:
 
 
 def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> np.ndarray:
-    """Pad an embedding table to the model's number of rows; other parameters must have the model's shape."""
+    """Pad an embedding table to the model's number of rows. Other parameters must have the model's shape."""
     if list(value.shape) == shape:
         return value
     is_table = name.endswith("word_embeddings.weight") and value.ndim == 2 and value.shape[1] == shape[1]
@@ -99,13 +105,16 @@ def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> 
 
 
 def build_module(cfg: RunConfig) -> GenerationModule:
-    """Build the network of ``cfg`` (see ``ppfleetx.load_config``) without weights. Raises ConfigError if the
-    network cannot run here or in one process, or it is not a language model."""
+    """Build the network of ``cfg`` (see ``ppfleetx.load_config``) without weights.
+
+    Raises:
+        ConfigError: the network cannot run here or in one process, or it is not a language model.
+    """
     if cfg.Model.task.classifies:
         raise cfg.error("Model.module", "a classifier has no next token")
     if cfg.plan.world_size > 1:
         raise ConfigError(
-            f"one process holds the whole model, which this plan ({cfg.plan}) is not", key="Distributed"
+            f"the model is built in one process, unlike in the plan ({cfg.plan})", key="Distributed"
         )
     ctx = ready(cfg)
     from ppfleetx.commands.training import build_runner

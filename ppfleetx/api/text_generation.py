@@ -33,7 +33,7 @@ _MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
 
 
 class TextGenerationPipeline:
-    """Continues texts; create it with :func:`pipeline`. ``options`` are defaults for each call."""
+    """Continues texts; create one with :func:`pipeline`. ``options`` are defaults for each call."""
 
     def __init__(self, model: GPT, options: dict[str, Any]) -> None:
         self.model, self._defaults = model, options
@@ -56,8 +56,12 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Drop sampling options from ``chosen`` if ``do_sample`` is False, because MindFormers ignores them
-        too. Raises ConfigError if there is a sampling option, but sampling was not requested."""
+        """Drop sampling options from ``chosen`` if ``do_sample`` is False: MindFormers ignores them.
+
+        Raises:
+            ConfigError: there is a sampling option, but ``do_sample`` is not given and the model does not
+                sample.
+        """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):
@@ -87,7 +91,7 @@ class TextGenerationPipeline:
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` if the pipeline knows all of them, or raise ConfigError."""
+    """Return ``options`` if the pipeline knows all of them; otherwise raise ConfigError."""
     known = (*_OPTIONS, "do_sample", "max_length")
     for name in options:
         if name not in known:
@@ -122,7 +126,7 @@ def pipeline(
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError unless the task is ``text_generation``."""
+    """Raise ConfigError if the task is not ``text_generation``."""
     if task.replace("-", "_") != TASK:
         raise ConfigError(f"the only task here is {TASK}", key="task", value=task)
 
@@ -211,12 +215,12 @@ class Trainer:
         auto_trans_ckpt: bool | None = None,
         resume: bool = False,
     ) -> None:
-        """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. With the
-        configuration of a model's directory, the defaults are the same as in ``ppfleetx finetune``.
+        """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. If the model
+        is a directory, the defaults are those of ``ppfleetx finetune``.
 
         Args:
             finetune_checkpoint: the directory of the checkpoint; None: the model's directory.
-            auto_trans_ckpt: has no effect, because a checkpoint fits every plan.
+            auto_trans_ckpt: has no effect, because a checkpoint loads under every plan.
             resume: resume the run in ``output_dir``.
 
         Raises:
@@ -224,7 +228,7 @@ class Trainer:
         """
         if auto_trans_ckpt is False:
             raise ConfigError(
-                "a checkpoint is always cut as the plan needs it; leave the option out",
+                "a checkpoint is always split as the plan needs it; leave the option out",
                 key="auto_trans_ckpt",
                 value=False,
             )
@@ -238,8 +242,8 @@ class Trainer:
         self._fit(more, resume=resume)
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
-        """Evaluate on ``eval_dataset``, or on the part of ``train_dataset`` that is set aside. Returns
-        ``{"loss", "ppl"}``; if the configuration names several evaluation sets, for the first one.
+        """Evaluate on ``eval_dataset``, or on the share of ``train_dataset`` that is set aside. Returns
+        ``{"loss", "ppl"}``; of several evaluation sets, those of the first.
 
         Args:
             eval_checkpoint: the model to evaluate; None: the trained model, or else the model in the
@@ -295,7 +299,7 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ModelPlace:
-        """Find the model in a directory. Temporary files for it live as long as this trainer."""
+        """The model in a directory. Its temporary files are removed with this trainer."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

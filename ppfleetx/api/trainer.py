@@ -31,14 +31,15 @@ TEXT_COLUMN = "text"
 
 
 def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> str:
-    """Return the prefix of a ``.bin/.idx`` pair with ``data``, creating it in ``directory`` if necessary.
+    """Return the prefix of a ``.bin/.idx`` pair with ``data``, creating the pair in ``directory`` if
+    necessary.
 
-    Its name is derived from the contents, so that a resumed run finds the same corpus.
+    The name is derived from the contents, so that a resumed run finds the same corpus.
 
     Args:
         data: the prefix of a pair, a text file or a folder of text files (also JSON lines), a list of texts,
             or records with a text under ``text``, such as a ``datasets.Dataset``.
-        tokenizer: encodes the texts; each document ends with its end-of-document token.
+        tokenizer: encodes the texts; its end-of-document token ends each document.
         directory: the directory to write the corpus to.
 
     Raises:
@@ -60,8 +61,11 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
 
 
 def texts_of(data: Any) -> Iterator[str]:
-    """The texts in ``data`` that are not empty. Raises DataError if there are no texts, or something is not a
-    text."""
+    """Yield the texts in ``data`` that are not empty.
+
+    Raises:
+        DataError: there are no texts, or something is not a text.
+    """
     found = False
     for text in _entries(data):
         found = True
@@ -105,7 +109,7 @@ class Trainer:
             file or folder (also JSON lines), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset``
             with a column ``text``. Texts are encoded into ``output_dir/data``.
         eval_data: the evaluation data in the same forms, or several by name: ``{"wiki": ..., "code": ...}``.
-            Without it, an evaluation set of the configuration uses its share of ``train_data``
+            Without ``eval_data``, an evaluation set of the configuration uses its share of ``train_data``
             (``Data.Eval.dataset.split``).
         tokenizer: tokenizer for the texts: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
@@ -148,8 +152,11 @@ class Trainer:
         self.cfg = load_config(self._source, given, world_size=world_size(os.environ))
 
     def fit(self) -> Self:
-        """Train to ``Engine.max_steps``, evaluate and save as configured. Returns this trainer. Raises
-        UserError if the run cannot start or fails, e.g. because the output directory holds another run."""
+        """Train to ``Engine.max_steps``, evaluate and save as configured. Returns this trainer.
+
+        Raises:
+            UserError: the run cannot start or fails, e.g. because the output directory holds another run.
+        """
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
         from ppfleetx.commands.training import train
 
@@ -165,9 +172,12 @@ class Trainer:
         return self
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
-        """Evaluate the last checkpoint in ``output_dir`` (or ``ckpt_dir`` if the configuration names one) on
-        ``Data.Eval``. Returns loss and perplexity; for several named sets, ``{name: record}``. Raises
-        UserError if there is no checkpoint, or no evaluation set."""
+        """Evaluate the last checkpoint in ``output_dir`` (or ``ckpt_dir`` if the configuration sets it) on
+        ``Data.Eval``. Returns loss and perplexity; for several named sets, ``{name: record}``.
+
+        Raises:
+            UserError: there is no checkpoint, or no evaluation set.
+        """
         cfg, ctx = start_with(self._with_checkpoint(), reads=("Eval",))
         from ppfleetx.commands.training import evaluate
 
@@ -180,8 +190,11 @@ class Trainer:
 
     @property
     def model(self) -> GPT:
-        """The trained model, still in memory after :meth:`fit`, or else loaded from the last checkpoint.
-        Raises UserError if there is no trained model."""
+        """The trained model: from memory after :meth:`fit`, or else loaded from the last checkpoint.
+
+        Raises:
+            UserError: there is no trained model.
+        """
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)
@@ -215,7 +228,7 @@ def _is_whole(plan: ParallelPlan) -> bool:
 
 
 def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
-    """The directory of the tokenizer's files. A tokenizer in memory is written next to the data."""
+    """The directory of the tokenizer's files. A tokenizer in memory is written into ``home``."""
     if not isinstance(tokenizer, Tokenizer):
         return str(tokenizer)
     place = home / f"tokenizer-{tokenizer.fingerprint[:16]}"
@@ -246,7 +259,8 @@ def _data_settings(raw: RunConfig, train_data: Any, eval_data: Any, home: Path) 
     if eval_data is None and raw.Data.Eval is not None:
         if raw.Data.Train is None:
             raise ConfigError(
-                "give eval_data too: Data.Train of the configuration says no shares", key="Data.Eval"
+                "give eval_data too: the configuration has no Data.Train, whose split would set shares aside",
+                key="Data.Eval",
             )
         found.append(Setting("Data.Eval.dataset.input_dir", prefix, "train_data"))
         found.append(Setting("Data.Eval.sets", {}, "train_data"))
