@@ -1,4 +1,4 @@
-"""Several corpora read as one dataset, in given proportions."""
+"""Blend several corpora into one dataset, in given proportions."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ BLEND_VERSION = 1
 MAX_CORPORA = int(np.iinfo(np.int16).max)
 
 SURPLUS = 0.005
-"""Each corpus prepares this much more than its share, since the greedy order may run ahead of it."""
+"""Extra share of samples that each corpus prepares, because the blend may take slightly more than the
+corpus's weight."""
 
 
-_BYTES_PER_SAMPLE = 2 + 8 + 3 * 8  # the two arrays, and the inputs they are made from
-_BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, blocks walked at the same time
+_BYTES_PER_SAMPLE = 2 + 8 + 3 * 8  # two output arrays, and the intermediate arrays of the build
+_BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, and blocks that are computed at the same time
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The corpus of each sample, int16 [size], and the sample's number within that corpus, int64 [size].
+    """Return the corpus of each sample, int16 [size], and the sample's number within that corpus, int64
+    [size].
 
-    Sample k is taken from the corpus that is furthest behind its share: the one with the largest ``weight *
-    max(k, 1) - taken``, or the first of these. Weights are normalized. Megatron-LM's ``helpers.cpp`` uses the
-    same rule in the same double precision, so both produce the same order.
+    Sample k is taken from the corpus that is furthest below its weight: the one with the largest ``weight *
+    max(k, 1) - taken``, or the first of several. Weights must sum to 1. Megatron-LM's ``helpers.cpp`` uses
+    the same rule in double precision, so both produce the same order.
     """
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Like `blending_indices`, for a blend that takes every sample of every corpus once; with ``size``, only
-    its first samples.
+    """Like `blending_indices`, for a blend that takes every sample of every corpus once. ``size`` limits the
+    result to the first samples.
 
-    The weights are in proportion to the sizes, and corpora without samples left are skipped, as in
-    Megatron-LM's ``build_exhaustive_blending_indices``.
+    The weights are proportional to the sizes, and an exhausted corpus is skipped, as in Megatron-LM's
+    ``build_exhaustive_blending_indices``.
     """
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
@@ -69,12 +71,13 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """The choices of ``num_blocks`` blocks of steps from ``first`` on, given the samples ``taken`` before.
+    """Choose the corpora for ``num_blocks`` blocks of steps, starting at step ``first``. ``taken`` counts the
+    samples taken from each corpus before that step.
 
-    The rule needs all earlier choices, but its choices soon stop depending on the start. Therefore all blocks
-    are walked at the same time, each but the first from a guessed start. Then each block is walked again from
-    the real end of its predecessor, until no start changes. The result is exact: the first start is right,
-    and each block starts where the previous block ends. This usually takes two or three rounds.
+    The rule is sequential, but the choices soon become independent of the starting counts. So all blocks are
+    computed in parallel, from guessed starting counts for every block but the first. Each block whose guess
+    differs from the end of the previous block is computed again, until none differs. The result is exact,
+    usually after two or three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_near_shares(weights, step) for step in steps.tolist()])
@@ -102,11 +105,11 @@ def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
 def _walk(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Follow the rule for one block from each of ``steps``, all at the same time. Returns choices
-    [_BLOCK_STEPS, blocks], and samples taken [blocks, corpora] at the end.
+    """Apply the blending rule for one block of steps, in parallel for each start in ``steps``. Returns the
+    chosen corpora [_BLOCK_STEPS, blocks] and the samples taken at the end [blocks, corpora].
 
-    Corpora that have reached their limit are skipped. (After the last sample, all corpora have; the choices
-    from there on are cut off.)
+    Exhausted corpora are skipped. Steps after the last sample give arbitrary choices, which the caller cuts
+    off.
     """
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
@@ -128,7 +131,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """The size of the blend, and the number of samples to prepare from each corpus."""
+    """Return the size of the blend, and the number of samples to prepare from each corpus."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
@@ -139,7 +142,7 @@ class BlendOrder:
 
     Attributes:
         decisive: everything that determines the order, for fingerprints.
-        shares: the share of each corpus, for messages.
+        shares: the weight of each corpus, for messages.
         dataset_index: the corpus of each sample, int16 [n].
         dataset_sample_index: the number of each sample within its corpus, int64 [n].
     """
@@ -155,7 +158,7 @@ class BlendOrder:
 
 
 def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """The order of `blending_indices`, cached in ``cache_dir``."""
+    """Return the order of `blending_indices`, cached in ``cache_dir``."""
     weights = list(weights)
     about = {"weights": weights, "num_samples": num_samples}
     build = partial(blending_indices, weights, num_samples)
@@ -163,7 +166,7 @@ def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) 
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """The order of `exhaustive_indices`, or the requested first part of it, cached in ``cache_dir``."""
+    """Return the first ``num_samples`` of the order of `exhaustive_indices`, cached in ``cache_dir``."""
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
     about = {"exhaustive": sizes, "num_samples": num_samples}
     build = partial(exhaustive_indices, sizes, num_samples)
@@ -191,9 +194,8 @@ def _order(
 
 
 class BlendedDataset:
-    """One dataset that mixes the samples of several. With ``tells_sources``, each sample has ``source_ids``,
-    the number of its corpus.
-    """
+    """A dataset that mixes the samples of several datasets in the order of a `BlendOrder`. If
+    ``tells_sources`` is set, each sample has ``source_ids``, the number of its corpus."""
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA
@@ -210,7 +212,7 @@ class BlendedDataset:
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> Sample:
-        """A sample, as in `GPTDataset`; ``sample_ids`` counts in the order of the blend."""
+        """Return a sample as `GPTDataset` does, with ``sample_ids`` as its position in the blend."""
         if index == PADDING:
             return self._from(0, self.datasets[0][PADDING])
         order = self.order
@@ -224,8 +226,8 @@ class BlendedDataset:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the corpora, in the order of ``source_ids``: the last parts of their prefixes, or
-        whole prefixes if the last parts are not unique."""
+        """The names of the corpora, indexed by ``source_ids``: the last components of their prefixes, or the
+        whole prefixes if those components are not unique."""
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes

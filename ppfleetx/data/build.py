@@ -1,4 +1,4 @@
-"""Build the datasets and loaders that ``Data.Train``, ``Data.Eval`` and ``Data.Test`` describe."""
+"""Build the datasets and data loaders configured in ``Data.Train``, ``Data.Eval`` and ``Data.Test``."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 
 Mode = Literal["Train", "Eval", "Test"]
 
-_LENGTH_MULTIPLE = 8  # few different shapes, and little padding
+_LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little padding
 
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """The sequences ``[first, last)`` of a corpus that belong to a split, and the corpus's share of the
-    blend."""
+    """The sequences ``[first, last)`` of a corpus that belong to one split, and their weight in the blend."""
 
     corpus: TokenStore
     first: int
@@ -54,12 +53,11 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """The number of samples that a run reads from a split. It determines the size of the index maps.
+    """Return the number of samples that a run reads from a split. It determines the size of the index maps.
 
-    Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters; Test: global batch x
-    test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, because each continues
-    where the last one ended. Here every evaluation reads the same batches, whatever the length of the run and
-    the number of evaluations.
+    Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters. Test: global batch x
+    test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, because each evaluation
+    continues where the previous one stopped. Here every evaluation reads the same batches.
     """
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
@@ -75,13 +73,13 @@ def build_dataloader(
     data_size: int = 1,
     consumed_samples: int = 0,
 ) -> DataLoader:
-    """Build the loader of ``Data.<mode>`` for one data rank. Raises as `build_dataset`.
+    """Build the loader of ``Data.<mode>`` for one data rank. Raises the errors of `build_dataset`.
 
-    Train never ends: it starts at ``consumed_samples``, and restarts from the first sample after the last
-    prepared one. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same in
-    every iteration of the loader, so that losses can be compared. With ``sampler.drop_last: False`` they end
-    with the split, and samples with a zero loss mask fill up the last batch, so no sample counts twice. Eval
-    and Test of a dataset of texts are always read whole, in this way.
+    Train is infinite: it starts at ``consumed_samples``, and starts over after the last sample. Eval and Test
+    read the first ``eval_iters`` (``test_iters``) global batches, the same in every pass over the loader, so
+    losses can be compared. With ``sampler.drop_last: False`` they read at most the whole split once; padding
+    samples with a zero loss mask fill the last batch. Eval and Test of text datasets are always read
+    completely, with the same padding.
     """
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
@@ -108,8 +106,8 @@ def build_dataloader(
 
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
-    """Build the dataset named by ``Data.<mode>.dataset``. Raises ConfigError if there is no such section, or
-    it does not describe a dataset, DataError if a corpus or file is missing, damaged or too small."""
+    """Build the dataset named by ``Data.<mode>.dataset``. Raises ConfigError if the section is missing or its
+    dataset is unknown, DataError if a corpus or file is missing, damaged or too small."""
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
@@ -117,10 +115,10 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
 
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
-    """Open the corpora of ``Data.<mode>.dataset`` and put their samples in order. Raises DataError.
+    """Open the corpora of ``Data.<mode>.dataset`` and order their samples. Raises DataError.
 
-    With ``sampler.drop_last: False``, Eval and Test ask for at most one epoch: no sample is repeated. In run
-    mode ``epoch`` Train asks for at most ``num_train_epochs`` epochs.
+    With ``sampler.drop_last: False``, Eval and Test use at most one epoch, so no sample is repeated. In run
+    mode ``epoch``, Train uses at most ``num_train_epochs`` epochs.
     """
     section = getattr(cfg.Data, mode)
     dataset_cfg = section.dataset
@@ -146,21 +144,21 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
-    """Make a dataset of prompts and responses. Only the responses count in the loss."""
+    """Make a dataset of prompts and responses. Only the responses contribute to the loss."""
     from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # Jinja is for finetuning alone
 
     return PromptResponseDataset(*_encoding(cfg, mode))
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
-    """Make a dataset of conversations. Only the assistant's turns count in the loss."""
+    """Make a dataset of conversations. Only the assistant's turns contribute to the loss."""
     from ppfleetx.data.tasks.finetuning import ChatDataset
 
     return ChatDataset(*_encoding(cfg, mode))
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Make a dataset of a GLUE task. Examples of ``Data.Test``, which are predicted, have no labels."""
+    """Make the dataset of a GLUE task. ``Data.Test`` has no labels."""
     from ppfleetx.data.tasks.finetuning import GlueDataset
 
     dataset_cfg, tokenizer, multiple = _encoding(cfg, mode)
@@ -170,8 +168,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """The section, tokenizer (checked against the model's vocabulary) and multiple of lengths of a dataset
-    of texts."""
+    """Return the dataset's section, the tokenizer (checked against the model's vocabulary), and the multiple
+    to which sequence lengths are padded."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -181,14 +179,14 @@ def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int
             key="Data.tokenizer",
         )
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
-    # Sequence parallelism within split sequences cuts them into mp x sep parts.
+    # With both sequence parallelism and `sep`, each sequence is split into mp x sep parts.
     multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
     return dataset_cfg, tokenizer, multiple
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """Load the tokenizer of ``Data.tokenizer``; None if none is named. Raises DataError, which names the
-    key."""
+    """Load the tokenizer of ``Data.tokenizer``, or return None if the section names no files. Raises
+    DataError, which names the key."""
     files = cfg.Data.tokenizer
     key = next((key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), "")
     if files is None or (not key and files.name == "BPE"):
@@ -205,8 +203,8 @@ def _place(cfg: RunConfig, key: str) -> str:
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """The end-of-document id of the section, or else of the tokenizer, which is read only if an option needs
-    it."""
+    """Return the end-of-document id of the section, or else of the tokenizer. The tokenizer is loaded only if
+    an option needs the id."""
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id
@@ -250,7 +248,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
             f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
             "can be blended: write them as fewer with ppfleetx merge-data"
         )
-    # The corpora of a directory share its weight in proportion to their tokens.
+    # The corpora of a directory share the directory's weight in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]
     parts = [
@@ -262,8 +260,8 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """The parts to blend, with normalized weights. Corpora without a weight of their own are left out if they
-    are too short for one sample."""
+    """Return the parts to blend, with normalized weights. If no weights are configured, corpora shorter than
+    one sample are left out."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")
@@ -313,7 +311,8 @@ def _order(
         weights = [part.weight for part in parts]
         total, sizes = blend_sizes(weights, num_samples)
         order = weighted_order(weights, total, directory)
-        # For some short blends, Megatron-LM's surplus is too small, and it refuses them.
+        # For some short blends Megatron-LM's surplus is too small and it raises an error; `at_least` avoids
+        # that.
         needed = zip(parts, sizes, order.counts, strict=True)
         datasets = [dataset(part, size, at_least=count) for part, size, count in needed]
     return BlendedDataset(datasets, order)

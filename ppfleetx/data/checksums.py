@@ -1,7 +1,7 @@
-"""Checksums of a corpus in blocks, in a small file beside it: ``PREFIX.checksums.json``.
+"""Checksums of a corpus, in a small file beside it: ``PREFIX.checksums.json``.
 
 The file has a CRC-32 of each 1 MiB block of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and a
-CRC-32 of its own content. Other programs that read the pair ignore it.
+CRC-32 of its own content. Megatron-LM and other readers of the pair ignore the file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ppfleetx.utils.untrusted_files import file_status, opened, read_bounded
 BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")
 _FORMAT, _VERSION = "ppfleetx corpus checksums", 1
-_HEX_DIGITS = 8  # of a CRC-32
-_OVERHEAD_BYTES = 4096  # the most bytes in the file besides checksums
+_HEX_DIGITS = 8  # hexadecimal digits of one CRC-32
+_OVERHEAD_BYTES = 4096  # upper bound for everything in the file except the checksums
 
 
 def checksums_path(prefix: str | os.PathLike[str]) -> Path:
@@ -31,7 +31,7 @@ def checksums_path(prefix: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """The length of one file, and the CRC-32 of each block; the last block may be shorter."""
+    """The length of a file and the CRC-32 of each of its blocks. The last block may be shorter."""
 
     num_bytes: int
     crcs: list[int]
@@ -60,7 +60,7 @@ class RunningChecksums:
 
 @dataclass(frozen=True)
 class Block:
-    """A damaged block of a file; ``first`` and ``end`` are byte positions."""
+    """A damaged block: bytes ``[first, end)`` of the file ``path``."""
 
     path: Path
     number: int
@@ -112,7 +112,7 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Yield the bytes of each block of a file, in order, with a `Block` if it is damaged, else None."""
+        """Yield the bytes of each block of a file, in order, each with a `Block` if damaged, else None."""
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:
             for number, crc in enumerate(sums.crcs):
@@ -139,8 +139,8 @@ def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
 
 
 def read_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums | None:
-    """Read the checksums of ``prefix``; None if it has none. Raises DataError if they are damaged
-    themselves."""
+    """Read the checksums of ``prefix``, or return None if there are none. Raises DataError if the checksum
+    file itself is damaged."""
     path = checksums_path(prefix)
     if not path.exists():
         return None

@@ -1,4 +1,5 @@
-"""Checks of corpora before training: their checksums, and their ids against ``Model.vocab_size``."""
+"""Checks of corpora before training: files against their checksums, and token ids against
+``Model.vocab_size``."""
 
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ if TYPE_CHECKING:
 
 
 _LEVELS = ("none", "index", "full")
-_NAMED = 3  # corpora in a log line
+_NAMED = 3  # corpora named in a log line
 MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of these sections with their checksums, as far as each section's ``verify``
-    says. One log line says how much was compared, and which corpora have no checksums. Raises DataError if
-    a corpus is damaged, its checksums belong to another corpus, or it has none and ``verify`` is full."""
+    """Compare the corpora of these sections with their checksums, at the level of
+    ``Data.<mode>.dataset.verify``. Logs one line that says how much was compared and which corpora have no
+    checksums.
+
+    Raises DataError if a corpus is damaged, if the checksums belong to another corpus, or if ``verify`` is
+    full and there are no checksums.
+    """
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
@@ -57,10 +62,11 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums. Returns False if it has none. Raises as `verify_corpora`.
+    """Compare a corpus with its checksums. Returns False if it has none. Raises the errors of
+    `verify_corpora`.
 
-    ``level`` ``index`` compares the lengths of both files and all of ``.idx``; ``full`` also compares all of
-    ``.bin``.
+    ``level`` ``index`` compares the lengths of both files and the content of ``.idx``. ``full`` also compares
+    the content of ``.bin``.
     """
     checksums = read_checksums(prefix)
     if checksums is None:
@@ -78,12 +84,12 @@ def verify_corpus(prefix: str, level: str) -> bool:
 
 
 def describe(block: Block, corpus: IndexedDataset | None) -> str:
-    """Describe a damaged block, with its documents if the index can be read."""
+    """Describe a damaged block in a sentence. Names the damaged documents if the index could be read."""
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
     sequences = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
-    # Empty sequences begin where the next one does, and empty documents hold no sequence. So the last of
-    # several equal boundaries is the one with tokens.
+    # An empty sequence starts at the same offset as the next sequence, and an empty document contains no
+    # sequence. So the last of several equal boundaries belongs to the sequence or document that has tokens.
     first, last = np.searchsorted(corpus.document_indices, sequences, side="right") - 1
     return f"{block}: documents {first:,} to {last:,}, counted from 0"
 
@@ -96,8 +102,8 @@ def _opened(prefix: str) -> IndexedDataset | None:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """All damage of a corpus in sentences, and whether it has checksums. Raises DataError if there is no such
-    corpus."""
+    """Return a sentence for each damage found in a corpus, and whether the corpus has checksums. Raises
+    MissingDataError if the corpus does not exist."""
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
         raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
     has_checksums = checksums_path(prefix).exists()
@@ -122,14 +128,15 @@ def _damaged_blocks(prefix: str) -> list[str]:
     return found
 
 
-_PART = 1 << 16  # tokens that are read in one go
-_MOST_TOKENS = 1 << 24  # of all corpora, which takes a tenth of a second
-_FEWEST_TOKENS = 1 << 18  # of each corpus
+_PART = 1 << 16  # tokens read at a time
+_MOST_TOKENS = 1 << 24  # tokens checked in all corpora, which takes about 0.1 s
+_FEWEST_TOKENS = 1 << 18  # tokens checked in each corpus, at least
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Report on token ids, as lines of text. Missing files are skipped: training may run on another machine.
-    Raises DataError for damage, or an id outside the model's vocabulary."""
+    """Compare the ids of the tokenizer and the corpora with ``Model.vocab_size``, and return a report as
+    lines of text. Skips missing files, because training may run on another machine. Raises DataError for
+    damage or an id outside the vocabulary."""
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -145,7 +152,8 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Like `check_tokenizer`, with the places of both settings in the message."""
+    """Call `check_tokenizer` for the configured vocabulary size. The error message says where the settings
+    were made."""
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:
@@ -194,11 +202,11 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
 
 
 def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
-    """Raise DataError if a corpus has an id that a model with ``vocab_size`` tokens lacks.
+    """Raise DataError if a corpus contains an id outside a vocabulary of ``vocab_size`` tokens.
 
-    A corpus of more than ``most_tokens`` is read in evenly spaced parts; the other ids are checked when they
-    are read for training. Returns the highest id found (-1 if there is no token), and the number of tokens
-    read.
+    A corpus with more than ``most_tokens`` tokens is sampled at evenly spaced positions; the remaining ids
+    are checked when training reads them. Returns the highest id found (-1 if there are no tokens) and the
+    number of tokens read.
     """
     highest, seen = -1, 0
     for first, last in _parts(corpus.num_tokens, most_tokens):

@@ -1,8 +1,8 @@
-"""Open token corpora by their path in the configuration: ``.bin``/``.idx`` pairs, or FleetX's arrays.
+"""Open token corpora by their configured path: ``.bin``/``.idx`` pairs, or FleetX's NumPy files.
 
-FleetX wrote ``_ids.npy`` with ``_idx.npz``, or one legacy ``_ids.npz``. ``_ids`` holds the tokens of all
-documents, one after another. ``lens`` (int32) is the length of each sequence, ``docs`` (int64, absent in the
-legacy file) the document boundaries counted in sequences, from 0.
+FleetX wrote ``_ids.npy`` with ``_idx.npz``, or a single legacy file ``_ids.npz``. ``ids`` holds the tokens of
+all documents, concatenated. ``lens`` (int32) is the length of each sequence. ``docs`` (int64, not in the
+legacy file) holds the document boundaries, counted in sequences from 0.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ppfleetx.utils.untrusted_files import file_status, os_errors
 
 FLEETX_SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time
-_LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
+_LONGEST = np.iinfo(np.int32).max  # most tokens of a sequence
 
 
 class FleetXDataset(TokenStore):
-    """Reader of FleetX's arrays. The tokens of ``_ids.npy`` are memory-mapped; the legacy archive has to
-    be read whole. ``prefix`` may have any of the suffixes. Raises DataError if a file is missing or
-    damaged, or the lengths do not add up to the number of tokens."""
+    """Reader of FleetX's NumPy files. ``_ids.npy`` is memory-mapped; the legacy ``_ids.npz`` is read into
+    memory. ``prefix`` may include a suffix. Raises DataError if a file is missing or damaged, or if the
+    lengths do not sum to the number of tokens."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -88,7 +88,7 @@ def _integers(array: np.ndarray, place: str) -> np.ndarray:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Turn NumPy's errors about a damaged file into a DataError that names the file."""
+    """Convert NumPy's errors about a damaged file into a DataError that names the file."""
     file_status(path, DataError)
     try:
         yield
@@ -110,9 +110,8 @@ def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.n
 
 
 def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a FleetX corpus as a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
-    Raises DataError if the corpus is missing or damaged, or the pair exists already and must not be
-    replaced."""
+    """Convert a FleetX corpus to a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
+    Raises DataError if the corpus is missing or damaged, or if the pair exists and ``overwrite`` is False."""
     source = FleetXDataset(prefix)
     refuse_to_replace(out, overwrite)
     boundaries = source.document_indices
@@ -129,8 +128,8 @@ _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 
 @os_errors(DataError)
 def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
-    """Open the corpus with this prefix; a suffix is removed, and ``.bin``/``.idx`` is preferred to FleetX's
-    arrays. Raises DataError."""
+    """Open the corpus with this prefix, which may include a suffix. A ``.bin``/``.idx`` pair takes precedence
+    over FleetX's files. Raises DataError."""
     text = _without_suffix(os.fspath(prefix))
     has_pair = bin_path(text).exists() or idx_path(text).exists()
     if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
@@ -143,8 +142,8 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
-    """The prefixes of an entry of ``input_dir``: all corpora of a directory, sorted by name, or the entry
-    itself. Raises MissingDataError if a directory holds none."""
+    """Return the corpus prefixes of an entry of ``input_dir``: all corpora of a directory, sorted by name, or
+    the entry itself. Raises MissingDataError if a directory has no corpus."""
     text = os.fspath(entry)
     if not Path(text).is_dir():
         return [_without_suffix(text)]

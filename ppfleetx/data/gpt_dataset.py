@@ -1,4 +1,4 @@
-"""Samples for language modeling, cut from one split of a corpus in Megatron-LM's order."""
+"""Samples for language modeling, cut from one split of a corpus in the same order as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MODES = ("Train", "Eval", "Test")
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
-    """The range ``[first, last)`` of sequences for each of Train, Eval and Test.
+    """Return the range ``[first, last)`` of sequences for each of Train, Eval and Test. A range may be empty.
 
-    The borders are the running sums of the weights times ``num_sequences``, each rounded half to even.
-    Megatron-LM does the same, so a corpus splits at the same sequences. A range may be empty.
+    The boundaries are the cumulative weights times ``num_sequences``, rounded half to even as in Megatron-LM,
+    so a corpus is split at the same sequences.
     """
     shares = split_shares(split)
     weights = np.array(shares) / np.sum(shares)
@@ -43,9 +43,9 @@ def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple
 Sample = dict[str, np.ndarray]
 
 PADDING = -1
-"""The index of a sample that fills up a batch and does not count."""
+"""Index of a padding sample, which fills up a batch and has no loss."""
 
-# Beyond this, repeated text helps little (Muennighoff et al. 2023, "Data-constrained scaling").
+# More epochs than this help little (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
 _MANY_EPOCHS = 4
 
 
@@ -54,11 +54,11 @@ class SampleOptions:
     """Options for cutting and masking samples.
 
     Attributes:
-        sequence_length: tokens the model sees.
-        reset_position_ids: whether positions start again at 0 after each end of document.
-        reset_attention_mask: whether a token attends to its own document only.
+        sequence_length: tokens that the model sees.
+        reset_position_ids: whether positions restart at 0 after each end of document.
+        reset_attention_mask: whether a token attends only to its own document.
         eod_mask_loss: whether positions with the end-of-document token as input have no loss.
-        vocab_size: the true vocabulary size; an id outside it is an error. None does not check ids.
+        vocab_size: the vocabulary size without padding; an id outside it is an error. None: no check.
     """
 
     sequence_length: int
@@ -79,12 +79,13 @@ class SampleOptions:
 
 
 class GPTDataset:
-    """Samples ``0 .. len - 1``, cut from sequences ``[first, last)`` of a corpus, in shuffled order.
+    """Samples of ``sequence_length`` tokens, cut from sequences ``[first, last)`` of a corpus, in shuffled
+    order.
 
     Args:
         num_samples, at_least: see `plan_epochs`.
         name: the name of the split, for messages.
-        cache_dir: the directory of the index maps; None: ``cache`` beside the corpus.
+        cache_dir: the directory of the index maps. None: ``cache`` beside the corpus.
 
     Raises:
         DataError: the split is empty or shorter than one sample.
@@ -153,10 +154,12 @@ class GPTDataset:
         return self.tokens_per_epoch / self.options.sequence_length
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample ``index`` of the shuffled order, or for `PADDING` a sample whose loss mask is 0: ``tokens``,
-        ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``sample_ids`` int64 [], and with
-        ``reset_attention_mask`` ``document_start`` int32 [s]: the first position each row may attend to.
-        Raises DataError for an id outside the vocabulary."""
+        """Return sample ``index`` of the shuffled order, or a sample with loss mask 0 for `PADDING`.
+
+        The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
+        ``sample_ids`` int64 []. With ``reset_attention_mask`` there is also ``document_start`` int32 [s], the
+        first position that each position may attend to. Raises DataError for an id outside the vocabulary.
+        """
         window = self._window(max(index, 0))
         sample = make_sample(window, self.options)
         sample["sample_ids"] = np.array(index, np.int64)
@@ -165,12 +168,12 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """The pieces of sequences that form a sample, as (sequence, first token, end)."""
+        """Return the parts of sequences that form a sample, as (sequence, first token, end)."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()
         ends = [int(self.corpus.sizes[sequence]) for sequence in sequences]
-        # The sample ends with the first token of the next one, which is the label of its last position.
+        # A sample includes the first token of the next sample, as the label of its last position.
         ends[-1] = last_offset + 1
         starts = [offset] + [0] * (len(sequences) - 1)
         return list(zip(sequences, starts, ends, strict=True))
@@ -212,7 +215,7 @@ class GPTDataset:
 def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
     """Make inputs, labels and masks from L + 1 tokens.
 
-    An end-of-document token belongs to the document that it ends; the next document starts after it.
+    An end-of-document token belongs to the document that it ends.
     """
     tokens, labels = window[:-1], window[1:]
     positions = np.arange(tokens.shape[0], dtype=np.int64)

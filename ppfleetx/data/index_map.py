@@ -1,14 +1,12 @@
-"""The order of training samples: document, sample and shuffle maps, bit for bit equal to Megatron-LM's.
+"""The order of training samples: document, sample and shuffle maps, bitwise equal to Megatron-LM's.
 
-A split's sequences, repeated for E epochs and shuffled (`document_index`), form one long stream of tokens.
-Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so neighbors share one.
-`sample_index` says where each sample starts, and `shuffle_index` in which order the samples are visited. The
-rules are the same as in Megatron-LM's ``core/datasets/gpt_dataset.py``, but no loop runs over samples or
-documents.
+The sequences of a split, repeated for E epochs and shuffled (`document_index`), form one stream of tokens.
+Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so consecutive samples share one
+token. `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
+The rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``, vectorized.
 
-The maps are cached on disk. The key of a file covers everything that determines the arrays, so equal keys
-mean equal content. Builders that run at the same time write the same bytes, and it does not matter which
-rename comes last.
+The maps are cached on disk under a key that hashes everything that determines the arrays. Concurrent builders
+write identical files, so it does not matter which rename comes last.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import available_bytes
 
 ORDER_VERSION = 1
-"""Increase this when equal arguments give different maps than before; part of cache names and
+"""Increase this when equal arguments give different maps than before. It is part of cache names and
 fingerprints."""
 
 _CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
@@ -38,13 +36,13 @@ _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this sh
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often a split is read to yield the requested samples.
+    """The number of epochs that a split is read to yield the requested samples.
 
     Attributes:
         tokens_per_epoch: tokens of the split.
         sequence_length: tokens of a sample.
         num_epochs: the smallest number of epochs with enough tokens.
-        separate_final_epoch: whether the last epoch is shuffled separately and comes after all others.
+        separate_final_epoch: whether the last epoch is shuffled separately and read after all others.
     """
 
     tokens_per_epoch: int
@@ -63,9 +61,13 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The three arrays, with the dtypes of Megatron-LM: `document_index` int32 [E * sequences], sequence ids
-    in the order of the token stream; `sample_index` int32 or int64 [S + 1, 2], (position in it, token offset)
-    of each start; `shuffle_index` uint32 or int64 [S], the sample visited at each step."""
+    """The three index maps, with the dtypes of Megatron-LM.
+
+    Attributes:
+        document_index: sequence ids in the order of the token stream, int32 [E * sequences].
+        sample_index: (position in `document_index`, token offset) of each start, int32 or int64 [S + 1, 2].
+        shuffle_index: the sample read at each step, uint32 or int64 [S].
+    """
 
     document_index: np.ndarray
     sample_index: np.ndarray
@@ -75,8 +77,9 @@ class IndexMaps:
 def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
-    """The number of epochs for ``num_samples`` samples (None: one epoch), and whether the last is shuffled
-    separately. If that gives fewer than ``at_least`` samples, the plan is made for ``at_least``."""
+    """Return the number of epochs for ``num_samples`` samples (None: one epoch), and whether the last epoch
+    is shuffled separately. If that gives fewer than ``at_least`` samples, plan for ``at_least`` samples
+    instead."""
     assert tokens_per_epoch > 0
     assert sequence_length > 0
     if num_samples is None:
@@ -95,7 +98,7 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Bytes of the three arrays for this number of sequences. Building them needs little more memory."""
+    """Return the bytes of the three index maps of a split. Building them needs little more memory."""
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
@@ -103,11 +106,11 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
-    """Build the maps of sequences ``[first, last)`` of a corpus whose sequences have ``sizes`` tokens, int32
-    [N]. The generator with ``seed`` shuffles documents, then samples."""
-    # The order is defined by the legacy generator: only its stream gives Megatron's permutations.
+    """Build the index maps of sequences ``[first, last)`` of a corpus. ``sizes`` are the tokens of each
+    sequence of the corpus, int32 [N]. One random generator shuffles first the documents, then the samples."""
+    # Only NumPy's legacy generator gives Megatron-LM's permutations.
     random = np.random.RandomState(seed)
-    # Lengths mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
+    # Sizes mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
     sizes = np.require(sizes, requirements="A")
     document_index = _document_index(first, last, plan, random)
     sample_index = _sample_index(sizes, document_index, plan)
@@ -126,10 +129,11 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Row k holds the sequence with token k L of the stream, and the offset of that token in it.
+    """Return rows of (position in ``document_index``, offset within the sequence) for each token k L of the
+    stream.
 
-    Token k L lies in the first sequence that ends beyond it, so empty sequences are skipped. The exception is
-    row 0, which is always (0, 0), even if the first sequence is empty.
+    Token k L lies in the first sequence that ends after it, so empty sequences are skipped. Only row 0 is
+    always (0, 0), even if the first sequence is empty.
     """
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64
@@ -162,10 +166,10 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 
 
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
-    """A hash of exactly the inputs that determine the order of samples.
+    """Return a hash of exactly the inputs that determine the order of samples.
 
-    The requested number of samples matters only through the number of epochs and the separate last epoch. A
-    longer run whose order begins with the same samples has the same fingerprint.
+    The requested number of samples enters only through the number of epochs and the separate last epoch, so a
+    longer run that begins with the same samples has the same fingerprint.
     """
     decisive = {
         "version": ORDER_VERSION,
@@ -193,13 +197,12 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """Memory-map the arrays stored under ``key``, after building and storing them if they are missing or
-    damaged.
+    """Memory-map the arrays stored under ``key``. Build and store them first if they are missing or damaged.
 
-    The files are ``{key}-{name}.npy`` for each array and, written last, ``{key}.json`` with the length and
-    checksum of each, and ``about`` for people to read. If the directory cannot be written, a warning is
-    logged, and every process builds the arrays. Raises DataError if the arrays are not stored, and building
-    them takes more memory than there is (``num_bytes``).
+    Each array is stored in ``{key}-{name}.npy``. ``{key}.json`` is written last, with the length and checksum
+    of each file, and ``about`` for human readers. If the directory is not writable, a warning is logged, and
+    every process builds the arrays in memory. Raises DataError if building needs more than the free memory
+    (``num_bytes``).
     """
     stored = _load(directory, key, names)
     if stored is not None:

@@ -1,7 +1,8 @@
-"""Tokenized corpora on disk: Megatron's ``.bin`` / ``.idx`` pair, read through mmap and written as a stream.
+"""Tokenized corpora on disk: Megatron-LM's ``.bin`` / ``.idx`` pair, memory-mapped for reading and streamed
+for writing.
 
-``PREFIX.bin`` holds the token ids of all sequences, one after another, and nothing else. ``PREFIX.idx`` is,
-little-endian throughout (N sequences, D = documents + 1)::
+``PREFIX.bin`` holds the token ids of all sequences, concatenated. ``PREFIX.idx`` is little-endian, with N
+sequences and D = documents + 1::
 
     offset     bytes  content
     0          9      magic  b"MMIDIDX\\0\\0"
@@ -13,8 +14,8 @@ little-endian throughout (N sequences, D = documents + 1)::
     34 + 4N    8N     byte offset of each sequence in .bin (int64)
     34 + 12N   8D     document boundaries counted in sequences, first 0, last N (int64)
 
-A *sequence* is the unit that the index maps shuffle and split. A document may hold several (sentences) or
-none.
+A *sequence* is the unit that the index maps shuffle and split. A document may have several sequences
+(sentences) or none.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.untrusted_files import file_status, opened, os_errors
 
-_CHUNK = 1 << 22  # index entries handled at a time, so that no second copy of the index is needed
+_CHUNK = 1 << 22  # index entries handled at a time, to avoid a second copy of the index in memory
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
 def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
-    """Whether ``boundaries`` begin with 0, end with ``last`` and never decrease. The check runs in chunks."""
+    """Return whether ``boundaries`` start with 0, end with ``last`` and never decrease. Works in chunks, to
+    save memory."""
     if not boundaries.shape[0] or boundaries[0] != 0 or boundaries[-1] != last:
         return False
     parts = (boundaries[first : first + _CHUNK + 1] for first in range(0, boundaries.shape[0], _CHUNK))
@@ -51,14 +53,14 @@ def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
 
 
 class TokenStore:
-    """Base class of all corpus formats: sequences of tokens that follow one another in a flat array.
+    """Base class of all corpus formats: sequences of tokens, concatenated in a flat array.
 
     Attributes:
         prefix: the path without its suffix, as the user gave it; used in messages.
-        sizes: int32 [N], the number of tokens of each sequence.
-        byte_offsets: int64 [N], the start of each sequence in the flat token array, in bytes.
-        document_indices: int64 [documents + 1], document boundaries counted in sequences.
-        dtype: dtype of the stored tokens.
+        sizes: the number of tokens of each sequence, int32 [N].
+        byte_offsets: the start of each sequence in the flat array, in bytes, int64 [N].
+        document_indices: document boundaries counted in sequences, int64 [documents + 1].
+        dtype: the dtype of the stored tokens.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class TokenStore:
         return self._tokens.shape[0]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens ``[offset, offset + length)`` of one sequence, as a read-only view. Raises IndexError."""
+        """Return tokens ``[offset, offset + length)`` of one sequence, as a read-only view. Raises
+        IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
         size = int(self.sizes[index])
@@ -97,14 +100,14 @@ class TokenStore:
         return self._tokens[start : start + length]
 
     def flat(self, first: int, last: int) -> np.ndarray:
-        """Tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
+        """Return tokens ``[first, last)`` of the whole corpus, across sequences, as a view."""
         return self._tokens[first:last]
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of lengths, boundaries, size and a few blocks of tokens, which identifies a corpus without
-        reading all of it. A changed token outside these blocks goes unnoticed. The path does not count, so a
-        corpus can be moved."""
+        """A hash that identifies the corpus without reading all of it: sequence lengths, document boundaries,
+        total size and a few blocks of tokens. A changed token outside these blocks is not noticed. The path
+        is not included, so a corpus can be moved."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
         for values in (self.sizes, self.document_indices):
@@ -134,7 +137,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """The smallest dtype in which Megatron would store ids of this vocabulary (without padding)."""
+    """Return the smallest dtype in which Megatron-LM would store ids of a vocabulary of this size (without
+    padding)."""
     small = vocab_size is not None and vocab_size < 65500
     return np.dtype("<u2") if small else np.dtype("<i4")
 
@@ -148,15 +152,19 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise DataError if a finished pair exists that must not be replaced. The index is written last."""
+    """Raise DataError if a complete pair exists and ``overwrite`` is False. The index is written last, so it
+    marks a complete pair."""
     if idx_path(prefix).exists() and not overwrite:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
 
 
 class IndexedDataset(TokenStore):
-    """Reader of one ``.bin`` / ``.idx`` pair; everything is memory-mapped and checked when opened.
-    ``prefix`` may have either suffix. Raises DataError if a file of the pair is missing, truncated,
-    damaged, or of an unsupported kind."""
+    """Reader of a ``.bin`` / ``.idx`` pair. Both files are memory-mapped, and the index is checked when
+    opened.
+
+    ``prefix`` may include a suffix. Raises DataError if a file is missing, truncated, damaged or of an
+    unsupported kind.
+    """
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -179,12 +187,12 @@ class IndexedDataset(TokenStore):
 def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.ndarray:
     size = file_status(path, DataError).st_size
     if size % dtype.itemsize or size == 0:
-        return np.empty(0, dtype)  # cannot be mapped; `_check_index` checks whether it should be empty
+        return np.empty(0, dtype)  # mmap rejects an empty file; `_check_index` decides whether it is an error
     with opened(path, DataError) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not read_ahead and hasattr(mmap, "MADV_RANDOM"):
-        # Samples lie anywhere in the file. Read-ahead around each sample would be wasted, and costs
-        # milliseconds per sample while the corpus is not in memory yet.
+        # Samples are read at random positions. Read-ahead costs milliseconds per sample until the corpus is
+        # cached.
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, dtype)
 
@@ -246,12 +254,11 @@ def _check_index(
 
 
 class IndexedDatasetWriter:
-    """Writes a ``.bin`` / ``.idx`` pair as a stream; nothing appears under the final names before `finalize`.
+    """Streams a ``.bin`` / ``.idx`` pair to disk. The final files appear only in `finalize`.
 
-    It also writes the checksums of both files (`ppfleetx.data.checksums`). The index is held in memory as
-    flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalizes on
-    success, and removes the temporary file if the block raises. Raises DataError if the dtype cannot be
-    stored, or a file cannot be written.
+    Also writes the checksums of both files (`ppfleetx.data.checksums`). The index is kept in memory: 4 bytes
+    per sequence and 8 bytes per document. As a context manager it calls `finalize` on success and `abort` on
+    an exception. Raises DataError if the dtype is not supported or a file cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
@@ -273,12 +280,12 @@ class IndexedDatasetWriter:
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document. ``lengths`` are the token counts of its consecutive sequences."""
+        """Append one document. ``lengths`` are the token counts of its sequences."""
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each, which is faster than one at a time. A length of 0
-        writes a document without a sequence, like ``add_document([], [])``."""
+        """Append many documents of one sequence each. A length of 0 adds a document without a sequence, like
+        ``add_document([], [])``."""
         lengths = np.asarray(lengths)
         filled = lengths != 0
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
@@ -287,12 +294,12 @@ class IndexedDatasetWriter:
         """Append many documents with any number of sequences each.
 
         Args:
-            flat_tokens: the tokens of all sequences, one after another.
+            flat_tokens: the tokens of all sequences, concatenated.
             lengths: the number of tokens of each sequence.
-            boundaries: for each document, the number of sequences up to its end.
+            boundaries: for each document, the number of sequences up to and including its last.
 
         Raises:
-            ValueError: these do not add up, or a length is negative.
+            ValueError: the arguments contradict each other, or a length is negative.
         """
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
@@ -305,7 +312,7 @@ class IndexedDatasetWriter:
         self._boundaries.frombytes(boundaries.tobytes())
 
     def add_index(self, other: IndexedDataset, blocks: Iterable[bytes]) -> None:
-        """Append all sequences and documents of another pair of the same dtype. ``blocks`` are the bytes of
+        """Append all sequences and documents of another pair with the same dtype. ``blocks`` are the bytes of
         its ``.bin``."""
         assert other.dtype == self.dtype
         first_sequence = len(self._lengths)
@@ -325,8 +332,8 @@ class IndexedDatasetWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            # An old index must never lie beside the new tokens. So it is removed first, and the new index
-            # comes last, after the checksums.
+            # An old index must never exist beside new tokens. So the old index is removed first, and the new
+            # index is written last, after the checksums.
             idx_path(self.prefix).unlink(missing_ok=True)
             checksums_path(self.prefix).unlink(missing_ok=True)
             self._temporary.replace(bin_path(self.prefix))
@@ -393,7 +400,7 @@ class IndexedDatasetWriter:
 
 
 def _check_fits(values: np.ndarray, dtype: np.dtype, prefix: str) -> None:
-    """Refuse ids that a cast to the stored dtype would wrap around."""
+    """Raise DataError for ids that a cast to the stored dtype would wrap around."""
     if values.size == 0 or dtype.kind == "f":
         return
     if values.dtype.kind not in "iu":

@@ -1,4 +1,5 @@
-"""The batches of one data rank: their samples, and threads that prepare them in advance."""
+"""Batches of one data rank: a sampler that distributes samples, and a loader that prepares batches in
+threads."""
 
 from __future__ import annotations
 
@@ -19,17 +20,16 @@ Tail = Literal["wrap", "drop", "pad"]
 
 
 class GlobalBatchSampler:
-    """Divides global batches of consecutive positions in the dataset's order among the data ranks.
+    """Distributes global batches of consecutive samples among the data ranks.
 
-    Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)``. It depends only on consumed
-    samples and batch size, also if the batch grows (``size_at``). Micro batch m of data rank r holds
-    positions ``(m D + r) b + [0, b)`` of the global batch (b: micro batch, D: number of data ranks), so D and
-    b do not affect which samples a step trains on.
+    Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)`` of the dataset's order. Micro batch
+    m of data rank r holds positions ``(m D + r) b + [0, b)`` of the global batch (b: micro batch size, D:
+    number of data ranks), so D and b do not affect which samples a step trains on.
 
     Args:
         consumed_samples: the number of samples already used. Every iteration starts after them.
-        size_at: a function that returns the size of the step that begins after a number of samples, if it is
-            not always B.
+        size_at: for a batch size that changes, a function from consumed samples to the size of the next
+            step. None: the size is always B.
         tail: the behavior at the end of the dataset. ``"wrap"``: batches never end; the first sample follows
             the last (position modulo total), and a batch may hold both. ``"drop"``: the last incomplete batch
             is left out. ``"pad"``: it is filled up with index -1, whose sample has a zero loss mask.
@@ -37,7 +37,7 @@ class GlobalBatchSampler:
             (seed, number of the pass). None: the dataset's own order.
 
     Raises:
-        ConfigError: the sizes do not divide.
+        ConfigError: the global batch is not divisible by micro batch size x data ranks.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class GlobalBatchSampler:
             step += 1
 
     def micro_batches(self, step: int) -> list[np.ndarray]:
-        """This rank's micro batches of a step. Steps are counted from `consumed_samples`."""
+        """Return this rank's micro batches of a step. Steps are counted from `consumed_samples`."""
         batch = self.global_batch(step).reshape(-1, self.data_size, self.micro_batch_size)
         return list(batch[:, self.data_rank])
 
     def global_batch(self, step: int) -> np.ndarray:
-        """The sample indices of all ranks, int64 [B]."""
+        """Return the sample indices of all ranks in a step, int64 [B]."""
         while len(self._firsts) <= step:
             self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))
         first = self._firsts[step]
@@ -118,27 +118,26 @@ class GlobalBatchSampler:
 
 
 MicroBatch = dict[str, np.ndarray]
-"""Arrays of a micro batch by name, on the host."""
+"""The NumPy arrays of a micro batch, by name."""
 
 
 def shortened(micro_batches: Sequence[MicroBatch], length: int) -> list[MicroBatch]:
-    """The first ``length`` tokens of each sequence: arrays ``[b, s]`` become ``[b, length]``."""
+    """Return the first ``length`` tokens of each sequence: arrays ``[b, s]`` become ``[b, length]``."""
     return [
         {name: array[:, :length] if array.ndim > 1 else array for name, array in batch.items()}
         for batch in micro_batches
     ]
 
 
-_PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
+_PREFETCH_PER_WORKER = 2  # steps that each thread prepares in advance
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """The interface of datasets: samples numbered from 0 to ``len - 1``. `PADDING` (-1) gives a sample that
-    does not count.
+    """The interface of datasets: samples numbered from 0 to ``len - 1``, and a padding sample `PADDING` (-1).
 
-    ``fingerprint`` is a hash of everything that determines the samples and their order. A resumed run refuses
-    a dataset with a different one.
+    ``fingerprint`` is a hash of everything that determines the samples and their order. A resumed run rejects
+    a dataset with a different fingerprint.
     """
 
     fingerprint: str
@@ -149,15 +148,14 @@ class Dataset(Protocol):
         """The number of samples in one pass."""
 
     def describe(self) -> str:
-        """Describe the data for people, in one line or a few."""
+        """Describe the dataset in a few lines for the log."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s],
-        ``loss_mask`` float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several
-        threads call this at once.
+        """Return the arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask``
+        float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Must be thread-safe.
 
-        If samples come from several sources, an attribute ``sources`` lists their names, and each sample has
-        ``source_ids`` int64 [], its place in that list, for `Engine.log_source_loss`.
+        For `Engine.log_source_loss`, a dataset with several sources also has an attribute ``sources`` with
+        their names, and each sample has ``source_ids`` int64 [], an index into ``sources``.
         """
 
 
@@ -167,17 +165,17 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Cut all micro batches of a step to the longest of their sequences (``lengths``), rounded up to a
-    multiple. A pipeline requires the same length."""
+    """Cut all micro batches of a step to their longest sequence (``lengths``), rounded up to a multiple. All
+    micro batches of a step get the same length, because a pipeline requires it."""
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)
 
 
 class DataLoader:
-    """Iterates over steps, each a list of this data rank's micro batches as NumPy arrays.
+    """Iterates over steps. Each step is a list of this data rank's micro batches as NumPy arrays.
 
-    Iterating again starts again at the sampler's first step, so every evaluation sees the same batches.
-    ``num_workers`` threads prepare steps ahead of time, in order; with 0, the caller's thread does it.
+    Every iteration starts at the sampler's first step, so every evaluation sees the same batches.
+    ``num_workers`` threads prepare steps in advance; with 0, the caller's thread prepares them.
     """
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
@@ -197,7 +195,7 @@ class DataLoader:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the sources, in the order of ``source_ids``; empty if samples have no source."""
+        """The names of the sources, indexed by ``source_ids``. Empty if samples have no source."""
         return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:
@@ -222,5 +220,5 @@ class DataLoader:
                 pending.extend(pool.submit(self._load, step) for step in islice(steps, 1))
                 yield batch
         finally:
-            # Also on Ctrl-C and when the caller stops iterating: steps prepared ahead are dropped.
+            # Also reached on Ctrl-C and when the caller stops iterating: cancel steps that are still pending.
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Read text files, compressed or not, as bytes, lines or JSON records. A damaged file is an error."""
+"""Read text files, compressed or not, as bytes, lines or JSON records. A damaged file raises DataError."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ppfleetx.config.errors import DataError, shown
 from ppfleetx.utils.untrusted_files import opened
 
 MAX_LINE_BYTES = 64_000_000
-"""The longest line of a file of records."""
+"""The longest line accepted in a text file."""
 
 _PACKED = (".gz", ".zst")
 _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
-_PACKED_BYTES = 2048  # decompressed at a time, which yields at most about 64 MB
+_PACKED_BYTES = 2048  # compressed bytes read at a time, which decompress to at most about 64 MB
 _BLOCK_BYTES = 1 << 20
-_FIELDS_NAMED = 10  # in a message
+_FIELDS_NAMED = 10  # fields listed in an error message
 
 
 def is_packed(path: Path) -> bool:
@@ -32,7 +32,8 @@ def is_packed(path: Path) -> bool:
 
 
 def refuse_other_packing(path: Path) -> None:
-    """Raise DataError for text in an unsupported compression, which would otherwise be skipped silently."""
+    """Raise DataError for a text file with an unsupported compression, which would otherwise be skipped
+    silently."""
     packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
     if packed and path.with_suffix("").suffix.lower() in _TEXT:
         raise DataError(
@@ -42,10 +43,10 @@ def refuse_other_packing(path: Path) -> None:
 
 
 class TextFile:
-    """The bytes of a file, decompressed if its name ends in ``.gz`` or ``.zst``. This is a context manager.
+    """A context manager that reads a file, decompressed if its name ends in ``.gz`` or ``.zst``.
 
-    Consecutive gzip members or zstandard frames form one text. Each must be complete. Raises DataError if the
-    file cannot be read, is damaged, or is cut off.
+    Several gzip members or zstandard frames in one file are read as one text. Each must be complete. Raises
+    DataError if the file cannot be read, is damaged or is truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +66,7 @@ class TextFile:
 
     @property
     def position(self) -> int:
-        """The number of bytes of the file on disk that have been read."""
+        """The number of bytes read from the file on disk (compressed bytes, if it is compressed)."""
         return self._raw.tell()
 
     def _unpacked(self) -> BinaryIO | _ZstdFile:
@@ -86,7 +87,7 @@ class TextFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_all(self, limit: int | None = None) -> bytes | None:
-        """None if it is longer than ``limit`` bytes."""
+        """Return the rest of the file, or None if it is longer than ``limit`` bytes."""
         content = io.BytesIO()
         while part := self._read_some(_BLOCK_BYTES):
             content.write(part)
@@ -103,7 +104,7 @@ class TextFile:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"{self._path} cannot be read: {why}") from error
         except Exception as error:
-            if type(error).__name__ != "ZstdError":  # not imported unless a .zst file is read
+            if type(error).__name__ != "ZstdError":  # zstandard is imported only when a .zst file is read
                 raise
             advice = "; unpack it first" if "too much memory" in str(error) else ""  # zstd --long
             raise DataError(f"{self._path} cannot be read: {error}{advice}") from error
@@ -111,10 +112,8 @@ class TextFile:
 
 
 class _ZstdFile:
-    """Reads a zstandard file, which must end at the end of a frame.
-
-    The library's own reader does not notice if a file is cut off.
-    """
+    """Reads a zstandard file and raises EOFError if the file is truncated, which the library's own reader
+    does not notice."""
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard
@@ -138,10 +137,11 @@ class _ZstdFile:
 
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, compressed or not, as (number from 1, line without its end).
+    """Yield the lines of a file, compressed or not, as (number from 1, line without its line feed).
 
-    Only line feeds end lines; a carriage return before one stays. ``see`` is called with all bytes in order,
-    to hash them. Raises DataError as `TextFile` does, or if a line is longer than `MAX_LINE_BYTES`.
+    Only a line feed ends a line; a carriage return before it is kept. ``see`` is called with each block of
+    bytes in order, for example to hash the file. Raises the errors of `TextFile`, and DataError if a line is
+    longer than `MAX_LINE_BYTES`.
     """
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
@@ -166,10 +166,11 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Like `read_lines`, for the records of a file, as (line where the record begins, text).
+    """Yield the records of a file as (number of the record's first line, text). ``see`` is the same as for
+    `read_lines`.
 
-    Records are the lines that are not empty or, in a ``.json`` file that begins with ``[``, the items of the
-    array. Lines are not parsed yet.
+    Records are the nonempty lines, or the items of the array if a ``.json`` file begins with ``[``. The text
+    of a line is not parsed.
     """
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
@@ -203,7 +204,7 @@ def _items(
 
 
 def load_line(line: bytes) -> Any:
-    """Parse a line of JSON. Raises ValueError; UnicodeDecodeError if it is not UTF-8."""
+    """Parse a line of JSON. Raises ValueError (UnicodeDecodeError if the line is not UTF-8)."""
     try:
         return json.loads(line.decode("utf-8"))
     except RecursionError:
@@ -211,7 +212,8 @@ def load_line(line: bytes) -> Any:
 
 
 def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
-    """Parse a line with a JSON object. Raises DataError, with its place, if it is none with ``wanted``."""
+    """Parse a line that holds a JSON object. Raises DataError with ``place`` if the line is not an object;
+    ``wanted`` says in the message which fields are expected."""
     try:
         record = load_line(line)
     except ValueError as error:
@@ -222,7 +224,7 @@ def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> str:
-    """The text in a field of a record. Raises DataError, with its place, if there is none."""
+    """Return the text in a field of a record. Raises DataError with ``place`` if the field is not a text."""
     text = record.get(field)
     if not isinstance(text, str):
         names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
@@ -233,7 +235,7 @@ def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> s
 
 
 def refuse_surrogates(text: str, what: str) -> None:
-    """Raise DataError for half a surrogate pair, which JSON can write and UTF-8 cannot."""
+    """Raise DataError if a text has half a surrogate pair, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

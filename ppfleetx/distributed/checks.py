@@ -1,9 +1,9 @@
-"""Check that ranks agree on shared data and weights, read different samples where they should, and compute
-finite numbers.
+"""Checks that ranks agree on configuration, data and weights, read different samples where they should, and
+compute finite numbers.
 
 ``Engine.checks`` selects the checks. ``cheap`` compares configurations at the start, batches at every step (a
-few bytes), and copies of weights at the start and before each checkpoint. ``full`` compares copies of weights
-and of optimizer state after every step, and checks every sample, activation and gradient. ``off`` checks
+few bytes), and replicas of weights at the start and before each checkpoint. ``full`` compares replicas of
+weights and optimizer state after every step, and checks every sample, activation and gradient. ``off`` checks
 nothing.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paddle import Tensor, nn
 
 MAX_NAMED = 4
-"""The most names listed in a message."""
+"""The most names listed in an error message."""
 
 
 class CheckFailedError(UserError):
@@ -37,8 +37,8 @@ class CheckFailedError(UserError):
 
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
-    """Check that all ranks read the same configuration; ``values`` are its keys, flattened. Raises
-    CheckFailedError if configurations differ; the message names keys and ranks."""
+    """Check that all ranks read the same configuration. ``values`` are its flattened keys. Raises
+    CheckFailedError, which names keys and ranks, if configurations differ."""
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
     digests = gather(ctx, digest)
@@ -56,7 +56,7 @@ def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) ->
 
 
 def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
-    """A 31-bit digest of the batch a step reads; equal batches have equal digests."""
+    """Return a 31-bit digest of the batch that a step reads. Equal batches have equal digests."""
     checksum = 0
     for batch in micro_batches:
         for name in ("sample_ids", "tokens"):
@@ -66,9 +66,9 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
-    """Check that ranks of one replica read the same batch and, with ``distinct``, that replicas read
-    different batches. Raises CheckFailedError: on every rank, if the check fails; the message names two
-    ranks."""
+    """Check that ranks with the same data rank read the same batch and, if ``distinct``, that different data
+    ranks read different batches. ``digests`` has one digest per rank. On failure, raises CheckFailedError on
+    every rank, with two rank numbers."""
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = ctx.plan.data_rank(rank)
@@ -89,8 +89,8 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
-    """Check that no two data ranks read the same sample in a step. Raises CheckFailedError: on every rank, if
-    the check fails; the message names samples and ranks."""
+    """Check that no two data ranks read the same sample in a step. On failure, raises CheckFailedError on
+    every rank, with the sample and two rank numbers."""
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
     for rank, ids in enumerate(of_rank):
@@ -105,13 +105,13 @@ def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
 # -- copies -----------------------------------------------------------------------------------
 
 Held = tuple[str, "Tensor", Any]
-"""(name of a tensor, the tensor, ``info`` of the parameter it is or belongs to)."""
+"""(name of a tensor, the tensor, ``info`` of the parameter that the tensor is or belongs to)."""
 
 
 def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
-    """Check that all copies of a tensor are equal to the last bit: across dp, sharding, sep and mp, and
-    across pipeline stages for tied weights. Raises CheckFailedError: on every rank, if copies differ; the
-    message names tensors and ranks."""
+    """Check that all replicas of a tensor are bitwise equal: across dp, sharding, sep and mp, and across
+    pipeline stages for tied weights. On failure, raises CheckFailedError on every rank, with tensors and rank
+    numbers."""
     if ctx.world_size == 1:
         return
     mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
@@ -133,7 +133,8 @@ def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Return the exclusive or and the sum of the tensor's words. A CRC would take ten times as long."""
+    """Return the exclusive or and the sum of the tensor's 64-bit words. A CRC would take ten times as
+    long."""
     from ppfleetx.distributed.transfer import read
 
     in_place = tensor.place.is_cpu_place() and tensor.is_contiguous() and "bfloat16" not in str(tensor.dtype)
@@ -149,9 +150,15 @@ def _checksum(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class NonFinitePlace:
-    """Where a number that is not finite first appeared on a rank: ``in_forward`` in an output of ``layer``,
-    number ``index`` of the model, else in the gradient of ``parameter``. With ``in_forward``, ``parameter``
-    is one that is itself not finite, or "". ``micro_batch`` counts from 0; None if unknown."""
+    """The place where a non-finite number first appeared on a rank.
+
+    Attributes:
+        in_forward: whether it appeared in the output of a layer, rather than in a gradient.
+        index: the number of the layer in the model.
+        parameter: in the backward pass, the parameter with the gradient. In the forward pass, a parameter of
+            the layer that is itself not finite, or "".
+        micro_batch: the number of the micro batch, from 0; None if unknown.
+    """
 
     in_forward: bool
     index: int
@@ -208,7 +215,7 @@ class NonFiniteSearch:
 
     def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:
         if not hasattr(out[0] if isinstance(out, tuple) else out, "detach"):
-            return  # the head has computed nothing yet
+            return  # lazily computed logits: nothing to check yet
         number = passes[index] = passes.get(index, -1) + 1
         if self.forward is None and not _is_finite(out[0] if isinstance(out, tuple) else out):
             bad = [p.info.name for p in layer.parameters() if p._is_initialized() and not _is_finite(p)]
@@ -218,7 +225,7 @@ class NonFiniteSearch:
     def _look_at_gradient(
         self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
     ) -> None:
-        """Check a gradient. ``grad`` is None if the product added it to ``main_grad``."""
+        """Check a gradient. ``grad`` is None if the backward kernel has added it to ``main_grad``."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = passes[name] = passes.get(name, -1) + 1
@@ -234,7 +241,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """Return (rank, place) of the first non-finite number in the whole job; None if no rank saw one."""
+    """Return (rank, place) of the first non-finite number in the whole job, or None if no rank found one."""
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
     if not found:

@@ -1,4 +1,4 @@
-"""Collectives on many tensors at once, and collectives that gradients pass through."""
+"""Collectives on many tensors at once, and differentiable collectives."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 BUCKET_BYTES = 64 << 20
-"""Tensors are packed up to this size, for few messages and little extra memory."""
+"""Tensors are packed into buckets of up to this size, for few messages and little extra memory."""
 
 ALIGNMENT = 256
-"""Tensors within a flat tensor begin at multiples of this many bytes, as in their own memory. Kernels for
-many tensors load vectors, and do not check the alignment.
-"""
+"""Tensors within a flat tensor start at multiples of this many bytes, as separately allocated tensors do.
+Multi-tensor kernels use vector loads without checking the alignment."""
 
 
 def begins_of(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """The offsets, in elements, of parts with these ``sizes`` in an aligned flat tensor, and the end of the
-    last part.
+    """Return the offsets, in elements, of parts with these ``sizes`` in an aligned flat tensor, and the end
+    of the last part.
 
-    >>> begins_of([3, 64, 65, 1], 4)
-    ([0, 64, 128, 256], 257)
+    >>> begins_of([3, 64, 65, 1], 4) ([0, 64, 128, 256], 257)
     """
     step, begins, end = ALIGNMENT // itemsize, [], 0
     for size in sizes:
@@ -38,9 +36,8 @@ def all_reduce_packed(tensors: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Sum each tensor over ``group`` into the member ``owner``. On other members, the tensors' contents
-    become undefined.
-    """
+    """Sum each tensor over ``group`` into the member ``owner``. The tensors of other members become
+    undefined."""
     destination = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.reduce(flat, destination, group=group, sync_op=False))
 
@@ -53,10 +50,10 @@ def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -
 
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum a few numbers over ``group`` in a type that some collective libraries cannot reduce.
+    """Sum a few numbers over ``group``, for types that some collective libraries cannot reduce.
 
-    Each member gathers all numbers and adds them in rank order, so all members get the same bits. Ascend's
-    library, for example, moves every type but sums neither float64 nor uint8, and has no mean.
+    Each member gathers all numbers and adds them in rank order, so all members get bitwise equal sums.
+    Ascend's library, for example, gathers every type but sums neither float64 nor uint8, and has no mean.
     """
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
@@ -65,10 +62,10 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
-    """Overwrite every member's copies with the first member's, to the last bit.
+    """Overwrite the replicas of every member with those of the first member, bitwise.
 
-    The other members' copies are multiplied by zero and added to the first member's. This changes no bit,
-    whatever the order of the sum, but spreads any number that is not finite to all members.
+    All-reduces the tensors after multiplying those of the other members by zero. This is exact for any order
+    of the sum, but spreads a non-finite number from any member to all.
     """
     is_first = group.rank == 0
 
@@ -79,10 +76,7 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Run the operation on one bucket at a time.
-
-    This needs memory for only one bucket; running all at once would need a copy of everything that is sent.
-    """
+    """Run an operation on one bucket at a time, so that extra memory is needed for only one bucket."""
     for bucket in _buckets(tensors):
         Packed(bucket, start).complete()
 
@@ -91,8 +85,8 @@ class Packed:
     """A running operation on tensors packed into one message.
 
     Args:
-        tensors: tensors of one type. They get the result in :meth:`complete`; leave them alone until then.
-        start: a function that starts the operation on a flat tensor, in place, and returns the task.
+        tensors: tensors of one type. They get the result in :meth:`complete` and must not be used before.
+        start: a function that starts an in-place operation on a flat tensor and returns the task.
     """
 
     @paddle.no_grad()
@@ -107,18 +101,18 @@ class Packed:
         end, flat = 0, self._flat
         for tensor in self._tensors if len(self._tensors) > 1 else ():
             begin, end = end, end + tensor.size
-            part = flat._slice(begin, end)  # memory of the bucket, for any FLAGS_use_stride_kernel
+            part = flat._slice(begin, end)  # a view of the bucket, whatever FLAGS_use_stride_kernel is
             paddle.assign(part.reshape_(tensor.shape), tensor)
         self._tensors, self._flat, self._task = [], None, None
 
 
 @paddle.no_grad()
 def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` of one type into one flat tensor; they become views of it.
+    """Move ``tensors`` of one type into one flat tensor and make them views of it. Returns the flat tensor.
 
-    Each view starts at a multiple of :data:`ALIGNMENT`, with zeros in the gaps, and the tensors' old memory
-    is freed. A single tensor is returned unchanged. Nothing has to be copied back, and memory is needed twice
-    only during the move. ``tensors`` must not be views of other tensors.
+    Each view starts at a multiple of :data:`ALIGNMENT`, with zeros in the gaps, and the old memory is freed.
+    A single tensor is returned unchanged. Results never need to be copied back, and twice the memory is
+    needed only during the move. ``tensors`` must not be views of other tensors.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
@@ -154,7 +148,7 @@ def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
 
 
 def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: int) -> paddle.Tensor:
-    """All-to-all that splits ``split_dim`` and gathers ``concat_dim``; gradients pass through.
+    """Differentiable all-to-all that splits ``split_dim`` and gathers ``concat_dim``.
 
     ``[..., n x k, ..., m, ...]`` becomes ``[..., k, ..., n x m, ...]`` with n members in ``group``.
     """
@@ -162,9 +156,8 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``; each rank's part gets the gradient of the sum. This is for sums from
-    which all ranks compute the same result, which counts once.
-    """
+    """Sum ``tensor`` over ``group``. The gradient of each rank's summand is the gradient of the sum, not
+    multiplied by the number of ranks. Use this if all ranks compute the same result from the sum."""
     return _SumOfRanks.apply(tensor, group)
 
 
@@ -174,7 +167,7 @@ def sum_gradient(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Gather ``[..., n]`` of all members of ``group`` along the last dimension; no gradient passes."""
+    """Gather ``[..., n]`` of all members of ``group`` along the last dimension. Not differentiable."""
     parts: list[paddle.Tensor] = []
     distributed.all_gather(parts, tensor, group=group)
     return paddle.concat(parts, axis=-1)
@@ -183,18 +176,16 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
-    """Send each member of ``group`` its ``sent`` rows, and receive ``received`` rows from each. No gradient
-    passes. Every member takes part, even one without rows.
-    """
+    """Exchange rows: send ``sent[i]`` rows to member i of ``group``, and receive ``received[i]`` rows from
+    it. Not differentiable. Every member must call this, even without rows."""
     return start_alltoall_rows(rows, sent, received, group)[1]()
 
 
 def start_alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> tuple[paddle.Tensor, Callable[[], paddle.Tensor]]:
-    """Start :func:`alltoall_rows`. Returns the tensor that will contain the rows, and a task to wait for
-    them.
-    """
+    """Start :func:`alltoall_rows` asynchronously. Returns the tensor that will contain the rows, and a
+    function that waits for the rows and returns the tensor."""
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)
     rows = _whole(rows)
@@ -210,9 +201,8 @@ def start_alltoall_rows(
 
 
 def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:
-    """Gather the rows of all members of ``group``. Member i's rows start at row ``i * stride``, followed by
-    zeros. No gradient passes.
-    """
+    """Gather the rows of all members of ``group``. The rows of member i start at row ``i * stride`` of the
+    result, followed by zeros. Not differentiable."""
     missing = stride - rows.shape[0]
     if missing:
         rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])
@@ -237,7 +227,7 @@ class _SumGradient(PyLayer):
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
         ctx.group = group
-        return tensor.clone()  # Paddle would take the tensor itself for a change in place
+        return tensor.clone()  # Paddle would treat returning the tensor itself as an in-place change
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:

@@ -1,4 +1,4 @@
-"""A process's place in the job. It is created once and passed as an argument, not kept in a global."""
+"""The position of a process in the job. Created once and passed as an argument, not kept in a global."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DATA_AXES = ("dp", "sharding")
 """Axes whose ranks read different samples."""
 
 LEVELS = ("between nodes", "within nodes")
-"""The levels of an exchange, in the order in which its rows travel."""
+"""The two levels of a hierarchical all-to-all, in the order in which rows are sent."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One process's place in the plan, and Paddle's process group of each axis with more than one rank.
+    """A process's position in the plan, and Paddle's process group of each axis with more than one rank.
 
-    ``data_rank``, ``dp rank x sharding + sharding rank``, numbers the dp times sharding replicas that read
-    different samples. Processes that differ only in other axes read the same samples.
+    ``data_rank`` is ``dp rank x sharding + sharding rank``, the number of the data-parallel replica.
+    Processes that differ only in other axes read the same samples.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -37,7 +37,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of the job's ranks, with a view for dense parameters and one for experts."""
+        """The mesh of all ranks, with one view for dense parameters and one for experts."""
         return Mesh(self.plan)
 
     @classmethod
@@ -54,7 +54,7 @@ class ParallelContext:
 
     @property
     def data_size(self) -> int:
-        """The number of replicas that read different samples."""
+        """The number of data ranks, which read different samples."""
         return self.plan.data_size
 
     @property
@@ -68,21 +68,22 @@ class ParallelContext:
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
-        """This process's rank along ``axis``, which is an axis of the plan or an expert axis."""
+        """Return this process's rank along ``axis``, an axis of the plan or an expert axis."""
         return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:
         return self.mesh.size_of(axis)
 
     def group_of(self, axis: str) -> Any:
-        """The process group of ``axis``, which must have more than one rank."""
+        """Return the process group of ``axis``, which must have more than one rank."""
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """The process group of the ranks that differ along ``axes``; None if the group has only this rank.
+        """Return the process group of the ranks that differ along ``axes``, or None if this rank is the only
+        one.
 
-        :meth:`with_groups` must have made groups of several axes and of the experts' axes. The exception is
-        dp with sep, for which fleet has a group.
+        Groups of several axes, and of expert axes, must have been created by :meth:`with_groups`. The
+        exception is dp with sep, for which fleet has a group.
         """
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
@@ -94,9 +95,8 @@ class ParallelContext:
         return self.groups["+".join(axes)]
 
     def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
-        """Return this context with a group for each of ``needed``. This is a collective: creating a group
-        involves all ranks, and ``needed`` must be the same on each.
-        """
+        """Return a copy of this context with a process group for each of ``needed``. A collective: all ranks
+        must call it with the same ``needed``."""
         groups = dict(self.groups)
         for axes in needed:
             axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
@@ -107,8 +107,9 @@ class ParallelContext:
         return self if groups == self.groups else replace(self, groups=groups)
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
-        """Return this context with the groups of ``axis`` for exchanges on two levels, if its ranks lie on
-        several nodes (:func:`~ppfleetx.config.mesh.levels_of`). A collective, like :meth:`with_groups`.
+        """Return a copy of this context with the groups of ``axis`` for a hierarchical all-to-all, if its
+        ranks are on several nodes (:func:`~ppfleetx.config.mesh.levels_of`). A collective, like
+        :meth:`with_groups`.
 
         Args:
             per_node: ranks on each node.
@@ -124,12 +125,12 @@ class ParallelContext:
         return replace(self, groups={**self.groups, **made})
 
     def levels_of(self, axis: str) -> tuple[Any, Any] | None:
-        """The groups that :meth:`with_levels` made for ``axis``; None if there are none."""
+        """Return the groups that :meth:`with_levels` created for ``axis``, or None if there are none."""
         between, within = (self.groups.get(f"{axis} {level}") for level in LEVELS)
         return None if between is None else (between, within)
 
     def _new_group(self, name: str, lists: Iterable[Sequence[int]]) -> Any:
-        """Make a process group of each of ``lists``, and return the one with this rank."""
+        """Create a process group for each of ``lists``, and return the group that contains this rank."""
         from paddle import distributed
 
         made = [distributed.new_group(list(ranks)) for ranks in lists]
@@ -164,7 +165,7 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum over the data axes without communication: ``values`` has one entry per rank of the job."""
+        """Sum over the data ranks without communication. ``values`` has one entry per rank of the job."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

@@ -1,6 +1,7 @@
-"""Coordination of all ranks of a job: values, signals, errors, and work done by one rank first.
+"""Coordination of all ranks of a job: exchange of values and flags, joint errors, and work that one rank does
+first.
 
-Everything here is a collective of the whole job: all ranks call it, in the same order.
+Every function here is a collective of the whole job: all ranks must call it, in the same order.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """A user's mistake that a different rank found."""
+    """A user error that another rank found."""
 
 
 def beat_seconds() -> float:
-    """The interval at which ranks waiting for a long task check on each other. It is well below the
-    message timeout."""
+    """Return the interval of heartbeats while ranks wait for a long task. It is well below the communication
+    timeout."""
     return min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS)
 
 
 def gather(ctx: ParallelContext, value: Any) -> list[Any]:
-    """Return every rank's ``value``, ordered by rank. The values must be valid JSON."""
+    """Return every rank's ``value``, ordered by rank. Values must be valid JSON."""
     if ctx.world_size == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -48,7 +49,7 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Return every rank's ``numbers`` as int64 ``[rank, number]``. All ranks must have equally many."""
+    """Return every rank's ``numbers`` as int64 ``[rank, number]``. All ranks must pass the same count."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 
@@ -59,10 +60,10 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: a UserError raised inside it on one rank ends all ranks with the same message.
+    """Context manager: a UserError raised inside on one rank is raised on all ranks with the same message.
 
-    The block must not communicate, because the other ranks would wait for a rank that has failed. With
-    ``name_ranks``, the message says which ranks found the mistake; turn this off if one rank checks on behalf
+    The code inside must not communicate, because the other ranks would wait for a rank that has failed. With
+    ``name_ranks``, the message says which ranks found the error; turn this off if one rank checks on behalf
     of all.
     """
     error: UserError | None = None
@@ -87,7 +88,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Reduce the ranks' messages (None: no message) to the first one, with the ranks that have it."""
+    """Reduce the ranks' messages (None: no message) to the first message, prefixed with the ranks that have
+    it."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):
@@ -96,10 +98,11 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
-    """Run ``make()`` on the first rank of each node, then on the others, which find its results in caches.
+    """Run ``make()`` on the first rank of each node, and then on the other ranks, which find the results in
+    caches.
 
-    Meanwhile all ranks exchange signs of life. So they wait for the first rank however long it takes, but
-    never for a rank that is gone. A UserError on any rank is raised on every rank.
+    Meanwhile all ranks exchange heartbeats, so they wait as long as the first rank takes, but notice if it
+    dies. A UserError on any rank is raised on every rank.
     """
     if ctx.world_size == 1:
         return make()
@@ -112,12 +115,13 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
 
 
 def local_rank() -> int:
-    """This rank's number on its node, from the launcher."""
+    """Return this rank's number on its node, as set by the launcher."""
     return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
 
 
 def ranks_per_node(ctx: ParallelContext) -> int | None:
-    """The number of ranks that the launcher started on each node; None if it did not say, or nodes differ."""
+    """Return the number of ranks on each node, as set by the launcher; None if it is not set or differs
+    between nodes."""
     sizes = np.unique(gather_numbers(ctx, [_local_size()]))
     return int(sizes[0]) if len(sizes) == 1 and sizes[0] else None
 
@@ -131,7 +135,7 @@ def _has_other_nodes(ctx: ParallelContext) -> bool:
 
 
 def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
-    """Run ``make`` while exchanging signs of life with the other ranks, until every rank is done."""
+    """Run ``make`` while exchanging heartbeats with the other ranks, until every rank is done."""
     with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
         future = pool.submit(make or (lambda: None))
         with RECORD.asking():
@@ -151,8 +155,8 @@ def _done(future: Any) -> bool:
 
 
 def _all_gather(ctx: ParallelContext, mine: np.ndarray) -> np.ndarray:
-    """Gather every rank's ``mine``, of equal length, as ``[rank, number]``, with one copy to the device
-    and one back."""
+    """Gather the arrays ``mine`` of all ranks, of equal length, as ``[rank, number]``, with one copy to the
+    device and one back."""
     import paddle
     from paddle import distributed
 

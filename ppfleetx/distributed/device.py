@@ -1,7 +1,7 @@
-"""The only module that knows kinds of devices. Only functions that query Paddle import it.
+"""The only module that distinguishes kinds of devices. Only functions that query Paddle import it.
 
-A device has Paddle's name for it, ``npu`` or ``npu:3``; its kind is the part before the colon. The kinds are
-``cpu``, ``gpu``, ``xpu``, and any name that a plugin has registered with Paddle. Every device but a CPU is a
+A device has Paddle's name, such as ``npu`` or ``npu:3``. Its kind is the part before the colon: ``cpu``,
+``gpu``, ``xpu``, or a name that a plugin has registered with Paddle. Every device except a CPU is called a
 *card*: it has its own memory and computes in parallel with the host, which waits for the card when it reads a
 result.
 """
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def kind_of(device: str) -> str:
-    """The kind of a device: ``gpu`` for ``gpu:3``."""
+    """Return the kind of a device: ``gpu`` for ``gpu:3``."""
     return device.partition(":")[0]
 
 
 def is_card(device: str) -> bool:
-    """Whether a device is anything but a CPU."""
+    """Return whether a device is not a CPU."""
     return kind_of(device) != CPU
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a device is an NVIDIA GPU."""
+    """Return whether a device is an NVIDIA GPU."""
     return kind_of(device) == GPU
 
 
@@ -51,10 +51,9 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Context manager: Paddle's executor of exported programs waits for each operator on a plugin's
-    device.
+    """Context manager: Paddle's executor of exported programs waits for each operator on a plugin's device.
 
-    On such a device, Paddle (3.3.1) reads loop conditions and frees copied memory without waiting.
+    Without this, Paddle (3.3.1) reads loop conditions and frees copied memory too early on such devices.
     """
     import paddle
 
@@ -82,7 +81,8 @@ def on_card() -> bool:
 
 
 def count(kind: str) -> int:
-    """The number of devices of a kind that the installed Paddle sees; 0 if it is built without them."""
+    """Return the number of devices of a kind that the installed Paddle sees; 0 if Paddle does not support the
+    kind."""
     import paddle
     from paddle.base import core
 
@@ -94,27 +94,27 @@ def count(kind: str) -> int:
 
 
 def visible_cards(device: str) -> str:
-    """The environment variable that limits which cards Paddle's launcher uses."""
+    """Return the name of the environment variable that limits the cards used by Paddle's launcher."""
     kind = kind_of(device)
     return "CUDA_VISIBLE_DEVICES" if kind == GPU else f"{kind.upper()}_VISIBLE_DEVICES"
 
 
 def cards_here() -> list[str]:
-    """The kinds of cards that the installed Paddle sees; ``auto`` takes the first."""
+    """Return the kinds of cards that the installed Paddle sees. ``Global.device: auto`` selects the first."""
     from paddle.base import core
 
     return [kind for kind in (GPU, XPU, *core.get_all_custom_device_type()) if count(kind)]
 
 
 def choose_device(wanted: str, place: str | None = None) -> str:
-    """Resolve ``Global.device`` to a kind of device that exists. Raises ConfigError if the configuration asks
-    for cards and there are none, or this process's card does not exist."""
+    """Resolve ``Global.device`` to an available kind of device. Raises ConfigError if the configured kind is
+    not available, or if the card assigned to this process does not exist."""
     import paddle
 
     cards = cards_here()
     if wanted == "auto" or wanted in cards:
         kind = (cards[0] if cards else CPU) if wanted == "auto" else wanted
-        variable = f"FLAGS_selected_{kind}s"  # of Paddle's launcher
+        variable = f"FLAGS_selected_{kind}s"  # set by Paddle's launcher
         number = os.environ.get(variable, "")
         if kind != CPU and number.isdecimal() and int(number) >= count(kind):
             raise no_such_card(variable, number)
@@ -138,7 +138,7 @@ def choose_device(wanted: str, place: str | None = None) -> str:
 
 
 def is_built_for_gpus() -> bool:
-    """Whether the installed Paddle is a CUDA build, even if the machine has no cards."""
+    """Return whether the installed Paddle is a CUDA build, even if the machine has no GPU."""
     import paddle
 
     return paddle.is_compiled_with_cuda()
@@ -151,9 +151,9 @@ def place() -> Any:
 
 
 def generator() -> Any:
-    """The random generator that operators on this process's device use.
+    """Return the random generator used by operators on this process's device.
 
-    Paddle has one generator for each device; ``paddle.seed`` seeds the generators of all visible devices.
+    Paddle has one generator per device; ``paddle.seed`` seeds the generators of all visible devices.
     """
     from paddle.base import core
 
@@ -168,8 +168,8 @@ def generator() -> Any:
 
 
 def total_memory() -> tuple[float, str] | None:
-    """The memory of this process's card in bytes, and the card's name; None if Paddle does not report
-    them."""
+    """Return the memory of this process's card in bytes and the card's name, or None if Paddle does not
+    report them."""
     import paddle
 
     kind = kind_of(paddle.get_device())
@@ -182,7 +182,7 @@ def total_memory() -> tuple[float, str] | None:
 
 
 def peak_memory() -> int:
-    """The peak of tensor memory of this process in bytes: on its card or, on a CPU, in host memory."""
+    """Return the peak of this process's tensor memory in bytes: on its card, or on a CPU in host memory."""
     import paddle
     from paddle.base import core
 
@@ -198,10 +198,10 @@ def capability(device: str) -> tuple[int, int]:
 
 
 def computes_in(dtype: str) -> bool:
-    """Whether this process's device computes in ``dtype``, ``float16`` or ``bfloat16``.
+    """Return whether this process's device computes in ``dtype``, ``float16`` or ``bfloat16``.
 
-    On a card, this tries a product, because Paddle may lack the kernel, or compute in float32 with only a
-    warning that is easy to miss. On a CPU, it reads the CPU's flags.
+    On a card, this tries a matrix product, because Paddle may lack the kernel, or compute in float32 with
+    only a warning. On a CPU, it checks the CPU's feature flags.
     """
     import paddle
 
@@ -218,21 +218,21 @@ def computes_in(dtype: str) -> bool:
 
 
 def groups_messages(device: str) -> bool:
-    """Whether messages to and from several ranks can be started together, as with NCCL and our CPU groups."""
+    """Return whether messages to and from several ranks can be started together, as with NCCL and with the
+    CPU process groups."""
     return kind_of(device) in (CPU, GPU)
 
 
 def backends(device: str) -> tuple[str, ...]:
-    """The names of a device in Paddle's kernel registry. Some kernels are registered for all plugins; Paddle
-    uses them if a plugin has no kernel of its own.
-    """
+    """Return the names of a device in Paddle's kernel registry. Some kernels are registered for all plugins;
+    Paddle uses them if a plugin has no kernel of its own."""
     kind = kind_of(device)
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
 
 @functools.cache
 def kernel_types(kernel: str, device: str) -> frozenset[str]:
-    """The element types for which a device has a kernel in this build of Paddle and its plugin."""
+    """Return the element types for which a device has a kernel in this build of Paddle and its plugin."""
     from paddle.base import core
 
     keys = core._get_registered_phi_kernels("function").get(kernel, ())
@@ -240,11 +240,11 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
-    """Whether this process's device has no ``kernel`` for the 16-bit type of ``x``.
+    """Return whether this process's device has no ``kernel`` for the 16-bit type of ``x``.
 
-    Without one, Paddle would run the CPU's kernel, which waits for the card, copies, and draws from an
-    unseeded generator; or raise an error if the CPU has none either. GPUs have all kernels of
-    ``gpu_operators.json``.
+    Without a kernel, Paddle would fall back to the CPU's kernel, which waits for the card, copies, and draws
+    from an unseeded generator; or it would raise an error if the CPU has none either. GPUs have all kernels
+    of ``gpu_operators.json``.
     """
     import paddle
 
@@ -256,7 +256,7 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """Return the operator that this device's plugin provides under a name; None if there is none."""
+    """Return the operator that this device's plugin provides under this name, or None."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -268,17 +268,18 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
         return None
     try:
         return importlib.import_module(f"paddle_custom_device.{kind}")
-    except (ImportError, OSError, RuntimeError):  # without them, plain operators are used
+    except (ImportError, OSError, RuntimeError):  # without a plugin's operators, standard operators are used
         return None
 
 
 def moves_powers(device: str) -> bool:
-    """Whether AdamW's kernels move the powers of beta from host memory to the device. GPU kernels do not."""
+    """Return whether AdamW's kernels move the beta powers from host memory to the device. GPU kernels
+    do not."""
     return kind_of(device) not in (CPU, GPU)
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """The targets that ``paddle.profiler`` records on a device."""
+    """Return the targets that ``paddle.profiler`` records on a device."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}
@@ -286,7 +287,8 @@ def profiler_targets(device: str) -> list[Any]:
 
 
 def recorded_event() -> Any:
-    """Record an event after all work queued so far; ``query()`` says whether the card has reached it."""
+    """Record an event after all work queued so far. Its ``query()`` returns whether the card has reached the
+    event."""
     import paddle
 
     event = paddle.device.Event()
@@ -312,9 +314,9 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 
 
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Queue a copy of a contiguous tensor to host memory; it is complete once the card has reached it.
+    """Queue a copy of a contiguous tensor to host memory. The copy is complete once the card has reached it.
 
-    The host waits unless the memory is pinned, which Paddle supports for GPUs only.
+    The host waits unless the memory is pinned, which Paddle supports only for GPUs.
     """
     import paddle
 
@@ -325,7 +327,7 @@ def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
 def join(device_place: Any) -> None:
     """Select the process's card in the calling thread before its first CUDA call.
 
-    Otherwise every process on the machine makes a CUDA context on card 0, which costs a few hundred megabytes
+    Otherwise every process on the machine would create a CUDA context on card 0, which takes a few hundred MB
     there.
     """
     from paddle.base import core
@@ -335,15 +337,15 @@ def join(device_place: Any) -> None:
 
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-"""If this variable is "0", NVIDIA's libraries never use TF32, whatever a program asks for."""
+"""If this environment variable is "0", NVIDIA's libraries never use TF32, whatever a program requests."""
 
-# Paddle has had these switches since 2.0; in a GPU build with these flags, the flags decide.
+# Paddle has had these switches since 2.0. In GPU builds that also have the flags, the flags take precedence.
 _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Context manager: float32 products without TF32."""
+    """Context manager: float32 matrix products do not use TF32."""
     import paddle
     from paddle.base import core
 
@@ -359,9 +361,9 @@ def exact_products() -> Iterator[None]:
 
 
 def allow_tf32(allowed: bool) -> str:
-    """Set whether cuBLAS and cuDNN may use TF32 in this process; return a line for the log.
+    """Set whether cuBLAS and cuDNN may use TF32 in this process. Returns a line for the log.
 
-    This may be called again at any time: Paddle reads the setting for each product.
+    May be called at any time, because Paddle reads the setting for each product.
     """
     import paddle
     from paddle.base import core

@@ -1,4 +1,4 @@
-"""Initialize a process of the job: device, fleet, and :class:`ParallelContext`."""
+"""Initialization of a process of the job: device, fleet, and :class:`ParallelContext`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
-    """Set Paddle's device and seeds for this process, and join the job's other processes. Raises ConfigError
-    if ``Global.device`` names a device that this machine or this Paddle does not have, or ``Global.flags`` a
-    flag that Paddle does not accept."""
+    """Set Paddle's device and seeds for this process, and connect to the other processes of the job. Raises
+    ConfigError if ``Global.device`` is not available, or if Paddle rejects a flag in ``Global.flags``."""
     device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
@@ -46,7 +45,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     return ctx
 
 
-# Flags that earlier runs in this process have set, with their values before those runs.
+# Original values of the flags that earlier runs in this process have set.
 _flags_before: dict[str, Any] = {}
 
 
@@ -70,15 +69,15 @@ def _set_flags(cfg: RunConfig) -> None:
 
 
 def flags_of_run() -> dict[str, Any]:
-    """The Paddle flags that ``Global.flags`` sets, with their current values."""
+    """Return the Paddle flags set by ``Global.flags``, with their current values."""
     return paddle.get_flags(list(_flags_before)) if _flags_before else {}
 
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
-    """Call ``fleet.init`` with the degrees of ``plan``. Nothing else in this package calls it.
+    """Call ``fleet.init`` with the degrees of ``plan``. This is the only call in the package.
 
     On a CPU, this first installs the process groups of :mod:`ppfleetx.distributed.cpu.backend`. Raises
-    ConfigError if a CPU job has a Paddle build for GPUs, where those groups do not work.
+    ConfigError for a CPU job with Paddle's CUDA build, where those groups do not work.
     """
     from paddle.distributed import fleet
 
@@ -94,7 +93,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     else:
         RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
         RECORD.join_device = partial(join, place())
-    # With a second plan in the same process (tests), fleet would keep the topology of the first.
+    # For a second plan in the same process (tests): fleet would keep the topology of the first plan.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))
     hcg = fleet.get_hybrid_communicate_group()
@@ -116,13 +115,14 @@ def _strategy(plan: ParallelPlan, batch: BatchPlan) -> Any:
         "sep_degree": plan.sep,
         "order": list(AXES),
     }
-    # Every model-parallel rank reads the same samples by itself; Paddle's broadcast refuses the CPU.
+    # Every model-parallel rank reads the samples itself, and Paddle's broadcast does not support the CPU.
     strategy.hybrid_configs["mp_configs"].need_broadcast_data = False
     strategy.pipeline_configs = {
         "accumulate_steps": batch.accumulate_steps,
         "micro_batch_size": batch.micro_batch_size,
-        # Under sequence parallelism the ranks of a tensor-parallel group hold different parts of the
-        # sequence: a stage's output must not be sent in pieces, one from each of them.
+        # With sequence parallelism, the ranks of a tensor-parallel group hold different parts of the
+        # sequence, so each rank must send its whole output to the next stage, not one piece of a replicated
+        # output.
         "enable_partial_send_recv": not plan.sequence_parallel,
     }
     return strategy
@@ -140,7 +140,8 @@ def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
 
 
 def _check_layout(ctx: ParallelContext) -> None:
-    """Check that fleet laid the ranks out as our plan does: data and checkpoints rely on it."""
+    """Check that fleet assigned ranks to groups as the plan does. Data loading and checkpoints rely on
+    this."""
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"

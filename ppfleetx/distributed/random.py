@@ -1,13 +1,13 @@
-"""Random streams that depend on the step, not on the history of the process.
+"""Random streams that depend on the training step, not on the history of the process.
 
 The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage). They do not depend
-on earlier computation, on whether the run was resumed, on how often it was evaluated, or on the pipeline rank
-of the stage. So generators need not be saved, and Paddle 3.3.1 cannot serialize its CPU generator without
+on earlier computation, on whether the run was resumed, on the number of evaluations, or on the pipeline rank
+of the stage. So generator states are not saved, which Paddle 3.3.1 could do for its CPU generator only with
 pickle.
 
-There are two streams: the *default* stream where tensor-parallel ranks hold the same activations and must
-drop the same elements, and the *sliced* stream where they hold different parts. Both are Paddle generators,
-so recomputation finds and restores them.
+There are two streams. The *default* stream is for activations that tensor-parallel ranks replicate, whose
+dropout masks must be equal. The *sliced* stream is for activations that are split between these ranks. Both
+are Paddle generators, so recomputation finds and restores them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed made from ``parts`` with SHA-256: it differs whenever any part differs."""
+    """Derive a 63-bit seed from ``parts`` with SHA-256. Different parts give different seeds."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -44,20 +44,20 @@ def seed_everything(seed: int) -> None:
 
 
 def register_sliced_stream(seed: int) -> None:
-    """Create the generator of :func:`sliced_stream`, which fleet's parallel layers also expect."""
+    """Create the generator of :func:`sliced_stream`, which fleet's parallel layers also use."""
     tracker = stream_tracker()
     tracker.reset()
     tracker.add(_sliced_name(), derive_seed("sliced", seed))
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """Context manager in which random numbers differ between tensor-parallel ranks."""
+    """Context manager: random numbers differ between tensor-parallel ranks."""
     return stream_tracker().rng_state(_sliced_name())
 
 
 class DropoutStreams:
-    """Seeds the dropout generators each time a stage begins a forward pass in training. Replicas and sequence
-    parts draw different masks; in the sliced stream, tensor-parallel ranks do so too."""
+    """Seeds the dropout generators each time a stage starts a forward pass in training. Data ranks and sep
+    ranks draw different masks; in the sliced stream, tensor-parallel ranks do too."""
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
         self._seed, self._step, self._replica = seed, 0, (ctx.data_rank, ctx.rank_on("sep"))
@@ -65,11 +65,11 @@ class DropoutStreams:
         self._passes: dict[int, int] = {}
 
     def begin_step(self, step: int) -> None:
-        """Start optimizer step ``step`` (from 1); each stage counts its micro batches from 0."""
+        """Start optimizer step ``step`` (from 1). Each stage counts its micro batches from 0."""
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Watch ``(index in the model, layer)`` pairs; layers that never drop anything are skipped."""
+        """Add a hook to each ``(index in the model, layer)`` pair. Layers without dropout are skipped."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

@@ -1,9 +1,9 @@
-"""Rendezvous of the processes of a job: the first one listens, the others connect, and each learns about all
-others.
+"""Rendezvous of the processes of a job: the first process listens, the others connect, and each gets the
+names and addresses of all.
 
-CPU process groups start this way rather than with Paddle's TCPStore, which waits in C++ for missing ranks and
-cannot name them. ``ppfleetx doctor`` uses the same rendezvous and keeps the connections. Every wait has a
-time limit, and its error names the address and the missing processes.
+CPU process groups use this instead of Paddle's TCPStore, which waits in C++ for missing ranks and cannot name
+them. ``ppfleetx doctor`` uses the same rendezvous and keeps the connections. Every wait has a time limit, and
+its error names the address and the missing processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ppfleetx.utils.log import get_logger
 Address = tuple[str, int]
 
 MARGIN_SECONDS = 10.0
-"""The extra time that other processes wait after the first one, which knows which process is missing."""
+"""Extra time that the other processes wait for the first process, which knows who is missing and
+reports it."""
 _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
@@ -39,7 +40,7 @@ _SAME_FIX = "start all with the same --nnodes, --nproc and --master, and no othe
 
 
 class RendezvousError(Exception):
-    """The processes cannot meet; ``fix`` says what to do."""
+    """The rendezvous failed. ``fix`` is advice for the user."""
 
     def __init__(self, found: str, fix: str) -> None:
         super().__init__(found)
@@ -47,8 +48,8 @@ class RendezvousError(Exception):
 
 
 def meeting_point() -> Address:
-    """The address on which rank 0 listens: the one Paddle would use for the job's store. Raises ConfigError
-    if the environment does not name one."""
+    """Return the address on which rank 0 listens, the same that Paddle would use for its store. Raises
+    ConfigError if the environment does not set one."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not (host and port):
         endpoints = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
@@ -78,9 +79,8 @@ class Line:
             self._out.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, deadline: float) -> Any:
-        """Return the next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError if the
-        connection is closed.
-        """
+        """Return the next value. Raises TimeoutError at ``deadline`` (monotonic clock), ConnectionError if
+        the connection is closed."""
         while (value := self.buffered()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -98,7 +98,7 @@ class Line:
             raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
 
     def buffered(self) -> Any:
-        """The next value, or None if it has not arrived completely."""
+        """Return the next value, or None if it has not arrived completely."""
         line, end, rest = self._read.partition(b"\n")
         if not end:
             return None
@@ -115,12 +115,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Member:
-    """One process of the job.
+    """A process of the job.
 
     Attributes:
-        name: name in messages.
-        number: number in the job, 0 for the listening process; None: numbered on arrival.
-        address: where the other processes can reach it later, if they need to.
+        name: the name in messages.
+        number: the number in the job; 0 is the listening process. None: numbered on arrival.
+        address: an address at which other processes can connect to this process later, if needed.
     """
 
     name: str
@@ -133,10 +133,10 @@ class Members:
     """All processes of the job, after the rendezvous.
 
     Attributes:
-        number: number of this process.
+        number: the number of this process.
         names, addresses: names and addresses of all processes, by number.
         token: 256 random bits that prove that a connection belongs to this job.
-        lines: open connections: from the first process to all others, from each other to the first.
+        lines: open connections: in the first process to all others, in another process to the first.
     """
 
     number: int
@@ -151,7 +151,7 @@ class Members:
 
 
 class _Wait:
-    """A time limit. If the wait is long, it logs once what this process waits for."""
+    """A time limit. During a long wait, logs once what the process waits for."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
@@ -164,7 +164,7 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Seconds until the time limit or the log message, whichever comes first."""
+        """Return the seconds until the time limit or the log message, whichever comes first."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
@@ -173,8 +173,9 @@ class _Wait:
 
 
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Listen at ``point`` until all ``size`` processes have arrived. Raises RendezvousError if the port
-    cannot be opened, or a process did not arrive or left again. The other processes get the same message."""
+    """Listen at ``point`` until all ``size`` processes have connected. Raises RendezvousError if the port
+    cannot be opened, or if a process did not connect or ended early. The other processes get the same
+    message."""
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
     except OSError as error:
@@ -198,7 +199,7 @@ class _Reception:
         self._came: dict[int, Member] = {0: own}
         self._lines: dict[int, Line] = {}
         self._numbers: dict[Line, int] = {}
-        self._strangers: dict[Line, str] = {}  # connections that have not said who they are -> address
+        self._strangers: dict[Line, str] = {}  # connections that have not identified themselves -> address
         self._refused: list[str] = []
         self._selector = selectors.DefaultSelector()
 
@@ -225,7 +226,7 @@ class _Reception:
         names, addresses = [one.name for one in members], [one.address for one in members]
         token = secrets.token_bytes(32)
         for number, line in self._lines.items():
-            with contextlib.suppress(OSError):  # it is gone, which the next use of it will notice
+            with contextlib.suppress(OSError):  # the next use of a dead line raises the error
                 line.send({"number": number, "names": names, "addresses": addresses, "token": token.hex()})
         return Members(0, names, addresses, token, self._lines)
 
@@ -236,7 +237,7 @@ class _Reception:
             line.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has left already
+        with contextlib.suppress(OSError):  # the other end may have closed already
             connection, address = listener.accept()
             end_when_silent(connection)
             line = Line(connection)
@@ -244,8 +245,8 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read the data that has arrived. Returns False if the connection is useless. Raises RendezvousError
-        if a member that had arrived has left."""
+        """Read the data that has arrived. Returns False if the connection is to be closed. Raises
+        RendezvousError if a member that had connected has ended."""
         try:
             line.fill()
             said = line.buffered() if line in self._strangers else None
@@ -303,8 +304,8 @@ class _Reception:
 
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Connect to the process that listens at ``point``, and wait until all have arrived. Raises
-    RendezvousError if nobody listens there, nothing gets through, or the first process says who is missing.
+    """Connect to the process that listens at ``point``, and wait until all processes have connected. Raises
+    RendezvousError if nobody listens, nothing gets through, or the first process reports a missing process.
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds
@@ -340,7 +341,7 @@ def _connect(point: Address, name: str, first: str, wait: _Wait) -> socket.socke
             if connection.getsockname() != connection.getpeername():
                 end_when_silent(connection)
                 return connection
-            # TCP may connect a local port to itself if nobody listens on it.
+            # If nobody listens on a local port, TCP may connect the port to itself.
             connection.close()
             problem: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         except OSError as error:

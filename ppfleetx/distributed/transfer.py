@@ -1,8 +1,8 @@
-"""Copies between host and device that do not make the host wait.
+"""Copies between host and device that do not block the host.
 
-``paddle.to_tensor`` of an ordinary array makes the host wait for a card, because it copies from pageable
-memory. Here all arrays of a micro batch travel in one copy, through pinned memory if Paddle has it, queued
-behind the device's other work. Results come back in the same way. On a CPU there is nothing to wait for.
+``paddle.to_tensor`` of an ordinary array blocks the host, because it copies from pageable memory. Here all
+arrays of a micro batch are copied at once, through pinned memory if Paddle supports it, queued behind the
+device's other work. Results are copied back in the same way. On a CPU there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ppfleetx.distributed.device import on_card, queue_copy, queue_copy_to_host,
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.heartbeat import PROGRESS
 
-_LOOKS_SECONDS = 1e-3  # how often a card is asked for its progress
+_LOOKS_SECONDS = 1e-3  # polling interval for a card's progress
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
-"""(event after a copy, the host's memory), oldest first. Memory must stay alive until its copy is done."""
+"""(event after a copy, source in host memory), oldest first. The source must stay alive until the copy is
+done."""
 _begun: deque[Any] = deque()
-"""An event at the beginning of each micro batch that the card may not have reached, oldest first."""
+"""Events at the start of micro batches that the card may not have reached, oldest first."""
 
 
 def upload(array: np.ndarray) -> paddle.Tensor:
@@ -33,7 +34,8 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copy the arrays to the device. On a card, this is one transfer, and the tensors are parts of it."""
+    """Copy the arrays to the device. On a card, this is one transfer, and the tensors are views of one
+    buffer."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -42,7 +44,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Tell the watchdog that a micro batch begins: on the host now, on a card when the card reaches it."""
+    """Report progress to the watchdog at the start of a micro batch: now on the host, and again when the card
+    gets there."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -53,10 +56,9 @@ def note_micro_batch() -> None:
 def read(tensor: paddle.Tensor) -> np.ndarray:
     """Return the tensor's contents once the device has computed them.
 
-    ``Tensor.numpy`` would wait for all streams of a card, including messages that are not needed yet.
-
-    The card may still have most of a step to compute. Each micro batch that it reaches counts as progress, so
-    that the watchdog does not end a run with long steps.
+    Unlike ``Tensor.numpy``, this does not wait for all streams of a card, such as messages that are not
+    needed yet. The card may still have most of a step to compute, so each micro batch that it reaches is
+    reported to the watchdog, which would otherwise stop runs with long steps.
     """
     with RECORD.reading():
         while _begun:
@@ -69,9 +71,11 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy the tensor's contents to the host, after the work queued so far. Returns a function that
-    waits for the copy, in any thread, and returns it (bfloat16 as its bits, in uint16). The tensor may change
-    meanwhile, because the device queues the change behind the copy."""
+    """Start copying the tensor's contents to the host, after the work queued so far. Returns a function that
+    waits for the copy, from any thread, and returns the array (bfloat16 as bits in uint16).
+
+    The tensor may be changed meanwhile, because the device queues the change after the copy.
+    """
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array
@@ -79,7 +83,7 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
     behind = recorded_event()
 
     def arrived() -> np.ndarray:
-        while not behind.query():  # waiting within Paddle would stop all other threads
+        while not behind.query():  # polling, because waiting inside Paddle would block all other threads
             time.sleep(_LOOKS_SECONDS)
         return copy.numpy()
 
@@ -100,10 +104,10 @@ def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int
 def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
-    """Cut ``flat`` into tensors of the types and shapes of ``arrays``.
+    """Split ``flat`` into tensors with the types and shapes of ``arrays``.
 
-    ``flat`` is first viewed as another type and then cut. If a part is viewed as another type, Paddle (3.3.1)
-    mistakes its offset for a number of elements.
+    ``flat`` is viewed as another type before it is split, because Paddle (3.3.1) mistakes the byte offset of
+    a part for an element offset when the part is viewed as another type.
     """
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}

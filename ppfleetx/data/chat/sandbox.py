@@ -1,10 +1,10 @@
-"""The Jinja that chat templates expect: the environment of Hugging Face transformers, with limits.
+"""The Jinja environment that chat templates expect, as in Hugging Face transformers, with limits.
 
 As documented by transformers, templates can use ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
 ``continue``, ``generation`` blocks, ``tojson`` without HTML escapes, ``raise_exception`` and
-``strftime_now``. A template comes with a model, from an unknown author. Jinja's sandbox keeps it away from
-Python; the limits stop a template that loops forever or grows a text without end. They do not stop a
-determined attacker.
+``strftime_now``. A template comes with a model, from an unknown author. Jinja's sandbox keeps the template
+away from Python. The limits stop a template that loops forever or builds a huge text, but not a determined
+attacker.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 3_000_000
-"""The most lines of compiled template code to run. A conversation of a hundred turns takes a few thousand."""
+"""The most lines of compiled template code to run. A conversation of 100 turns takes a few thousand."""
 MAX_SIZE = 1 << 24
-"""The most characters of a text, or elements of a list."""
-_MAX_NUMBER = 1_000_000  # for an argument of a filter or a function
+"""The most characters of a text, or elements of a list, that a template may build."""
+_MAX_NUMBER = 1_000_000  # largest number that may be passed to a filter or function
 _MAX_BITS = 1 << 16
 
 
 class TemplateLimitError(Exception):
-    """A template runs too long or makes something too large."""
+    """A template runs too long or builds something too large."""
 
 
 @contextmanager
 def bounded_steps() -> Iterator[None]:
-    """Python functions called inside may take at most ``MAX_STEPS`` steps in this thread, else
-    TemplateLimitError."""
+    """Context manager: raise TemplateLimitError after `MAX_STEPS` traced steps in this thread."""
     left = MAX_STEPS
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -59,7 +58,7 @@ def bounded_steps() -> Iterator[None]:
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
-    """Raise TemplateLimitError for a result that would be too large."""
+    """Raise TemplateLimitError if the result of an operation would be too large."""
     if operator == "+" and _has_size(left) and _has_size(right):
         _check_size(len(left) + len(right))
     elif operator == "*":
@@ -73,8 +72,8 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def check_call(name: str, arguments: Iterable[Any]) -> None:
-    """Raise TemplateLimitError if a filter or function is given a number that would produce something
-    huge."""
+    """Raise TemplateLimitError if an argument of a filter or function is so large a number that the result
+    could be huge."""
     for one in arguments:
         if isinstance(one, int) and abs(one) > _MAX_NUMBER:
             raise TemplateLimitError(f"it calls {name} with {one}")
@@ -95,7 +94,7 @@ def _has_size(value: Any) -> bool:
 
 
 Span = tuple[int, int]
-"""First character, and the one after the last."""
+"""Offsets of the first character and of the character after the last."""
 
 
 class AskedToStopError(TemplateError):
@@ -103,7 +102,7 @@ class AskedToStopError(TemplateError):
 
 
 class CompiledTemplate:
-    """A compiled template, which any thread can render. Raises jinja2.TemplateError or TemplateLimitError."""
+    """A compiled template. Rendering is thread-safe. Raises jinja2.TemplateError or TemplateLimitError."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -113,9 +112,11 @@ class CompiledTemplate:
             raise TemplateLimitError("it is nested too deeply") from None
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """Render the text, and find the parts of it that come from ``generation`` blocks. Raises
-        jinja2.TemplateError, :class:`AskedToStopError` if it refuses the conversation, TemplateLimitError, or
-        any error of its own expressions."""
+        """Render the text, and return it with the spans written by ``generation`` blocks.
+
+        Raises jinja2.TemplateError, :class:`AskedToStopError` if the template refuses the conversation,
+        TemplateLimitError, or any error raised by an expression in the template.
+        """
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():
             try:
                 for piece in self._template.generate(variables):
@@ -130,7 +131,7 @@ class CompiledTemplate:
 class _GenerationBlocks(Extension):
     """Jinja extension: ``{% generation %} ... {% endgeneration %}`` marks text written by the model."""
 
-    tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -156,9 +157,10 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Checks concatenation with ``~`` in the environment, as for ``+``, so that its size is limited."""
+    """Compiles the operator ``~`` to a method of the environment, which limits the size of the result as for
+    ``+``."""
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (as Jinja has it)
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)
         self.write("environment.concatenate((")
         for part in node.nodes:
             self.visit(part, frame)
@@ -175,7 +177,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # the optimizer would compute constants without limits
+            optimized=False,  # the optimizer would evaluate constant expressions without limits
             extensions=[_GenerationBlocks, LoopControlExtension],
         )
         self.filters["tojson"] = _to_json

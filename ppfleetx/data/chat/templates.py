@@ -1,9 +1,9 @@
-"""Chat templates turn a conversation into the text and token ids that a model was trained on.
+"""Chat templates, which turn a conversation into the text and token ids that a model was trained on.
 
-Templates are read from the same places as in Hugging Face transformers: ``chat_template.jinja`` beside the
-tokenizer's files, with further templates in ``additional_chat_templates/``, else ``chat_template`` in
-``tokenizer_config.json``, a text or a list of named templates. The rendered text is the same as from
-``apply_chat_template``; ``tests/goldens/make_hf_chats.py`` compares the two.
+Templates are read from the same places as in Hugging Face transformers: ``chat_template.jinja`` in the
+tokenizer's directory, with further templates in ``additional_chat_templates/``, or else ``chat_template`` in
+``tokenizer_config.json``, a text or a list of named templates. The rendered text is the same as that of
+``apply_chat_template``; ``tests/goldens/make_hf_chats.py`` compares both.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 
 Message = Mapping[str, Any]
-"""``role``, ``content`` (a text, or None) and any other keys that a template reads."""
+"""``role``, ``content`` (a text, or None) and any other keys that a template uses."""
 DEFAULT = "default"
 TEMPLATE_OPTION = "chat_template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
-"""Texts before which an answer under the plain template ends: the model is writing the next turn."""
+"""Texts that end an answer under the plain template, because there the model starts to write the next
+turn."""
 PLAIN = """\
 {%- for message in messages %}
 {{- message.role | capitalize }}:
@@ -48,23 +49,24 @@ PLAIN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
 """
-"""The template for models without one: ``User: ...``, ``Assistant: ...``, with an empty line between."""
+"""The template for models without a template: ``User: ...``, ``Assistant: ...``, separated by an empty
+line."""
 
 
 class ChatError(UserError):
-    """A template refuses a conversation, or cannot be rendered."""
+    """A template refuses a conversation or cannot be rendered."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template that writes a conversation as the model expects it.
+    """A chat template and the special tokens that it uses.
 
     Attributes:
         source: the Jinja source.
         special_tokens: texts of tokens by the names that templates use: ``bos_token``, ``eos_token``, ...
         place: the template's origin, for messages.
         stops: texts that end an answer, in addition to the end tokens.
-        is_plain: whether this is the template for models without one.
+        is_plain: whether this is the default template for models without a template.
     """
 
     source: str
@@ -99,14 +101,17 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render a conversation as text; with ``add_generation_prompt``, it ends with the text after which an
-        answer begins. Further variables override the special tokens. Raises ChatError if the template refuses
-        the conversation, fails on it, or exceeds its limits, DataError if it is no template."""
+        """Render a conversation as text. With ``add_generation_prompt``, the text ends where an answer
+        starts.
+
+        Further variables override the special tokens. Raises ChatError if the template refuses the
+        conversation, fails or exceeds its limits, DataError if the source is not a valid template.
+        """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """Like :meth:`render`, and find the parts that `generation` blocks mark."""
+        """Like :meth:`render`, but also return the spans of the text that ``generation`` blocks mark."""
         if not messages:
             raise ChatError("a conversation has at least one message")
         compiled = self._compiled
@@ -136,12 +141,13 @@ class ChatTemplate:
         return f"{self.place} fails on this conversation: {error}"
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Encode the text of :meth:`render`; only the template decides about BOS."""
+        """Encode the text of :meth:`render`. No BOS is added, because the template writes it."""
         return tokenizer.encode_prompt(self.render(messages, **options), add_special_tokens=False)
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Prepare a message for a template: drop None values, and store its reasoning under every usual name."""
+    """Prepare a message for a template: drop None values, and copy the reasoning to every key that templates
+    use."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -152,8 +158,9 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """The tokenizer's chat template of this name (None: ``default``), or the plain one (:data:`PLAIN`) if it
-    has none. Raises ConfigError if there is no such template, DataError if the files name something else."""
+    """Return the tokenizer's chat template of this name (None: ``default``), or :data:`PLAIN` if the
+    tokenizer has no templates. Raises ConfigError if no template has this name, DataError if the tokenizer's
+    files are damaged."""
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
         eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}
@@ -167,8 +174,8 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """The template given by name or file; None selects the model's own template, or the plain one. Raises
-    UserError, which names the option ``key``."""
+    """Return the template with this name or in this file. None selects the tokenizer's own template, or the
+    plain template. Raises UserError, which names the option ``key``."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -194,21 +201,20 @@ def template_of(cfg: DatasetConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 ASSISTANT = "assistant"
-# Contents of two messages that show where a template writes them.
+# Placeholder contents of two messages, to find where a template writes the messages.
 _BEFORE, _HERE = "\ue000\uf8f0\ue001", "\ue002\uf8f1\ue003"
 
 
 def render_with_answers(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> tuple[str, list[Span]]:
-    """Render a conversation, and find the assistant's turns in the text.
+    """Render a conversation, and find the spans of the assistant's turns in the text.
 
-    A template with ``{% generation %}`` blocks marks the turns itself. Otherwise, a turn is the text that is
-    added when the conversation is rendered with the turn, compared to rendering it without the turn and with
-    a generation prompt. Some templates write earlier turns differently once more turns follow (Qwen3 and
-    DeepSeek-R1 leave out their reasoning); then this finds the turn as written in the whole conversation.
-    Raises ChatError as :meth:`ChatTemplate.render` does, or if it is unclear where the template writes a
-    turn.
+    A template with ``{% generation %}`` blocks marks the turns itself. Otherwise, the span of a turn is the
+    difference between two renderings: with the turn, and without it but with a generation prompt. Some
+    templates write an earlier turn differently once more turns follow (Qwen3 and DeepSeek-R1 drop its
+    reasoning). In this case the turn is located in the whole conversation, by a placeholder. Raises the
+    errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
     """
     if template.marks_answers:
         return template.render_spans(messages, **variables)
@@ -240,10 +246,9 @@ class _Turns:
         return found
 
     def _added(self, number: int) -> Span | None:
-        """The text that the message adds to the earlier messages; None if the whole conversation has a
-        different text there.
-        """
-        if number == 0:  # no earlier message can ask for an answer
+        """Return the span that a message adds to the earlier messages, or None if the whole conversation has
+        a different text there."""
+        if number == 0:  # the first message cannot follow a generation prompt
             return None
         with_it = self._render(self._messages[: number + 1])
         if not self.text.startswith(with_it):
@@ -252,9 +257,8 @@ class _Turns:
         return (len(before), len(with_it)) if with_it.startswith(before) else None
 
     def _marked(self, number: int) -> Span:
-        """Find a turn by the place of the message's content in the whole conversation. Raises ValueError
-        unless the content has exactly one place.
-        """
+        """Locate a turn in the whole conversation by a placeholder in place of its content. Raises ValueError
+        unless the template writes the placeholder exactly once."""
         whole = self._with(number, _HERE)
         before, behind = _around(_HERE, self._render(whole))
         end = _around(_HERE, self._render(whole[: number + 1]))[1]
@@ -276,7 +280,7 @@ class _Turns:
         return start, stop
 
     def _without_end_of_text(self, text: str) -> str:
-        """Remove the end-of-text token if the template writes it only after the last turn."""
+        """Remove the end-of-text token, for a template that writes it only after the last turn."""
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:
@@ -286,7 +290,8 @@ class _Turns:
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Where an answer begins in ``text``, the text before its content: after the generation prompt."""
+        """Return the offset in ``text``, the text before an answer's content, at which the generation prompt
+        ends."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

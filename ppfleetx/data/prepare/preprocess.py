@@ -1,4 +1,4 @@
-"""Encode text corpora to token files in several processes, in order, with memory independent of corpus
+"""Encode text corpora to token files with several processes, in order, with memory use independent of corpus
 size."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.processes import process_exists
 from ppfleetx.utils.progress_bar import ProgressBar
 
-_PLACES_KEPT = 5  # of each kind of problem; all are counted
+_PLACES_KEPT = 5  # positions kept for each kind of problem; all problems are counted
 _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 
@@ -51,7 +51,7 @@ class ChunkResult:
         lengths: for each key, the number of tokens of each document, int32.
         num_seen: the number of lines, paragraphs or files.
         skipped: the number of skipped documents, by kind of problem.
-        places: the positions (from 0) of the first of them, by kind of problem.
+        places: the positions (from 0) of the first skipped documents, by kind of problem.
     """
 
     tokens: dict[str, bytes] = field(default_factory=dict)
@@ -80,8 +80,8 @@ class _Skip(Exception):  # noqa: N818 - control flow within this file
 
 
 class ChunkEncoder:
-    """Encodes the texts under ``keys`` of a chunk's documents; called in the workers. With ``append_eod``,
-    each document that has a token ends with the end-of-document token."""
+    """Encodes the texts under ``keys`` of a chunk's documents. Runs in the workers. With ``append_eod``, each
+    nonempty document ends with the end-of-document token."""
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool, dtype: np.dtype
@@ -94,7 +94,7 @@ class ChunkEncoder:
         parts: dict[str, list[np.ndarray]] = {key: [] for key in self._keys}
         lengths: dict[str, list[int]] = {key: [] for key in self._keys}
         for document in documents_of(chunk):
-            if document == b"":  # a file may contain nothing else
+            if document == b"":  # shortcut: a file may consist of empty lines only
                 result.skip("empty")
                 result.num_seen += 1
                 continue
@@ -159,22 +159,23 @@ def _num_bytes(text: str) -> int:
 
 
 class Problems:
-    """The documents that were skipped: how many, and the places of the first few."""
+    """Counts the skipped documents, and keeps the places of the first few."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.places: dict[str, list[str]] = {}
         self._path: Path | None = None
-        self._num_seen = 0  # of this file
-        self._num_skipped = 0  # of these problems, since the last good document
+        self._num_seen = 0  # documents seen in this file
+        self._num_skipped = 0  # documents skipped in this file since the last good document
 
     @property
     def total(self) -> int:
         return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
-        """Add the problems of a chunk; chunks come in the order of the corpus. Raises DataError if ``strict``
-        is set, or if there are so many in a row that the file must be of another kind."""
+        """Add the problems of a chunk. Chunks must come in the order of the corpus. Raises DataError if
+        ``strict`` is set and there is a problem, or if so many documents in a row have problems that the file
+        must be of another kind."""
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped
@@ -207,22 +208,23 @@ class Problems:
 
 _IN_FLIGHT_PER_WORKER = 3
 
-_function: Callable[[Any], Any] | None = None  # set in the workers
+_function: Callable[[Any], Any] | None = None  # set in each worker by _start_worker
 
 
 @contextlib.contextmanager
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
-    """Yield ``(item, function(item))`` for each item, in order. ``workers=1`` runs in this process.
+    """Context manager whose value yields ``(item, function(item))`` for each item, in order.
 
-    The function is sent to each worker once. Workers end when the block is left or this process is killed. If
-    a worker dies, the iterator raises DataError.
+    The function is sent to each worker only once. With ``workers=1``, everything runs in this process.
+    Workers end when the context is left or this process is killed. If a worker dies, the iterator raises
+    DataError.
     """
     if workers == 1:
         yield ((item, function(item)) for item in items)
         return
-    # A fork costs nothing and needs no pickling; on other systems it is unsafe or unavailable.
+    # Forking is fast and needs no pickling, but other systems lack it or make it unsafe.
     method = "fork" if sys.platform == "linux" else "spawn"
     pool = ProcessPoolExecutor(
         workers,
@@ -231,10 +233,10 @@ def map_in_order(
         initargs=(function, os.getpid()),
     )
     try:
-        pool.submit(int)  # starts the workers now, before the caller starts threads
+        pool.submit(int)  # start the workers now, before the caller starts threads
         yield _results(pool, items, workers)
     finally:
-        # Wait for the items in progress, which are small; items not yet begun are dropped.
+        # Wait only for the items in progress, which are small, and cancel the rest.
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -258,14 +260,14 @@ def _results(pool: ProcessPoolExecutor, items: Iterable[Any], workers: int) -> I
 def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     global _function
     _function = function
-    # Ctrl-C reaches the whole process group; the parent alone decides what to do about it.
+    # Ctrl-C reaches the whole process group, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent ends; otherwise a worker of a pool would wait forever."""
+    """End this process when its parent ends. A pool worker would otherwise wait forever."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -278,14 +280,14 @@ def _work(item: Any) -> Any:
 
 @dataclass
 class Report:
-    """The outcome of a run.
+    """The result of `preprocess`.
 
     Attributes:
-        num_documents: documents of each key.
+        num_documents: documents written for each key.
         num_tokens: tokens of all keys, including end-of-document tokens.
         num_text_bytes: the length of the texts in UTF-8.
         seconds, cpu_seconds: wall-clock time, and CPU time of all processes.
-        outputs: the prefixes of the pairs of files.
+        outputs: the prefixes of the output pairs.
     """
 
     num_documents: int = 0
@@ -310,7 +312,7 @@ class Report:
 
 
 def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
-    """The output prefix for each key, named as in Megatron."""
+    """Return the output prefix for each key, named as in Megatron-LM."""
     return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
 
 
@@ -327,13 +329,13 @@ def preprocess(
     max_document_bytes: int = MAX_LINE_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
-    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``, a pair for each key of its json
+    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``, one pair for each key of the JSON
     objects (plain text has the key "text").
 
     Documents keep the order of the input. Documents that are empty, not text, or longer than
-    ``max_document_bytes`` are left out, counted and reported, or with ``strict`` an error. The files appear
-    when everything is written; a run that fails or is interrupted leaves nothing. Raises DataError for wrong
-    input, existing output, no document at all, or a worker that died.
+    ``max_document_bytes`` are skipped, counted and reported; with ``strict`` they raise an error. The output
+    files appear only at the end; a failed or interrupted run leaves no files. Raises DataError for bad input,
+    existing output, no documents, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)
@@ -344,7 +346,7 @@ def preprocess(
     try:
         chunks = read_chunks(sources, max_document_bytes=max_document_bytes)
         _encode_all(sources, chunks, encoder, outputs, workers, strict, show_progress, report)
-    except OSError as error:  # read errors are DataErrors already
+    except OSError as error:  # read errors are DataErrors, so this is a write error
         raise DataError(f"cannot write {os.fspath(output_prefix)}: {error}") from error
     report.seconds = time.perf_counter() - began
     report.cpu_seconds = _cpu_seconds() - cpu_began
@@ -363,7 +365,7 @@ def _encode_all(
 ) -> None:
     total = sum(source.num_bytes for source in sources)
     with ExitStack() as stack:
-        # This is outermost, so that the workers are forked before the progress bar starts its thread.
+        # Enter this first: workers must be forked before the progress bar starts its thread.
         results = stack.enter_context(map_in_order(encoder, chunks, workers))
         writers = {
             key: stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype))

@@ -1,4 +1,5 @@
-"""The Python standard library's own source files: real text that is on every machine."""
+"""Make a small corpus of real text from the source files of the Python standard library, which every machine
+has."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
 from ppfleetx.utils.untrusted_files import os_errors
 
-# Tests are half of the library, and mostly tables of numbers and strings. The other folders are not part of
-# it.
+# Half of the library is tests, mostly tables of numbers and strings. The other folders are not part of the
+# library.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -32,11 +33,11 @@ def stdlib_files() -> list[Path]:
 def write_stdlib_corpus(
     output: str | os.PathLike[str], seed: int = 1234, *, overwrite: bool = False
 ) -> tuple[int, int]:
-    """Write the library as json lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
+    """Write the library as JSON lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
 
-    Empty files and files that are not UTF-8 are left out. The same interpreter gives the same file. Returns
-    the numbers of documents and of bytes of their texts. Raises DataError if the file exists already and must
-    not be replaced, or it cannot be written.
+    Empty files and files that are not UTF-8 are skipped. The same interpreter and seed give the same file.
+    Returns the number of documents and the bytes of their texts. Raises DataError if the file exists and
+    ``overwrite`` is False, or if it cannot be written.
     """
     output = Path(output)
     if output.exists() and not overwrite:

@@ -1,4 +1,4 @@
-"""Read text corpora as a stream of chunks: json lines (.gz, .zst too), plain text, folders of text."""
+"""Read text corpora as a stream of chunks: JSON lines (also .gz, .zst), plain text, folders of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """How to find the ends of documents in a block of bytes.
+    """The way to find the ends of documents in a block of bytes.
 
     Attributes:
         first, last: functions that return the offset after the first or last delimiter; 0 if there is none.
@@ -48,15 +48,16 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Cut the text of ``blocks`` at ends of documents.
+    """Cut a stream of blocks at the ends of documents.
 
-    A piece holds many documents, or one document that spans several blocks. None stands for a document longer
-    than ``max_bytes``, which is skipped. At most ``max_bytes`` and a block are in memory at a time.
+    Yields pieces of whole documents: many short documents, or one document that spans several blocks. Yields
+    None for a document longer than ``max_bytes``, which is skipped. Keeps at most ``max_bytes`` plus one
+    block in memory.
     """
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
     num_pending = 0
-    before = b""  # bytes in which a delimiter may have begun
+    before = b""  # end of the previous block, which may hold the start of a delimiter
     is_too_long = False
     for block in blocks:
         seen = before + block if before else block
@@ -84,9 +85,9 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Split off leading documents until the rest is within ``max_bytes``, replacing documents that are too
-    long with None. Only the first documents, which began in earlier blocks, can be too long.
-    """
+    """Yield leading documents one by one until the rest has at most ``max_bytes``, then the rest. Documents
+    longer than ``max_bytes`` become None. Only the leading documents, which began in earlier blocks, can be
+    too long."""
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -96,8 +97,8 @@ def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]
 
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
-    """Split text into paragraphs at blank lines, without line ends around them."""
-    # A cut after one blank line can leave more blank lines at the start of the next piece.
+    """Split text into paragraphs at blank lines, and strip line ends around them."""
+    # Text that was cut after one blank line can start with more blank lines.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
             yield paragraph.strip(b"\r\n")
@@ -105,15 +106,14 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 CHUNK_BYTES = 2 << 20
 MAX_SKIPPED_IN_A_ROW = 300_000
-"""The most consecutive lines without a document. A file with more must be of another kind."""
+"""The most consecutive lines without a document. A file that exceeds this must be of another kind."""
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the corpus. ``kind`` says what a document is: a json line, a line, a paragraph between
-    blank lines, or the whole file.
-    """
+    """One file of the corpus. ``kind`` is the unit of a document: a JSON line, a line, a paragraph between
+    blank lines, or the whole file."""
 
     path: Path
     kind: Kind
@@ -122,11 +122,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of the corpus that one worker handles.
+    """A part of the corpus that one worker encodes at a time.
 
     Attributes:
-        data: whole documents of one file. None with the kind "file": the worker reads ``paths``. None with
-            other kinds: the piece is one document that is too long.
+        data: whole documents of one file. None for the kind "file": the worker reads ``paths`` itself. None
+            for other kinds: the chunk is one document that is too long.
         num_disk_bytes: the size on disk (compressed, if the files are), for the progress bar.
     """
 
@@ -143,13 +143,12 @@ def find_sources(
     suffixes: Sequence[str] = (),
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
-    """List the files of a corpus in the order in which they will be written. Files of a folder are sorted by
-    path; with ``suffixes``, only names that end in one of these are taken.
+    """List the files of a corpus in the order in which they are encoded. Files of a folder are sorted by
+    path; ``suffixes`` restricts them to names with one of these endings.
 
-    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one json object per line; every other file is
-    plain text, of which ``split_on`` says what is one document. Hidden files, hidden folders and
-    ``__pycache__`` are skipped. Raises DataError if an input does not exist or is compressed in an unknown
-    way, or there are no files.
+    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one JSON object per line. All other files are
+    plain text, split into documents by ``split_on``. Hidden files, hidden folders and ``__pycache__`` are
+    skipped. Raises DataError if an input does not exist, has an unsupported compression, or holds no files.
     """
     sources = []
     for entry in map(Path, inputs):
@@ -157,7 +156,7 @@ def find_sources(
             entry.stat()
         except FileNotFoundError:
             raise DataError(f"no such file or folder: {entry}") from None
-        except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
+        except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
             why = getattr(error, "strerror", None) or error
             raise DataError(f"{entry} cannot be read: {why}") from error
         if not entry.is_file() and not entry.is_dir():
@@ -191,13 +190,16 @@ def _kind_of(path: Path, split_on: str) -> Kind:
 
 
 def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
-    """Read the corpus in order, in chunks of about ``CHUNK_BYTES``. A larger document is one chunk, and a
-    longer one than ``max_document_bytes`` a chunk without data. A plain file that is one document may have
-    any size. Raises DataError."""
+    """Read the corpus in order, in chunks of about ``CHUNK_BYTES``. Raises DataError.
+
+    A document larger than ``CHUNK_BYTES`` is a chunk of its own, and a document longer than
+    ``max_document_bytes`` is a chunk without data. An uncompressed file that is one document may have any
+    size.
+    """
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:
-        # A compressed file may hold far more than its size suggests, so it is a separate chunk.
+        # A compressed file may expand to far more than its size suggests, so it is a separate chunk.
         fits = _size(group) + source.num_bytes <= chunk_bytes and not is_packed(source.path)
         if group and (source.kind != "file" or not fits):
             yield _file_chunk(group, max_document_bytes)
@@ -228,14 +230,14 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """Read a file; None if it is compressed and its content is longer than ``max_document_bytes``."""
+    """Read a file. Returns None if it is compressed and expands to more than ``max_document_bytes``."""
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 
 
 def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
-    """Split a chunk into raw documents, one per line, paragraph or file; empty ones are included. None stands
-    for a document longer than the chunk's ``max_document_bytes``."""
+    """Split a chunk into raw documents, one per line, paragraph or file, including empty documents. Yields
+    None for a document longer than the chunk's ``max_document_bytes``."""
     if chunk.kind == "file":
         for path in chunk.paths:
             content = read_file(path, chunk.max_document_bytes)
@@ -253,9 +255,9 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
-    """Yield the texts of a corpus for training a tokenizer; documents with bad json or not in UTF-8 are
-    skipped. Raises DataError if a file cannot be read, is damaged, or is of another kind; or there is no text
-    at all."""
+    """Yield the texts of a corpus for training a tokenizer. Documents that are not valid JSON or UTF-8 are
+    skipped. Raises DataError if a file cannot be read, is damaged or is of another kind, or if there is no
+    text at all."""
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

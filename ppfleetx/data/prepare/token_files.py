@@ -1,4 +1,4 @@
-"""Merge tokenized corpora into one, or summarize them."""
+"""Merge tokenized corpora into one corpus, and summarize a corpus."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ppfleetx.utils.untrusted_files import opened
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Write the given pairs as one, in the order given. Raises DataError if there is no input, an input is
-    damaged, dtypes differ, the output is one of the inputs, or it exists already and must not be replaced."""
+    """Concatenate several pairs into one pair. Raises DataError if there is no input, an input is damaged,
+    dtypes differ, or the output is one of the inputs or exists and ``overwrite`` is False."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")
@@ -47,9 +47,8 @@ def merge(
 
 
 def _sound_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
-    """Read the bytes of ``.bin``. If there are checksums, all of ``.idx`` is checked first, then the bytes as
-    they are read.
-    """
+    """Yield the blocks of ``.bin``. If the corpus has checksums, ``.idx`` is verified first, and each block
+    before it is yielded."""
     checksums = read_checksums(prefix)
     if checksums is None:
         with opened(bin_path(prefix), DataError) as file:
@@ -71,7 +70,7 @@ _CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """The main figures of a corpus, as plain Python values. Raises DataError."""
+    """Return the main figures of a corpus as plain Python values. Raises DataError."""
     corpus = open_tokens(prefix)
     sizes = corpus.sizes
     return {

@@ -1,8 +1,8 @@
-"""Convert WikiText to corpora: every section of an article becomes a document of ordinary text.
+"""Convert WikiText to token corpora. Each section of an article becomes a document of ordinary text.
 
 The published files put spaces around every punctuation mark, write one paragraph per line, and mark headings
-with ``=`` (Merity et al. 2016). Headings are left out, punctuation is joined to its word again, and the
-paragraphs below a heading become one passage. The last passage of a file ends with the file.
+with ``=`` (Merity et al. 2016). Headings are dropped, punctuation is joined to its word again, and the
+paragraphs below a heading become one document, called a passage.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _ENDINGS = ("tokens", "raw")
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The result of converting one file. ``windows`` is the number of samples of ``length + 1`` tokens in it,
-    of which neighbors share one token.
-    """
+    """The result of converting one file. ``windows`` is the number of samples of ``length + 1`` tokens, where
+    consecutive samples share one token."""
 
     split: str
     prefix: str
@@ -62,10 +61,12 @@ def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def prepare_wikitext(
     source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
 ) -> list[SplitReport]:
-    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for the splits that ``source`` has: the
-    published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``). The model reads
-    ``length`` tokens. Raises DataError if there is nothing to read, a file is not WikiText, or a corpus
-    exists already."""
+    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for each split in ``source``, which is the
+    published zip file or a folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).
+
+    ``length`` is the sequence length of the model. Raises DataError if there is nothing to read, a file is
+    not WikiText, or a corpus exists and ``overwrite`` is False.
+    """
     found = _find(source)
     prefixes = {split: output_dir / split / "wikitext" for split in found}
     for prefix in prefixes.values():
@@ -93,7 +94,7 @@ def _prepare(
 
 
 def _find(source: Path) -> dict[str, str]:
-    """Find the file of each existing split, in the folder or at any depth in the zip."""
+    """Find the file of each split, in the folder or at any depth in the zip file."""
     if source.is_dir():
         names = [path.name for path in source.iterdir() if path.is_file()]
     else:

@@ -1,7 +1,7 @@
 """Evaluation sets from text files: perplexity in sliding windows, and prediction of last words (cloze).
 
-Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches and among data ranks.
-This does not change the scored tokens or their contexts.
+Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches for the data ranks,
+which does not change the scored tokens or their contexts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _literal(*pairs: tuple[str, str]) -> list[_Rule]:
 
 
 def _inside(opening: str, closing: str) -> _Rule:
-    """Remove spaces just inside a pair of brackets or quotes."""
+    """Make a rule that removes spaces just inside a pair of brackets or quotes."""
 
     def apply(text: str) -> str:
-        # No regular expression: it would search to the end of the text at each unclosed pair.
+        # Not a regular expression, which would scan to the end of the text for each unclosed bracket.
         parts, position = [], 0
         while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start + 1)) >= 0:
             parts += [text[position : start + 1], text[start + 1 : end].strip(), closing]
@@ -47,7 +47,7 @@ def _inside(opening: str, closing: str) -> _Rule:
 
 _WIKITEXT = [
     *_literal(("s '", "s'")),
-    # Meant for years (' 90s), but matches hardly anything. The published numbers include it.
+    # Meant for years (' 90s) but matches almost nothing. Published perplexities include this bug.
     partial(re.compile(r"/' [0-9]/").sub, "/'[0-9]/"),
     *_literal((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")),
     *_literal(*((f" {sign} ", f"{sign} ") for sign in ":;.!?,")),
@@ -68,8 +68,8 @@ _RULES: dict[str, list[_Rule]] = {
 
 
 def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
-    """The function that turns a benchmark's text into ordinary text. ``lambada`` and ``none`` change
-    nothing."""
+    """Return a function that turns a benchmark's tokenized text into ordinary text. ``lambada`` and ``none``
+    change nothing."""
     rules = _RULES[name]
 
     def detokenize(text: str) -> str:
@@ -81,7 +81,8 @@ def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
 
 
 def detokenizer_of_file(path: str) -> DetokenizerName:
-    """The detokenizer by file name: ``wiki`` or ``ptb`` if the name contains the word, else ``none``."""
+    """Choose the detokenizer by file name: ``wikitext`` if the name contains ``wiki``, ``ptb`` if it contains
+    ``ptb``, else ``none``."""
     name = PurePath(path).name.lower()
     if "wiki" in name:
         return "wikitext"
@@ -93,9 +94,8 @@ _KEY = "Offline_Eval.eval_path"
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens ``ids``, int64 [n + 1]: the model reads the first n, and the labels are the last n,
-    of which the last ``num_scored`` count.
-    """
+    """Consecutive tokens ``ids``, int64 [n + 1]. The first n are the model's input and the last n the labels.
+    Only the last ``num_scored`` labels are scored."""
 
     ids: np.ndarray
     num_scored: int
@@ -108,12 +108,12 @@ class EvaluationSet(Protocol):
 
 
 class SlidingWindows:
-    """Windows over a text that together score each of its tokens, except the first, exactly once.
+    """Overlapping windows over a text that score each of its tokens, except the first, exactly once.
 
     The first window scores ``max_seq_len`` tokens. Each later window begins ``stride`` tokens after the
-    previous one and scores its ``stride`` new tokens, so every token but the first ``max_seq_len - stride``
-    is predicted from at least that many tokens. The last window may be shorter. ``num_words`` counts the
-    words of the text in the file; ``detokenizer`` names the rules applied to it.
+    previous one and scores its ``stride`` new tokens, so each of them has a context of at least ``max_seq_len
+    - stride`` tokens. The last window may be shorter. ``num_words`` is the number of words in the file;
+    ``detokenizer`` names the rules applied to the text.
     """
 
     def __init__(
@@ -138,9 +138,8 @@ class SlidingWindows:
 
 
 class LastWords:
-    """Texts whose last word is predicted, longest first to save padding. ``order`` has the original index of
-    each.
-    """
+    """Texts whose last word is predicted, longest first to save padding. ``order`` maps each position to the
+    text's original index."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
         self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
@@ -161,12 +160,12 @@ def window_batches(
     *,
     multiple_of: int = 1,
 ) -> Iterator[MicroBatch]:
-    """Yield the batches of one data rank: ``tokens``, ``position_ids``, ``labels`` (int64) and
-    ``loss_mask`` (float32), each ``[b, s]``.
+    """Yield the batches of one data rank: ``tokens``, ``position_ids``, ``labels`` (int64) and ``loss_mask``
+    (float32), each ``[b, s]``.
 
-    All ranks take the same number of rows of each batch: ``batch_size``, or fewer at the end. Rows are padded
-    on the right to the longest row of the rank's batch, and missing rows at the very end are filled up. The
-    mask of padding is 0. ``s`` is a multiple of ``multiple_of``.
+    All ranks have the same number of rows in each batch: ``batch_size``, or fewer in the last batch. Rows are
+    padded on the right to the rank's longest row, rounded up to a multiple of ``multiple_of``. If rows are
+    missing in the last batch, padding rows are added. Padding has a mask of 0.
     """
     for start in range(0, len(windows), batch_size * data_size):
         rows = min(batch_size, -(-(len(windows) - start) // data_size))
@@ -192,14 +191,14 @@ def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch
 
 
 def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
-    """Read the windows of ``Offline_Eval.eval_path``. Raises ConfigError or DataError, which names the
-    line."""
+    """Read the windows of ``Offline_Eval.eval_path``. Raises ConfigError, or DataError with the line
+    number."""
     text = read_text(cfg)
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
-    """Read the file ``Offline_Eval.eval_path``, decompressed, without a byte order mark. Raises ConfigError,
+    """Read and decompress the file ``Offline_Eval.eval_path``, without a byte order mark. Raises ConfigError,
     which names the ``place`` where the key was set."""
     name = cfg.eval_path
     if name is None:
@@ -230,12 +229,13 @@ def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) ->
 
 
 def count_words(text: str) -> int:
-    """Count the words for word-level perplexities: parts between single spaces, line ends included."""
+    """Count the words for word-level perplexity: the parts between single spaces. A line end does not
+    separate words."""
     return len(text.strip().split(" "))
 
 
 def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> LastWords:
-    # Not splitlines(): a text may hold form feeds and other separators that do not end a line.
+    # Not splitlines(): a text may contain form feeds and other separators that do not end a line.
     windows = []
     number, end = 1, 0
     for match in re.finditer(r"[^\n]+", text):
@@ -249,7 +249,7 @@ def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> Last
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
-    """The window of a context and its target. A context that is too long is cut on the left."""
+    """Make the window of one text and its last word. A context that is too long is cut on the left."""
     words = text.split()
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")

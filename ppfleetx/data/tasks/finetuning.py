@@ -1,7 +1,8 @@
-"""Datasets of texts, one sample per record: GLUE examples, and prompts with responses.
+"""Datasets of texts for finetuning, one sample per record: GLUE examples, prompts with responses,
+conversations.
 
 Samples are padded on the right to ``max_seq_len`` with the end-of-document token. Attention is causal, so no
-real token sees padding. The loader cuts off positions that are padding in all samples of a step.
+real token attends to padding. The loader cuts off positions that are padding in all samples of a step.
 
 A conversation has one of these forms; the last two may also have ``system``, the system message:
 
@@ -50,8 +51,8 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
-    """Parse the record in a line. Returns its ``messages``, with at least one answer, and its other keys.
-    Raises DataError, with its place."""
+    """Parse a line that holds a conversation. Returns a dictionary with ``messages``, which contain at least
+    one answer, and any other keys. Raises DataError with ``place``."""
     wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
     record = load_object(line, place, wanted)
     if not is_conversation(record):
@@ -108,7 +109,7 @@ def _check(messages: Any, place: str) -> None:
 
 
 class RecordDataset:
-    """The base class of the datasets in this file: size, name in messages, fingerprint.
+    """Base class of the datasets in this file.
 
     Attributes:
         length_multiple: the loader cuts the samples of a step to a multiple of this length.
@@ -128,9 +129,9 @@ class RecordDataset:
         self.length_multiple = length_multiple
         fields = [cfg.max_seq_len, cfg.prompt_field, cfg.response_field]
         decisive = [cfg.name, digest, tokenizer.fingerprint, *fields]
-        if tokenizer.prefix_ids:  # runs without a multiple keep their older fingerprints
+        if tokenizer.prefix_ids:  # conditional, to keep the fingerprints of runs without a prefix
             decisive.append(tokenizer.prefix_ids)
-        decisive += more  # everything else that determines the samples, as JSON values
+        decisive += more  # JSON values of the subclass that also determine the samples
         self.fingerprint = blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     @property
@@ -160,9 +161,8 @@ class RecordDataset:
 class GlueDataset(RecordDataset):
     """Examples of a GLUE task for sequence classification.
 
-    The end-of-document token joins two sentences, ``a <|endoftext|> b``. The tokenizer's own prefix (BOS, or
-    nothing) comes before them, and nothing after them. If an example is too long, its (longer) sentence loses
-    tokens at the end.
+    Two sentences are joined by the end-of-document token, ``a <|endoftext|> b``, after the tokenizer's own
+    prefix (BOS or nothing). If an example is too long, the longer sentence is cut at the end.
     """
 
     def __init__(
@@ -183,9 +183,11 @@ class GlueDataset(RecordDataset):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Example ``index``, or for `PADDING` one that does not count: ``tokens`` int64 [s], ``lengths``
-        int64 [] (real tokens), ``labels`` int64 [] (float32 of a regression; 0 without labels), ``loss_mask``
-        float32 [], ``sample_ids`` int64 []."""
+        """Return example ``index``, or an example with loss mask 0 for `PADDING`.
+
+        The arrays are ``tokens`` int64 [s], ``lengths`` int64 [] (number of real tokens), ``labels`` int64 []
+        (float32 for a regression; 0 without labels), ``loss_mask`` float32 [], ``sample_ids`` int64 [].
+        """
         ids = self.encode(self.texts[max(index, 0)])
         label = 0 if self.labels is None else self.labels[max(index, 0)]
         return {
@@ -209,7 +211,8 @@ class GlueDataset(RecordDataset):
 
 
 def longest_first(sizes: Sequence[int], room: int) -> list[int]:
-    """The sizes of one or two texts after removing tokens from the longer one until both fit ``room``."""
+    """Return the sizes of one or two texts after removing tokens from the longer text until both fit into
+    ``room``."""
     if sum(sizes) <= room:
         return list(sizes)
     if len(sizes) == 1:
@@ -224,15 +227,16 @@ def longest_first(sizes: Sequence[int], room: int) -> list[int]:
 
 
 class PromptResponseDataset(RecordDataset):
-    """Prompts with responses, for causal language modeling with the loss on only the response.
+    """Prompts with responses, for causal language modeling with a loss on the response only.
 
-    A sample is ``prompt response <|endoftext|>``. Prompt and response are tokenized separately, with nothing
-    between them; special tokens in them become their ids. The tokenizer's own prefix (BOS, or nothing) comes
-    before the prompt. The loss counts where a token of the response or the end-of-document token is
-    predicted. A sample that is too long first loses the beginning of its prompt, but not BOS, until one token
-    is left; then the end of its response, and the end-of-document token. If the prompt has no token, the
-    sample begins with the end-of-document token. Raises DataError if the file is missing, or a line is not an
-    object with two texts. The message names file and line.
+    A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). Prompt
+    and response are tokenized separately; special tokens in their text become their ids. The loss includes
+    the response and the end-of-document token.
+
+    A sample that is too long loses the beginning of its prompt, but not BOS, until one token is left, and
+    then the end of its response. If the prompt has no token, the sample begins with the end-of-document
+    token. Raises DataError, with file and line, if the file is missing or a line is not an object with two
+    texts.
     """
 
     @os_errors(DataError)
@@ -245,9 +249,11 @@ class PromptResponseDataset(RecordDataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Sample:
-        """Record ``index``, or for `PADDING` a sample whose loss mask is 0: ``tokens``, ``labels``,
-        ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``lengths`` int64 [] (positions before the
-        padding), ``sample_ids`` int64 []."""
+        """Return record ``index``, or a sample with loss mask 0 for `PADDING`.
+
+        The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
+        ``lengths`` int64 [] (positions before the padding), ``sample_ids`` int64 [].
+        """
         prompt, response = self.encode(*self.pairs[max(index, 0)])
         ids, size = [*prompt, *response], len(prompt) + len(response) - 1
         mask = np.zeros(self.max_seq_len, np.float32)
@@ -278,7 +284,8 @@ def record_file(cfg: DatasetConfig) -> Path:
 
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
-    """Read a file's records as (prompt, response), and a hash of the file. Raises DataError."""
+    """Read the records of a file as (prompt, response) pairs. Returns the pairs and a hash of the file.
+    Raises DataError."""
     pairs, digest = [], blake2b(digest_size=16)
     for number, line in read_records(path, digest.update):
         pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
@@ -294,13 +301,13 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
 
 
 class ChatDataset(RecordDataset):
-    """Conversations, for causal language modeling with the loss on the assistant's turns.
+    """Conversations, for causal language modeling with a loss on the assistant's turns only.
 
-    A record of the file has one of the forms of `ppfleetx.data.tasks.finetuning`. The template decides about
-    BOS and about the end of a turn. A conversation that is too long loses its oldest turns, but not the
-    system message. If one question with its answer is still too long, its end is cut off. Raises DataError if
-    the file is missing, or a record is not a conversation with an answer. The message names file and line;
-    ConfigError if there is no such template.
+    A record has one of the forms in `ppfleetx.data.tasks.finetuning`. The chat template writes BOS and the
+    end of each turn. A conversation that is too long loses its oldest turns, but not the system message. If a
+    single question with its answer is still too long, its end is cut off. Raises DataError, with file and
+    line, if the file is missing or a record is not a conversation with an answer; ConfigError if the template
+    does not exist.
     """
 
     @os_errors(DataError)
@@ -319,7 +326,7 @@ class ChatDataset(RecordDataset):
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Conversation ``index``, or for `PADDING` a sample whose loss mask is 0, with the arrays of
+        """Return conversation ``index``, or a sample with loss mask 0 for `PADDING`, with the same arrays as
         ``PromptResponseDataset``. Raises DataError, with file and line, if the template refuses the
         conversation."""
         number, line = self._lines[max(index, 0)]
@@ -360,7 +367,8 @@ class ChatDataset(RecordDataset):
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """Drop the first exchange after the system message; None if only one is left."""
+    """Drop the first question and its answers, which follow the system message. Returns None if no other
+    answer is left."""
     head = 1 if messages[0]["role"] == "system" else 0
     questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
     following = next((i for i in questions if i > head), None)

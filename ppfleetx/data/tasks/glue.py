@@ -1,4 +1,4 @@
-"""The GLUE tasks (Wang et al., 2019): their official TSV files, labels and submission files."""
+"""The GLUE tasks (Wang et al., 2019): official TSV files, labels, metrics and submission files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _BINARY = ("0", "1")
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task and the layout of its files. Fields are separated by tabs; quotes have no special meaning.
+    """A task and the layout of its files. Fields are separated by tabs; quotes have no special meaning.
 
     Attributes:
         title: GLUE's name of the task, used for the submission file.
-        texts, label: the headers of their columns.
+        texts, label: the column headers of the texts and of the label.
         labels: the possible labels in the order of the classes; empty if the label is a number from 0 to 5.
-        headerless: the columns, if the files have no header.
+        headerless: the column numbers, for files without a header.
         has_bad_rows: whether the official train and dev files have rows with a wrong number of fields, which
             are skipped.
-        original: for each part, the file of the dataset that GLUE took the task from; read if there is no
-            ``{part}.tsv``.
+        original: for each part, the file in the dataset that GLUE took the task from. It is read if there is
+            no ``{part}.tsv``.
     """
 
     name: str
@@ -51,14 +51,14 @@ class GlueTask:
         return not self.labels
 
     def file_name(self, part: str) -> str:
-        """The name of the submission file, such as ``SST-2.tsv`` or ``MNLI-mm.tsv``. Splits other than
-        test appear in it: ``SST-2.dev.tsv``."""
+        """Return the name of the submission file, such as ``SST-2.tsv`` or ``MNLI-mm.tsv``. Parts other than
+        test are included: ``SST-2.dev.tsv``."""
         half = {"matched": "-m", "mismatched": "-mm"}.get(part.partition("_")[2], "")
         kind = part.partition("_")[0]
         return f"{self.title}{half}.tsv" if kind == "test" else f"{self.title}{half}.{kind}.tsv"
 
     def answer(self, output: Sequence[float]) -> str:
-        """Format the model's outputs for one example as a submission requires."""
+        """Format the model's output for one example as GLUE requires for a submission."""
         if self.is_regression:
             return f"{min(5.0, max(0.0, output[0])):.3f}"
         return self.labels[max(range(len(self.labels)), key=output.__getitem__)]
@@ -110,7 +110,7 @@ class GlueExamples:
 
     Attributes:
         texts: the one or two texts of each example.
-        labels: the class number (or score) of each example; None if they were not read.
+        labels: the class number (or score) of each example; None if labels were not read.
         digest: a hash of the file.
     """
 
@@ -122,9 +122,12 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read ``{directory}/{part}.tsv``, or the corresponding original file. Most test files lack labels.
-    Raises DataError, which names file and line, if the file is missing, is not UTF-8 or has no labels, or a
-    line has a wrong number of fields or an unknown label."""
+    """Read ``{directory}/{part}.tsv``, or the corresponding original file.
+
+    ``with_labels`` is False for test files, most of which have no labels. Raises DataError, with file and
+    line, if the file is missing, is not UTF-8 or has no labels, or if a line has a wrong number of fields or
+    an unknown label.
+    """
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
     rows = _rows(path, digest.update)
@@ -138,7 +141,7 @@ def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: 
     for number, line in rows:
         fields = line.split("\t")
         if len(fields) != width:
-            if not (task.has_bad_rows and with_labels):  # answers for a test file are numbered by line
+            if not (task.has_bad_rows and with_labels):  # test predictions are numbered by line
                 raise DataError(
                     f"{path}:{number}: {counted(len(fields), 'field')} instead of {width} (separated by tabs)"
                 )
@@ -167,7 +170,7 @@ def _file(task: GlueTask, directory: Path, part: str) -> Path:
 
 
 def _rows(path: Path, see: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty, as (line number, line)."""
+    """Yield the nonempty lines of a file as (line number, line)."""
     for number, line in read_lines(path, see):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
@@ -214,7 +217,7 @@ _ACCURACY_AND_F1 = ("MRPC", "QQP")
 
 
 def require_libraries() -> None:
-    """Raise DataError if a library is missing, without importing it."""
+    """Raise DataError if scikit-learn or scipy is not installed, without importing them."""
     missing = [name for name in ("sklearn", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
@@ -224,9 +227,10 @@ def require_libraries() -> None:
 
 
 def glue_metrics(task: str, outputs: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
-    """The task's metrics, each between -1 and 1; an undefined correlation (all predictions equal) is 0.
+    """Compute the task's metrics, each between -1 and 1. An undefined correlation (all predictions equal) is
+    0.
 
-    ``outputs`` are scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``.
+    ``outputs`` are class scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``.
     """
     truth = np.asarray(labels)
     if task == "STSB":

@@ -1,17 +1,18 @@
-"""The two libraries that encode text for a tokenizer: ``tiktoken`` if it gives the same ids, else
-``tokenizers``.
+"""Two libraries that encode text for a tokenizer: ``tiktoken`` if it gives the same ids, else ``tokenizers``.
 
 tiktoken is faster, but it joins *bytes* by one rank per token, while GPT-2's merges join *pairs of tokens*.
-With merges, neighbors x and y are joined only if the pair (x, y) is listed; tiktoken joins them whenever the
-bytes of x + y are a token. Both agree if each token's own bytes, encoded alone with the merges, result in
-that one token. Proof: suppose tiktoken joins x and y to T although (x, y) is not listed. No merge has crossed
-the ends of x + y so far, so the bytes of T alone go through the same steps and also reach (x, y), where the
-merges stop. Then T alone would not result in T.
+With merges, neighbors x and y are joined only if the pair (x, y) is listed. tiktoken joins them whenever the
+bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each token, alone, as
+that one token.
 
-So `live_ranks` goes through the encoding of every token backwards, and checks at each step whether a merge
-across the middle would have come first. By the same argument, the merges can never produce a token that does
-not result from its own bytes; such tokens are left out. If two listed pairs build the same token, the token's
-own bytes always use the same pair, and the other pair never occurs.
+Proof: suppose tiktoken joins x and y to T although (x, y) is not listed. No merge has crossed the ends of x +
+y so far, so the merges encode the bytes of T alone through the same steps, reach (x, y) and stop. Then T
+alone is not encoded as T.
+
+So `live_ranks` undoes the merges of every token, and checks at each step whether a merge across the middle
+would have come first. By the same argument, the merges never produce a token that they do not produce from
+the token's own bytes alone; such tokens are dropped. If two listed pairs build the same token, only one of
+them ever occurs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """The rank of every token that the merges can produce, as ``{token: index in merges}`` in merge order;
-    single bytes are not listed.
+    """Return the rank of every token that the merges can produce, as ``{token: index in merges}`` in merge
+    order. Single bytes are not included.
 
-    None if a pair is listed before the merge that makes one of its halves. Such a merge acts out of order,
-    which ranks cannot express.
+    Returns None if a pair is listed before the merge that makes one of its halves. Such a merge applies out
+    of order, which ranks cannot express.
     """
     rank: dict[bytes, int] = {}
     halves: dict[bytes, tuple[bytes, bytes]] = {}
@@ -66,12 +67,12 @@ def _is_crossed(
     halves: dict[bytes, tuple[bytes, bytes]],
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
-    """Whether encoding ``left + right`` alone joins tokens across the border between the two.
+    """Return whether the encoding of ``left + right`` alone joins tokens across the boundary between the two.
 
-    The loop goes backwards through the merges. At each step, ``left`` and ``right`` are the tokens at the
-    border, and ``left_end`` and ``right_end`` are the ranks of the merges that ended them. Equal ranks act
-    from left to right: a crossing merge comes after one that ends the left token, and before one that ends
-    the right token.
+    The loop undoes merges, the latest first. ``left`` and ``right`` are the tokens at the boundary, and
+    ``left_end`` and ``right_end`` are the ranks of the merges that consumed them. Merges of equal rank apply
+    from left to right: a crossing merge comes after a merge that consumes the left token, and before a merge
+    that consumes the right token.
     """
     left_end = right_end = own_rank
     while True:
@@ -90,7 +91,7 @@ def _is_crossed(
 
 
 def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
-    """Encode ``text`` as one piece: repeatedly join the leftmost neighbors with the lowest rank."""
+    """Encode ``text`` by ranks: repeatedly join the leftmost pair of neighbors with the lowest rank."""
     parts = [text[i : i + 1] for i in range(len(text))]
     never = len(rank) + max(rank.values(), default=0) + 1
     while len(parts) > 1:
@@ -102,29 +103,28 @@ def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-# How ByteLevel(use_regex=True) splits text, that is
-#   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-# rewritten so that tiktoken needs less backtracking: first the white space at the end of the text, then a run
-# without its last character, then that character.
+# The pattern of ByteLevel(use_regex=True) is 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+|
+# ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ . It is rewritten here to reduce tiktoken's backtracking: first white space
+# at the end of the text, then a run of white space without its last character, then that character.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s"
 _WHOLE_TEXT = r"(?s:.+)"
-# Patterns of a Split step that match the same in both libraries and cover the whole text.
+# Patterns of Split that match the same in both libraries and cover the whole text.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-# tiktoken's regular expressions keep a stack entry for each character in `\s+(?!\S)`, at most a million.
+# tiktoken's regular expressions push a stack entry for each character of `\s+(?!\S)`, at most a million.
 _LONG_RUN = 100_000
 _WHITE_SPACE = re.compile(r"\s+")
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
-    """tiktoken cannot express this tokenizer; the message says why."""
+    """tiktoken cannot express this tokenizer, for the reason in the message."""
 
 
 def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | TokenizersEngine:
-    """The tiktoken engine if it gives the same ids, else the general one, with a warning."""
+    """Return a tiktoken engine if it gives the same ids, else a tokenizers engine and log a warning."""
     try:
         return TiktokenEngine(definition, place)
     except Unsupported as reason:
@@ -137,7 +137,8 @@ def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | Tok
 class TokenizersEngine:
     """Encodes with any ``tokenizer.json``, through Hugging Face ``tokenizers``.
 
-    `TiktokenEngine` has the same methods, except `decode`: byte-level tokens are decoded by `Tokenizer`.
+    `TiktokenEngine` has the same methods, except `decode`, because `Tokenizer` itself decodes byte-level
+    tokens.
     """
 
     name = "tokenizers"
@@ -167,14 +168,15 @@ class TokenizersEngine:
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Everything in the file ``written`` that determines the ids, as JSON data."""
+        """Return everything in the file content ``written`` that determines the ids, as JSON data."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text. ``special``: special tokens in it become their ids; ``continues``: it follows other
-        text, so that no space is put before it. Raises UnicodeEncodeError for a lone surrogate."""
-        text.encode("utf-8")  # the library's message for a lone surrogate does not explain it
+        """Encode a text. With ``special``, special tokens in the text become their ids. With ``continues``,
+        the text follows another text, so no space is added before it. Raises UnicodeEncodeError for a lone
+        surrogate."""
+        text.encode("utf-8")  # tokenizers' own error for a lone surrogate is unclear
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -182,13 +184,14 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text, int64 ``[n]``, and whether each has characters in ``spans``, bool ``[n]``."""
+        """Return the ids of a text, int64 ``[n]``, and whether each has characters in ``spans``, bool
+        ``[n]``."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
         marked = np.zeros(len(made.ids), dtype=bool)
         for start, end in spans:
-            # Some characters have no token, such as spaces that a tokenizer strips.
+            # Some characters have no token, such as stripped spaces.
             tokens = [one for place in range(start, end) if (one := made.char_to_token(place)) is not None]
             if tokens:
                 marked[tokens[0] : tokens[-1] + 1] = True
@@ -218,7 +221,7 @@ def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """Turn the errors of ``tokenizers``, plain Exceptions or Rust panics, into DataError."""
+    """Convert errors of ``tokenizers``, which are plain Exceptions or Rust panics, into DataError."""
     try:
         yield
     except BaseException as error:
@@ -228,8 +231,8 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 class TiktokenEngine:
-    """Encodes with byte-level BPE, through tiktoken. Raises Unsupported if the tokenizer is of another
-    kind, or its merges cannot be expressed as ranks."""
+    """Encodes with byte-level BPE, through tiktoken. Raises Unsupported if the tokenizer is of another kind,
+    or if ranks cannot express its merges."""
 
     name = "tiktoken"
     is_byte_level = True
@@ -246,7 +249,7 @@ class TiktokenEngine:
             "ppfleetx",
             pat_str=self._pattern,
             mergeable_ranks=ranks,
-            # Never allowed, so never produced. Without any special token, encode_to_numpy is half as fast.
+            # A special token that is never allowed: without any, encode_to_numpy is half as fast.
             special_tokens={END_OF_DOCUMENT: max(ranks.values()) + 1},
         )
         self._special = [added["content"] for added in definition.get("added_tokens") or []]
@@ -284,7 +287,7 @@ class TiktokenEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        return self._exact.encode_marked(text, spans, special=special)  # tiktoken has no offsets
+        return self._exact.encode_marked(text, spans, special=special)  # tiktoken has no character offsets
 
 
 def _has_long_run(text: str) -> bool:
@@ -308,7 +311,8 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """The pattern of a ``pre_tokenizer`` entry, and whether a space is put before the text."""
+    """Return the splitting pattern of a ``pre_tokenizer`` entry, and whether it adds a space before the
+    text."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers")
@@ -329,7 +333,7 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
 
 
 def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray | None]:
-    """The ranks for tiktoken, and the id of each rank (None if ids and ranks are the same)."""
+    """Return tiktoken's ranks, and the id of each rank (None if ids and ranks are equal)."""
     vocab: dict[str, int] = model["vocab"]
     id_of = {token_to_bytes(token): token_id for token, token_id in vocab.items()}
     id_of.pop(None, None)
@@ -352,9 +356,10 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """The tokens that no merge makes, so that ``ignore_merges`` produces them only for a whole piece of text.
+    """Return the tokens that no merge makes. With ``ignore_merges``, they encode only a whole piece of text.
 
-    tiktoken does the same, but it would also join two neighbors into such a token.
+    tiktoken does the same, but would also join two neighbors into such a token, so that case raises
+    Unsupported.
     """
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -1,6 +1,6 @@
-"""The files of a byte-level BPE: ``tokenizer.json``, or GPT-2's ``vocab.json`` and ``merges.txt``.
+"""Read and write the files of a tokenizer: ``tokenizer.json``, or GPT-2's ``vocab.json`` and ``merges.txt``.
 
-Both become one *definition*: the dictionary a ``tokenizer.json`` holds.
+Both become a *definition*, the content of a ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merge
 CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinja"
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
-"""Files beside the definition that belong to the tokenizer."""
+"""Other files of a tokenizer's directory that are kept with the definition."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""The directory of further chat templates, with one file per template, named after it."""
+"""The directory of further chat templates, one file per template, with the template's name."""
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
 SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
-"""Where users find vocab.json and merges.txt of GPT-2; nothing is downloaded."""
+"""Where users can get vocab.json and merges.txt of GPT-2. Nothing is downloaded."""
 _MAX_MERGES_BYTES = 16 * 1024 * 1024
-_MAX_ID = (1 << 24) - 1  # tables are as long as the highest id
+_MAX_ID = (1 << 24) - 1  # limits memory, because tables are as long as the highest id
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable character for each byte: the byte itself if visible, else the next one from U+0100
-    on."""
+    """Return GPT-2's printable character for each byte: the byte itself if printable, else the next unused
+    character from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, extra = [], 0x100
     for byte in range(256):
@@ -51,7 +51,8 @@ _BYTE_OF = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
 
 def token_to_bytes(token: str) -> bytes | None:
-    """The bytes that a vocabulary entry stands for; None if it is not written in the byte alphabet."""
+    """Return the bytes of a vocabulary entry, or None if the entry is not written in GPT-2's byte
+    alphabet."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -64,8 +65,9 @@ class TokenizerFiles:
 
     Attributes:
         definition: the content of ``tokenizer.json``.
-        has_definition: whether it was read from such a file, not made from ``vocab.json`` and ``merges.txt``.
-        side_texts: the texts of the `SIDE_FILES` in its directory, by name.
+        has_definition: whether ``tokenizer.json`` exists. If not, ``definition`` was made from ``vocab.json``
+            and ``merges.txt``.
+        side_texts: the texts of the `SIDE_FILES` in the directory, by name.
     """
 
     definition: dict[str, Any]
@@ -74,9 +76,9 @@ class TokenizerFiles:
 
 
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
-    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its
-    ``merges.txt``. Side files are read only from a directory. Raises DataError if there is no tokenizer,
-    or its files are damaged."""
+    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a ``merges.txt``.
+    Side files are read only from a directory. Raises DataError if there is no tokenizer or its files are
+    damaged."""
     path = Path(path)
     try:
         path.stat()
@@ -86,12 +88,12 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
             f"{MERGES_FILE}; ppfleetx tokenizer makes one from your text, and GPT-2's is at "
             f"{GPT2_FILES} (nothing is downloaded)"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.is_dir():
         there = [name for name in SIDE_FILES if os.path.lexists(path / name)]
         side = with_named_templates({name: _read_text(path / name, MAX_JSON_BYTES) for name in there}, path)
-        if os.path.lexists(path / TOKENIZER_FILE):  # a broken link counts as damage, not as a missing file
+        if os.path.lexists(path / TOKENIZER_FILE):  # true for a broken link, which is then reported as damage
             definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
             return TokenizerFiles(definition, side_texts=side)
         if os.path.lexists(path / VOCAB_FILE) or os.path.lexists(path / MERGES_FILE):
@@ -108,8 +110,8 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Add the templates of ``additional_chat_templates/``, if there are any, to the ``texts`` of side files.
-    All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well."""
+    """Add the templates in ``additional_chat_templates/``, if any, to ``texts``, the side files. All chat
+    templates are moved to ``tokenizer_config.json``, which transformers also reads."""
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts
@@ -137,8 +139,8 @@ def _how_to_make(directory: Path) -> str:
 def read_vocab_and_merges(
     vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Read a GPT-2 style pair of files as a definition. ``<|endoftext|>`` is special if the vocabulary has
-    it. Raises DataError."""
+    """Read a GPT-2 style pair of files as a definition. ``<|endoftext|>`` becomes a special token if the
+    vocabulary has it. Raises DataError."""
     vocab = read_json(Path(vocab_path), error=DataError)
     lines = _read_text(Path(merges_path), _MAX_MERGES_BYTES).split("\n")
     merges = []
@@ -156,7 +158,8 @@ def read_vocab_and_merges(
 
 
 def make_definition(vocab: dict[str, int], merges: list[list[str]], special: list[str]) -> dict[str, Any]:
-    """Make a ``tokenizer.json`` like GPT-2's. ``special`` tokens missing from the vocabulary are left out."""
+    """Make a ``tokenizer.json`` like GPT-2's. ``special`` tokens that are not in the vocabulary are
+    left out."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -194,10 +197,12 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """The files of a tokenizer by name: ``tokenizer.json`` and its side files (a missing
-    ``tokenizer_config.json`` is added); for a tokenizer like GPT-2's also ``vocab.json`` and ``merges.txt``.
-    ``AutoTokenizer.from_pretrained`` loads a directory of these files. ``eod`` is None if the vocabulary has
-    no end-of-document token."""
+    """Return the files of a tokenizer by name, as ``AutoTokenizer.from_pretrained`` loads them.
+
+    These are ``tokenizer.json`` and the side files, including a new ``tokenizer_config.json`` if there is
+    none. A tokenizer like GPT-2's also gets ``vocab.json`` and ``merges.txt``. ``eod`` is None if the
+    vocabulary has no end-of-document token.
+    """
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
     if _is_like_gpt2(definition):
@@ -217,14 +222,14 @@ def _made_config(eod: str | None) -> str:
 
 
 def _is_like_gpt2(definition: dict[str, Any]) -> bool:
-    """Whether vocabulary and merges alone determine the tokenizer."""
+    """Return whether vocabulary and merges alone determine the tokenizer."""
     pre_tokenizer = definition.get("pre_tokenizer") or {}
     is_plain = pre_tokenizer.get("type") == "ByteLevel" and not definition.get("normalizer")
     return is_plain and definition["model"]["type"] == "BPE"
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of a model as pairs. Files hold them as pairs or as "left right"."""
+    """Return the merges of a model as pairs. Files store them as pairs or as "left right"."""
     return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
 
 
@@ -238,7 +243,8 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the definition after checking that its ids are distinct and its merges are in the vocabulary."""
+    """Check that the ids of a definition are distinct and its merges are in the vocabulary, and return the
+    definition."""
     try:
         _check(definition)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -255,7 +261,7 @@ def _check(definition: dict[str, Any]) -> None:
         if not isinstance(added["content"], str) or not _is_id(added["id"]):
             raise TypeError(f"added token {shown(added)}")
     model = definition["model"]
-    if model.setdefault("type", "BPE") != "BPE":  # very old files do not name the type
+    if model.setdefault("type", "BPE") != "BPE":  # very old files do not state the type
         return
     vocab = model["vocab"]
     if wrong := [number for number in vocab.values() if not _is_id(number)]:

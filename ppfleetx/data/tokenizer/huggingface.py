@@ -1,9 +1,9 @@
-"""Read a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
+"""Interpret a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
 
-``tokenizer.json`` is not enough: transformers adds the tokens that ``tokenizer_config.json``,
-``special_tokens_map.json`` and ``added_tokens.json`` name, and some of its classes replace parts of the file.
-`as_transformers` does the same as ``AutoTokenizer`` of version 5 for GPT-2 and Llama; token ids are compared
-in ``tests/data/tokenizer/test_tokenizer_hf.py``.
+``tokenizer.json`` alone is not enough: transformers adds the tokens in ``tokenizer_config.json``,
+``special_tokens_map.json`` and ``added_tokens.json``, and some of its tokenizer classes replace parts of
+``tokenizer.json``. `as_transformers` does the same as ``AutoTokenizer`` of transformers 5 for GPT-2 and
+Llama; ``tests/data/tokenizer/test_tokenizer_hf.py`` compares the ids.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ _GPT2_NAMED = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCU
 _LLAMA, _LLAMA_NAMED = "LlamaTokenizer", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 Token = dict[str, Any]
-"""An added token as ``tokenizer.json`` has it: ``content`` and flags, perhaps ``id``."""
+"""An added token as in ``tokenizer.json``: ``content`` and flags, and usually ``id``."""
 
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The texts of the `SIDE_FILES` beside the definition of a tokenizer, by name. ``place`` is their
-    directory, for messages."""
+    """The texts of a tokenizer's `SIDE_FILES`, by name. ``place`` is their directory, for messages."""
 
     texts: Mapping[str, str]
     place: str = "the tokenizer"
 
     def read(self, name: str) -> dict[str, Any]:
-        """The object in a file; empty if there is no such file. Raises DataError."""
+        """Return the JSON object in a file, or an empty dictionary if there is no such file. Raises
+        DataError."""
         if name not in self.texts:
             return {}
         return parse_json(self.texts[name].encode(), f"{self.place}/{name}", DataError)
 
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
-        """The tokens that have a name, such as ``bos_token``. ``special_tokens_map.json`` takes precedence;
-        ``defaults`` are the names that the class in transformers uses if no file has any."""
+        """Return the named tokens, such as ``bos_token``. ``special_tokens_map.json`` takes precedence.
+        ``defaults`` are the named tokens of the class in transformers, for names that the files do not set.
+        """
         config = self.read(CONFIG)
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
         values: dict[str, Any] = {**defaults, **config, **of_map}
@@ -61,7 +62,7 @@ class SideFiles:
 
     @property
     def class_name(self) -> str:
-        """The tokenizer's class in transformers, without ``Fast``; empty if the files do not name it."""
+        """The tokenizer's class in transformers, without ``Fast``. Empty if the files do not name a class."""
         name = self.read(CONFIG).get("tokenizer_class")
         return name.removesuffix("Fast") if isinstance(name, str) else ""
 
@@ -71,7 +72,7 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ``eos_token_id`` of ``generation_config.json``, a number or a list of them. Raises
+        """The ids in ``eos_token_id`` of ``generation_config.json``, which is a number or a list. Raises
         DataError."""
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
@@ -83,8 +84,8 @@ class SideFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name; the usual one is ``default``. ``chat_template.jinja`` takes precedence.
-        Raises DataError."""
+        """The chat templates by name, with ``default`` for the standard template. ``chat_template.jinja``
+        takes precedence. Raises DataError."""
         if CHAT_TEMPLATE in self.texts:
             return {"default": self.texts[CHAT_TEMPLATE]}
         given = self.read(CONFIG).get("chat_template")
@@ -97,7 +98,8 @@ class SideFiles:
         return {one["name"]: one["template"] for one in listed}
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
-        """Copy the files with ``eos`` as the end-of-text token, if they name an end-of-text token at all."""
+        """Return a copy of the files with ``eos`` as the end-of-text token, where a file names such a
+        token."""
         texts = dict(files.side_texts)
         for name in (CONFIG, SPECIAL_TOKENS):
             content = self.read(name)
@@ -108,8 +110,9 @@ class SideFiles:
         return replace(files, side_texts=texts)
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
-        """The tokens that transformers adds to a definition, in its order: ``added``, those of
-        ``tokenizer.json``, are added again if no other file lists them. Raises DataError."""
+        """Return the tokens that transformers adds to a definition, in its order. ``added``, the tokens of
+        ``tokenizer.json``, are included if ``tokenizer_config.json`` has no ``added_tokens_decoder``. Raises
+        DataError."""
         config, (extra, former) = self.read(CONFIG), self._extra()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
@@ -131,8 +134,8 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _extra(self) -> tuple[list[Token], list[Token]]:
-        """Special tokens without a name, and tokens under the legacy key of ``special_tokens_map.json``,
-        which applies only if the current key has no list."""
+        """Return the special tokens without a name, and the tokens under the legacy key of
+        ``special_tokens_map.json``. The latter are used only if the current key has no list."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -175,7 +178,7 @@ class TransformersTokenizer:
     Attributes:
         definition: the content of ``tokenizer.json``.
         bos_token, eos_token: the texts of BOS and EOS; None if no file names them.
-        before, after: the ids that are put before and after a text.
+        before, after: the ids added before and after a text.
         named: the texts of all named tokens.
     """
 
@@ -188,10 +191,10 @@ class TransformersTokenizer:
 
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
-    """Turn a definition into a tokenizer as transformers does. ``definition`` itself does not change.
+    """Complete a definition as transformers does. ``definition`` itself is not modified.
 
-    If it was read from a ``tokenizer.json`` (``is_file``), its post-processor decides which ids are put
-    around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do. Raises DataError if a file is
+    If the definition was read from a ``tokenizer.json`` (``is_file``), its post-processor determines the ids
+    added around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do. Raises DataError if a file is
     damaged.
     """
     is_bpe = definition["model"]["type"] == "BPE"
@@ -223,7 +226,7 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
-    """Add tokens as the ``tokenizers`` library does: a known token keeps its id."""
+    """Add tokens to ``table`` as the ``tokenizers`` library does: a known token keeps its id."""
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:
         content = token["content"]
@@ -240,8 +243,8 @@ def _is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 
 def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
-    """Apply ``LlamaTokenizer`` of transformers 5, which keeps a file's vocabulary, merges and
-    post-processor and replaces the rest."""
+    """Apply ``LlamaTokenizer`` of transformers 5, which keeps the vocabulary, merges and post-processor of
+    the file and replaces the rest."""
     config = side.read(CONFIG)
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"
@@ -263,8 +266,8 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
 
 
 def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
-    """Apply ``add_prefix_space`` of ``tokenizer_config.json`` to a tokenizer that splits text as GPT-2's
-    does."""
+    """Apply ``add_prefix_space`` of ``tokenizer_config.json`` to a tokenizer that splits text like
+    GPT-2's."""
     cutting = definition.get("pre_tokenizer") or {}
     if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
         return definition
@@ -272,8 +275,8 @@ def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any
 
 
 def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that a ``post_processor`` puts before and after a text. Raises DataError if it does something
-    else."""
+    """Return the ids that a ``post_processor`` adds before and after a text. Raises DataError if the
+    post-processor is damaged or of an unknown kind."""
     kind = processor.get("type") if isinstance(processor, dict) else None
     if processor is None or kind == "ByteLevel":
         return (), ()
@@ -298,5 +301,5 @@ def _around(processor: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, .
             ids.append([])
         else:
             ids[-1] += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-    before, after = ids  # ValueError: it does not contain the text exactly once
+    before, after = ids  # ValueError unless the template contains the text exactly once
     return tuple(map(int, before)), tuple(map(int, after))

@@ -1,8 +1,8 @@
-"""Convert text to token ids and back, with the tokenizer of a directory.
+"""Convert text to token ids and back, with a tokenizer read from a directory.
 
-Byte-level BPE is encoded through ``tiktoken`` on the tokenizer's own merges, several times faster than
-``tokenizers`` and with the same ids (`ppfleetx.data.tokenizer.engines` says why). A tokenizer that
-tiktoken cannot express runs through ``tokenizers``. Nothing is ever downloaded.
+Byte-level BPE is encoded by ``tiktoken`` with the tokenizer's own merges, several times faster than by
+``tokenizers`` and with the same ids (`ppfleetx.data.tokenizer.engines` explains why). Other tokenizers are
+encoded by ``tokenizers``. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.data import TokenizerConfig
 
 
-_CONTEXT = 8  # number of earlier tokens that may affect how the next token is written
+_CONTEXT = 8  # earlier tokens that may affect the text of the next token
 _LONG = 64
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class ByteStreamDecoder:
-    """Decodes tokens that are bytes, one by one, and holds back characters that are not complete yet.
+    """Decodes byte-level tokens one by one, and holds back incomplete characters.
 
-    All pieces joined, including the one from `finish`, equal the result of `Tokenizer.decode` for all ids at
-    once. ``table`` has the bytes of each id; ids that are ``skipped`` produce no text.
+    All returned texts concatenated, including that of `finish`, equal the result of `Tokenizer.decode` for
+    all ids at once. ``table`` has the bytes of each id; ids in ``skipped`` produce no text.
     """
 
     def __init__(self, table: Mapping[int, bytes], skipped: Collection[int]) -> None:
@@ -55,7 +55,7 @@ class ByteStreamDecoder:
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """Decode one more id. Returns the text that is now certain, which may be empty."""
+        """Decode one more id. Returns the text that is complete, which may be empty."""
         return "" if token_id in self._skipped else self._bytes.decode(self._table.get(token_id, b""))
 
     def finish(self) -> str:
@@ -64,10 +64,9 @@ class ByteStreamDecoder:
 
 
 class TextStreamDecoder:
-    """Like `ByteStreamDecoder`, for tokens whose text depends on earlier ones: a space at the beginning is
-    dropped, and characters may be written as the bytes ``<0xE4><0xBD><0xA0>``. The decoded ids follow the ids
-    ``after``.
-    """
+    """Like `ByteStreamDecoder`, for tokens whose text depends on earlier tokens: a leading space is dropped,
+    and a character may be written as bytes, ``<0xE4><0xBD><0xA0>``. ``after`` are the ids that precede the
+    decoded ids."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class TextStreamDecoder:
         self._decode, self._tokens, self._skipped = decode, tokens, skipped
         self._ids = [one for one in after if one not in skipped]
         while self._ids and self._is_byte(self._ids[-1]):
-            self._ids.pop()  # a character that is cut here is not text
+            self._ids.pop()  # an incomplete character has no text
         self._shorten()
 
     def feed(self, token_id: int) -> str:
@@ -87,7 +86,7 @@ class TextStreamDecoder:
             return ""
         self._ids.append(token_id)
         if self._is_byte(token_id):
-            return ""  # a run of bytes is valid text only as a whole
+            return ""  # bytes have a text only once the run of bytes is complete
         piece = self.finish()
         if len(self._ids) > _LONG:
             self._shorten()
@@ -113,10 +112,10 @@ class Tokenizer:
     any other characters, and no token is added at either end. Corpora are prepared in this way.
     `encode_prompt` does the same as Hugging Face's ``AutoTokenizer`` with the same directory: special tokens
     in the text become their ids, and the post-processor adds its own tokens, such as BOS.
-    `encode_continuation` is for text that follows such a text.
+    `encode_continuation` encodes text that follows a prompt.
 
-    ``eod_token`` ends a document and serves as padding; None: the ``eos_token`` of the files, else
-    ``<|endoftext|>``. Raises DataError if the files are damaged, or neither library can use them.
+    ``eod_token`` ends a document and is used as padding. None: the ``eos_token`` of the files, else
+    ``<|endoftext|>``. Raises DataError if the files are damaged or neither library supports them.
     """
 
     def __init__(
@@ -144,14 +143,14 @@ class Tokenizer:
         if wrong:
             raise DataError(f"{place}: its post-processor adds the id {wrong[0]}, which it does not have")
 
-    def __reduce__(self) -> tuple[Any, ...]:  # the engines' own objects do not pickle
+    def __reduce__(self) -> tuple[Any, ...]:  # the library objects in the engines cannot be pickled
         again = partial(Tokenizer, eod_token=self._given_eod_token, place=self.place)
         return again, (self._files,)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
-        """Load from a directory, a ``tokenizer.json``, or a ``vocab.json`` with ``merges.txt`` beside it.
-        Raises DataError."""
+        """Load a directory, a ``tokenizer.json``, or a ``vocab.json`` with ``merges.txt`` beside it. Raises
+        DataError."""
         return cls(read_files(path), eod_token=eod_token, place=os.fspath(path))
 
     @classmethod
@@ -176,12 +175,12 @@ class Tokenizer:
 
     @property
     def engine_name(self) -> str:
-        """``tiktoken`` or ``tokenizers``: the library that encodes."""
+        """The library that encodes: ``tiktoken`` or ``tokenizers``."""
         return self._engine.name
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether tokens are bytes, rather than pieces whose text depends on earlier ones."""
+        """Whether tokens are bytes, rather than text that depends on earlier tokens."""
         return self._engine.is_byte_level
 
     # ---- vocabulary
@@ -192,7 +191,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest token id plus one: the true vocabulary of a model, before padding."""
+        """The highest token id plus one, which is the model's vocabulary size before padding."""
         return max(self._ids.values()) + 1
 
     @cached_property
@@ -212,19 +211,21 @@ class Tokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """The tokenizer's own chat templates by name; the usual one is ``default``. Raises DataError."""
+        """The tokenizer's own chat templates by name, with ``default`` for the standard template. Raises
+        DataError."""
         return self._side.chat_templates
 
     @cached_property
     def start_id(self) -> int:
-        """The id that begins an empty text: BOS, or the end-of-document token if there is no BOS."""
+        """The id from which to generate without a prompt: BOS, or the end-of-document token if there is no
+        BOS."""
         start = self._ids.get(self._bos_token) if self._bos_token is not None else None
         return self.eod_id if start is None else start
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text: the end-of-document token, and those that
-        ``generation_config.json`` in the directory names."""
+        """The ids that end a generated text: the end-of-document token, and the ids in
+        ``generation_config.json``."""
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
@@ -239,18 +240,18 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of everything that determines the ids of text: vocabulary, merges, special tokens,
+        """A SHA-256 of everything that determines the ids of a text: vocabulary, merges, special tokens,
         splitting rules.
 
-        It is the same for ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json``. The tokens that
-        `encode_prompt` puts around a text do not count.
+        The same for ``vocab.json`` + ``merges.txt`` as for the equivalent ``tokenizer.json``. Tokens that
+        `encode_prompt` adds around a text are not included.
         """
         written = self._files.definition
         vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
         of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
         of_file.update(entry["content"] for entry in listed)
         identity = self._engine.identity(written)
-        added = sorted(self._ids.keys() - of_file)  # by the files beside the definition
+        added = sorted(self._ids.keys() - of_file)  # added by the side files
         if added:
             identity |= {"added": added}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -258,31 +259,36 @@ class Tokenizer:
     # ---- text to ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode ``text`` without recognizing special tokens. Raises DataError for a lone surrogate, which
-        UTF-8 cannot encode; so do the other methods."""
+        """Encode ``text`` without recognizing special tokens. Like all methods that encode, raises DataError
+        for a lone surrogate, which UTF-8 cannot represent."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Encode ``text`` to an integer array (uint32 or int64). This is faster than `encode`."""
+        """Encode ``text`` to an integer array (uint32 or int64), which is faster than `encode`."""
         return self._encode(text, special=False, continues=False)
 
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default:
-        `prefix_ids` and `suffix_ids` are put around it, and special tokens in it become their ids, unless the
-        directory says ``split_special_tokens``."""
+        """Encode a prompt or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
+
+        Adds `prefix_ids` and `suffix_ids` around the text. Special tokens in the text become their ids,
+        unless ``split_special_tokens`` is set in the directory.
+        """
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Encode a text that follows another text: no token and no space is put before it."""
+        """Encode a text that follows another text. No token and no space is added before it."""
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text with its special tokens, and mark the tokens with characters in ``spans``, (first
-        character, one after the last) each. Nothing is put around the text. Returns the ids, int64 ``[n]``,
-        and the marks, bool ``[n]``."""
+        """Encode a text including its special tokens, and mark the tokens with characters in ``spans``.
+        Nothing is added around the text.
+
+        ``spans`` are pairs (first character, character after the last). Returns the ids, int64 ``[n]``, and
+        the marks, bool ``[n]``.
+        """
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 
@@ -294,7 +300,8 @@ class Tokenizer:
     # ---- ids to text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an id outside the vocabulary (a padding row of the model)."""
+        """Return the bytes of a token, which are empty for an id outside the vocabulary (a padding row of the
+        model)."""
         return self._bytes.get(token_id, b"")
 
     @cached_property
@@ -307,7 +314,7 @@ class Tokenizer:
         return table
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
-        """Decode ``ids``. Ids outside the vocabulary produce no text; bytes that are not UTF-8 become
+        """Decode ``ids``. Ids outside the vocabulary produce no text. Bytes that are not UTF-8 become
         U+FFFD."""
         values = np.asarray(ids).tolist()
         if skip_special_tokens:
@@ -321,7 +328,7 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> ByteStreamDecoder | TextStreamDecoder:
-        """A decoder for ids that arrive one by one and follow the ids ``after``."""
+        """Return a decoder for ids that arrive one by one. ``after`` are the ids that precede them."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)
@@ -347,8 +354,8 @@ def from_section(cfg: TokenizerConfig) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise DataError if a tokenizer has more ids than a model with ``vocab_size`` tokens. The model may have
-    more."""
+    """Raise DataError if a tokenizer has more ids than ``vocab_size``, the vocabulary of a model. It may have
+    fewer."""
     count = tokenizer.vocab_size
     if count > vocab_size:
         raise DataError(
@@ -365,12 +372,13 @@ def train_tokenizer(
     min_frequency: int = 2,
     special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
 ) -> Tokenizer:
-    """Learn merges from ``texts``, which are read once and not stored. The same texts give the same
-    tokenizer.
+    """Train a byte-level BPE tokenizer on ``texts``, which are read once and not stored. The same texts give
+    the same tokenizer.
 
-    Ids are laid out as in GPT-2: the bytes, the merges in the order learned, then the special tokens, of
-    which the first one ends documents. There are fewer than ``vocab_size`` if no remaining pair of neighbors
-    occurs ``min_frequency`` times. Raises DataError if the vocabulary is too small, or there is no text.
+    Ids are assigned as in GPT-2: the bytes, the merges in the order learned, then the special tokens, of
+    which the first is the end-of-document token. There are fewer than ``vocab_size`` ids if no remaining pair
+    of neighbors occurs ``min_frequency`` times. Raises DataError if ``vocab_size`` is too small or there is
+    no text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers

@@ -1,4 +1,4 @@
-"""Access to the memory of Paddle's CPU tensors, and reductions that give all ranks the same bits."""
+"""Access to the memory of Paddle's CPU tensors, and reductions with bitwise equal results on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import paddle
 
 from ppfleetx.distributed.cpu.wire import CommError
 
-# Paddle's types and NumPy's of the same layout; bfloat16 has no counterpart and is sent as uint16.
+# Paddle's types and NumPy's types of the same layout. NumPy has no bfloat16, so it is sent as uint16.
 _DTYPES = {
     paddle.float32: np.float32,
     paddle.float64: np.float64,
@@ -28,13 +28,13 @@ _DTYPES = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
-SUM, MAX, MIN, PRODUCT = range(4)  # paddle.base.core.ReduceOp, without AVG, which is unused here
+SUM, MAX, MIN, PRODUCT = range(4)  # values of paddle.base.core.ReduceOp, without AVG, which is unused
 _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """The tensor's own memory as a flat array, without a copy. Raises CommError if the element type is not
-    supported, or the memory is not contiguous."""
+    """Return the tensor's own memory as a flat array, without a copy. Raises CommError if the element type is
+    not supported or the memory is not contiguous."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"no communication of {tensor.dtype} tensors")
@@ -48,9 +48,12 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 class TensorMemory:
-    """The memory of one operation's tensors, kept alive until :meth:`finish`. Strided tensors (such as
-    transposed gradients) are communicated through a contiguous copy, or with ``takes_strided`` False refused,
-    as by NCCL: tests find, on a CPU, code that would fail on a GPU."""
+    """The memory of one operation's tensors, kept alive until :meth:`finish`.
+
+    Strided tensors (such as transposed gradients) are communicated through a contiguous copy. If
+    ``takes_strided`` is False, they raise CommError, as with NCCL, so that tests on a CPU find code that
+    would fail on a GPU.
+    """
 
     takes_strided = True
 
@@ -66,11 +69,13 @@ class TensorMemory:
             raise CommError(
                 f"a strided tensor of shape {list(tensor.shape)} is to be communicated, which NCCL refuses"
             )
-        # Not Tensor.contiguous(), which moves the tensor itself to new memory, away from its base.
+        # Not Tensor.contiguous(), which would move the tensor itself to new memory, away from its base
+        # tensor.
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 
     def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """A flat array of ``tensor``'s contents; :meth:`finish` makes changes to it visible in the tensor."""
+        """Return a flat array of ``tensor``'s contents. Changes to the array are visible in the tensor after
+        :meth:`finish`."""
         array = self.read(tensor)
         if not tensor.is_contiguous():
             self._strided.append((_strided_array(tensor), array))
@@ -95,14 +100,14 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties to even; a NaN stays a NaN."""
+    """Round to the nearest bfloat16, ties to even. A NaN stays a NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
-    """Reduce ``parts`` (one per rank, in rank order) into ``out``, which may be one of them.
+    """Reduce ``parts`` (one per rank, in rank order) into ``out``, which may be one of ``parts``.
 
     16-bit floats are accumulated in float32 and rounded once.
     """
@@ -116,7 +121,7 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
         for part in parts[1:]:
             ufunc(total, widen(part), out=total)
     else:
-        # If `out` is one of the later parts, it must still be read after the first sum.
+        # If `out` is one of the later parts, the first sum must not overwrite it.
         late = any(np.shares_memory(out, part, max_work=1) for part in parts[2:])
         total = np.empty_like(out) if late else out
         ufunc(parts[0], parts[1], out=total)

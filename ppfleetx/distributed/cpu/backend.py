@@ -1,9 +1,10 @@
-"""Process groups for the CPU build of Paddle, on which fleet's own tensor and pipeline code runs unmodified.
+"""Process groups for Paddle's CPU build. Fleet's own tensor and pipeline parallel code runs on them
+unmodified.
 
-This is a backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
-that fleet uses, and they collide with each other. With a CUDA build ``install()`` does nothing, and NCCL is
-used. ``docs/cpu_backend.md`` explains how the backend works and its guarantees; ``patches.py`` lists every
-attribute of Paddle that is replaced.
+This backend is for development and continuous integration: Paddle's Gloo groups lack half of the operations
+that fleet uses, and conflict with each other. With a CUDA build, ``install()`` does nothing, and NCCL is
+used. ``docs/cpu_backend.md`` explains how the backend works and what it guarantees. ``patches.py`` lists
+every attribute of Paddle that is replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _groups: list[CpuProcessGroup] = []
 
 
 def install() -> bool:
-    """Replace Paddle's "gloo" process groups with this module's. Call this before ``fleet.init``; it is
+    """Replace Paddle's "gloo" process groups with this module's. Must be called before ``fleet.init``;
     idempotent.
 
     Returns:
@@ -34,19 +35,19 @@ def install() -> bool:
     """
     if is_built_for_gpus():
         return False
-    os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does without cards
+    os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # the launcher's default without GPUs
     apply_patches(create_process_group)
     return True
 
 
 def traffic() -> dict[int, dict[str, Any]]:
-    """Count this rank's communication since the start or the last :func:`reset_traffic`, by group id.
+    """Return this rank's communication since the start or the last :func:`reset_traffic`, by group id.
 
     Returns:
-        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload``
-        counts the bytes that the operations were called with, ``sent`` the bytes that one rank sends in the
-        textbook algorithm (n ranks; S = bytes of the whole tensor, i.e. the output of an all-gather, and the
-        input of a reduce-scatter, scatter or all-to-all):
+        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload`` is
+        the bytes passed to the operations. ``sent`` is the bytes that one rank sends in the textbook
+        algorithm (n ranks; S = bytes of the whole tensor, which is the output of an all-gather, and the input
+        of a reduce-scatter, scatter or all-to-all):
 
         ========================== =========================================
         all_reduce (ring)          2 (n-1)/n S
@@ -58,7 +59,7 @@ def traffic() -> dict[int, dict[str, Any]]:
         send                       S
         ========================== =========================================
 
-        What actually crosses the wire differs: small all-reduces go to all ranks at once, and only the source
+        The bytes on the wire differ: a small all-reduce is sent to all ranks at once, and only the source
         sends a broadcast.
     """
     return {
@@ -77,16 +78,17 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Say goodbye to the other ranks. Python calls this at exit; call it yourself before ``os._exit``."""
+    """Tell the other ranks that this rank ends. Called at exit of Python; call it yourself before
+    ``os._exit``."""
     if _mesh is not None:
         _mesh.close()
 
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
-    """Create a process group; replaces ``ProcessGroupGloo.create``.
+    """Create a process group. Replaces ``ProcessGroupGloo.create``.
 
-    The first group is the default group: all ranks create it together, which opens the connections. Later
-    groups need no communication.
+    The first group is the default group: creating it is a collective of all ranks, which opens the
+    connections. Later groups need no communication.
     """
     global _mesh
     if _mesh is None:

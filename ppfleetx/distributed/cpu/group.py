@@ -1,7 +1,7 @@
-"""A CPU process group with Paddle's interface: collectives, and messages between two ranks.
+"""A CPU process group with Paddle's interface: collectives and point-to-point messages.
 
-Reductions add in rank order, 16-bit floats in float32. Each element is reduced by one rank, or by all ranks
-in the same way, so all ranks get the same bits in every run.
+Reductions add in rank order, and 16-bit floats in float32. Each element is reduced either by one rank or by
+all ranks in the same order, so all ranks get bitwise equal results in every run.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ppfleetx.distributed.cpu.transport import Mesh
 from ppfleetx.distributed.cpu.wire import CODES, POINT_TO_POINT, Key, Signature
 from ppfleetx.resilience.flight_recorder import OPERATIONS
 
-_BYTES = 255  # the dtype code of operations without one (barrier)
+_BYTES = 255  # dtype code of operations without a dtype (barrier)
 TensorOrList = paddle.Tensor | list[paddle.Tensor]
-# Up to this size every rank sends everything to all others, which takes one message time instead of two.
+# Up to this size, every rank sends everything to all other ranks, in one message latency instead of two.
 _SMALL_BYTES = 1 << 14
 
 
 class CpuProcessGroup:
-    """The methods of Paddle's ``core.ProcessGroup`` on CPU tensors.
+    """The methods of Paddle's ``core.ProcessGroup`` for CPU tensors.
 
-    Ranks in arguments are ranks within the group. Methods return a task; with ``sync_op=False`` it is
-    complete only after its ``wait()``, even for a send.
+    Ranks in arguments are ranks within the group. Methods return a task. With ``sync_op=False``, the
+    operation is complete only after the task's ``wait()``, even for a send.
     """
 
     def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
@@ -55,9 +55,8 @@ class CpuProcessGroup:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the job. Only Paddle's Group object knows them, and it is created after this
-        object.
-        """
+        """The members' ranks in the job. Looked up late, because Paddle's Group object, which knows the
+        ranks, is created after this object."""
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -65,7 +64,7 @@ class CpuProcessGroup:
 
     @cached_property
     def _key(self) -> int:
-        """A 64-bit number that identifies the group in the job, the same on all members."""
+        """A 64-bit number that identifies the group in the job, equal on all members."""
         identity = f"{self.group_id}:{self._generation}:{self.ranks}"
         return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
 
@@ -116,7 +115,7 @@ class CpuProcessGroup:
         return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather ``tensor`` of all members into ``out``. Without ``sync_op`` the two arguments are swapped,
+        """Gather ``tensor`` of all members into ``out``. Without ``sync_op``, the two arguments are swapped,
         as in Paddle's older signature."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
@@ -134,7 +133,7 @@ class CpuProcessGroup:
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Gather the parts of ``tensor``, the i-th of ``num`` from member i, into ``out`` on each member."""
+        """Gather ``tensor`` into ``out``, where member i contributes the i-th of ``num`` equal parts."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -172,13 +171,15 @@ class CpuProcessGroup:
     def _steps_of_root(
         self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
     ) -> Callable[[int, Signature], Steps]:
-        """The root sends ``outgoing``; the others receive ``incoming``."""
+        """Make the steps of an operation in which the root sends ``outgoing`` and the others receive
+        ``incoming``."""
         if self._rank == root:
             return partial(self._exchange, phase=0, outgoing=outgoing, incoming={})
         return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """Sum into member ``dst``: each member sums a part, as in :meth:`all_reduce`, and sends it there."""
+        """Sum into member ``dst``. Each member sums one part, as in :meth:`all_reduce`, and sends it to
+        ``dst``."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         is_root = self._rank == dst
         array = memory.write(tensor) if is_root else memory.read(tensor)
@@ -200,9 +201,8 @@ class CpuProcessGroup:
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        """Scatter from a member. Without ``sync_op``, the signature is Paddle's older ``scatter(tensor, out,
-        src)``.
-        """
+        """Scatter ``tensors`` from member ``src``. Without ``sync_op``, the signature is Paddle's older
+        ``scatter(tensor, out, src)``."""
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
         memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
@@ -216,7 +216,7 @@ class CpuProcessGroup:
 
         def steps(number: int, signature: Signature) -> Steps:
             yield from exchange(number, signature)
-            if parts:  # after they are sent: the target may be one of them
+            if parts:  # after sending, because the target may be one of the parts
                 target[:] = parts[src]
 
         return self._run("scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, root=src)
@@ -259,7 +259,7 @@ class CpuProcessGroup:
         outs[self._rank][:] = parts[self._rank]
         outgoing, incoming = ({m: arrays[m] for m in self._others()} for arrays in (parts, outs))
         steps = partial(self._exchange, phase=0, outgoing=outgoing, incoming=incoming)
-        # Parts may differ in size between ranks, so the signature has no size; each message carries its own.
+        # Part sizes may differ between ranks, so the signature has no size; each message has its own.
         return self._run("all_to_all", steps, memory, sync=sync, dtype=code)
 
     def all_to_all(
@@ -295,14 +295,14 @@ class CpuProcessGroup:
     def _transfer(
         self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
-        """Transfer one message between two members: the n-th send is matched with the n-th receive."""
+        """Transfer one message between two members. The n-th send is matched with the n-th receive."""
         counter = self._from if incoming else self._to
         with self._lock:
             number = counter.get(peer, 0)
             counter[peer] = number + 1
         signature = Signature(CODES["send"], code, array.nbytes, -1)
         other = self.ranks[peer]
-        # A send with sync_op=False runs in the background; a receive only needs to be posted.
+        # A send with sync_op=False runs in the background; a receive is only posted.
         background = not sync and not incoming and self._coalesced is None
         if background:  # Paddle's pipelines free the tensor at once; on GPUs the stream keeps its memory
             array = array.copy()
@@ -342,7 +342,7 @@ class CpuProcessGroup:
     def recv_partial(
         self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
-        """Fill the ``id``-th of ``num`` equal parts of ``tensor``."""
+        """Receive the ``id``-th of ``num`` equal parts of ``tensor``."""
         memory = TensorMemory()
         array = np.split(memory.write(tensor), num)[id]
         code = DTYPE_CODES[tensor.dtype]
@@ -352,16 +352,17 @@ class CpuProcessGroup:
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Complete the batch. Until now its receives were only posted, so no order of calls can deadlock."""
+        """Complete a batch of messages. Its receives were only posted so far, so no order of calls can
+        deadlock."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
 
     def eager_connect(self) -> None:
-        """Nothing to do: the connections exist already."""
+        """Do nothing: the connections exist already."""
 
     def eager_connect_ring_exchange(self) -> None:
-        """Nothing to do: the connections exist already."""
+        """Do nothing: the connections exist already."""
 
     # -- building blocks -------------------------------------------------------------------
 
@@ -415,14 +416,14 @@ class CpuProcessGroup:
         outgoing: dict[int, np.ndarray],
         incoming: dict[int, np.ndarray],
     ) -> Steps:
-        """Send ``outgoing[member]`` and receive ``incoming[member]`` for all members at once."""
+        """Send ``outgoing[member]`` and receive ``incoming[member]``, for all members at the same time."""
         me, size = self._rank, self._size
         wanted: list[tuple[Key, Signature, memoryview]] = [
             ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
             for member, array in incoming.items()
         ]
         receives = self._mesh.inbox.post(wanted)
-        order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all start with member 0
+        order = sorted(outgoing, key=lambda member: (member - me) % size)  # spreads the load of receivers
         for m in order:
             self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
         yield receives
@@ -436,7 +437,7 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """Exchange ``pieces``, one per member, and sum this member's into ``out``."""
+        """Exchange ``pieces``, one per member, and sum the pieces for this member into ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, code)
@@ -476,9 +477,8 @@ def _finished(steps: Steps, memory: TensorMemory) -> Steps:
 
 
 def _add_paddles_spellings() -> None:
-    """Add Paddle's other names. ``*_on_calc_stream`` does the same as the plain method, because a CPU has one
-    stream.
-    """
+    """Add Paddle's alternative method names. ``*_on_calc_stream`` equals the plain method, because a CPU has
+    only one stream."""
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
         method = getattr(CpuProcessGroup, name.removesuffix(ending), None)

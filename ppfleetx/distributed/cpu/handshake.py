@@ -1,7 +1,7 @@
-"""Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
+"""Connect the ranks of a CPU job. Both ends of each connection prove that they belong to the job.
 
-Each pair of ranks has one connection for its messages. Ranks on different hosts have a second connection that
-shows when the other host is gone (``keepalive.py``). Other programs that connect are refused.
+Each pair of ranks has one connection for messages. Ranks on different hosts have a second connection that
+detects a lost host (``keepalive.py``). Other programs that connect are rejected.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from ppfleetx.distributed.rendezvous import (
 from ppfleetx.utils.machine import interface_address
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
-# A rank sends as soon as it is connected. A program that connects and sends nothing must not delay the ranks.
+# A rank sends as soon as it is connected. A foreign program that connects and sends nothing must not delay
+# the ranks.
 HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 3.0
 MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Meet all other ranks of the job and connect to each. Raises ConfigError if this process cannot listen
-    on the address; StartError if a rank does not arrive, does not answer or does not know the token."""
+    """Rendezvous with all other ranks of the job and connect to each of them. Raises ConfigError if this
+    process cannot listen on ``address``, StartError if a rank does not arrive, does not answer or has the
+    wrong token."""
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
     except OSError as error:
@@ -47,7 +49,7 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         ) from error
     with listener:
         members = meet(rank, world_size, (address, listener.getsockname()[1]))
-        # Ranks on one host need no watch.
+        # Ranks on the same host need no keepalive connection.
         hosts = [host for host, _ in members.addresses]
         roles = [(MESSAGES,) if host == hosts[rank] else (MESSAGES, WATCH) for host in hosts]
         connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
@@ -73,9 +75,9 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Learn the job's token and the addresses on which all ranks listen; ``own`` is this rank's. Raises
-    ConfigError if the environment does not say where the ranks meet; StartError if a rank did not arrive in
-    time or has ended, or the ranks cannot meet there."""
+    """Get the job's token and the listening addresses of all ranks by a rendezvous; ``own`` is this rank's
+    address. Raises ConfigError if the environment does not name the rendezvous address, StartError if the
+    rendezvous fails or a rank did not arrive in time."""
     point, seconds = meeting_point(), start_timeout()
     member = Member("rank {} at {}:{}".format(rank, *own), rank, own)
     try:
@@ -94,7 +96,7 @@ def _accept(
     expected: Collection[tuple[int, int]],
     connected: dict[tuple[int, int], Peer],
 ) -> None:
-    """Accept the ``expected`` connections of the higher ranks, and refuse all others."""
+    """Accept the ``expected`` connections from higher ranks, and reject all others."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while not connected.keys() >= set(expected) and time.monotonic() < deadline:
         try:
@@ -115,9 +117,9 @@ def _accept(
 
 
 def local_address() -> str:
-    """This rank's address for other ranks: that of the interface ``GLOO_SOCKET_IFNAME``, as in Paddle's Gloo,
-    or the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises ConfigError if the
-    interface has no address."""
+    """Return this rank's address for other ranks: that of the interface ``GLOO_SOCKET_IFNAME``, as in
+    Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises
+    ConfigError if the interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"
@@ -133,7 +135,8 @@ def local_address() -> str:
 
 
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other``; both ends send the job's token, which the ranks received in the rendezvous."""
+    """Connect to rank ``other``. Both ends send the job's token, which all ranks received in the
+    rendezvous."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)

@@ -1,9 +1,9 @@
-"""Detect hosts that have vanished: a machine that loses power or its link says no goodbye.
+"""Detect lost hosts: a machine that loses power or its network link closes no connection.
 
-On a connection that carries data, the loss can go unnoticed for a quarter of an hour, and a slow reader looks
-like a lost host. So each pair of ranks on different hosts keeps a second, idle connection on which the
-kernels probe each other (TCP keepalive). The kernel answers even while the process computes, saves, is
-stopped or waits for a lock, so a slow rank is never mistaken for a lost one, however loaded its machine is.
+On a connection that carries data, the loss can go unnoticed for 15 minutes, and a slow reader looks like a
+lost host. So each pair of ranks on different hosts has a second, idle connection with TCP keepalive probes.
+The kernel answers probes even while the process computes, saves, is stopped or waits for a lock, so a slow
+rank is never mistaken for a lost host.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from ppfleetx.utils.peers import seconds_in
 SILENCE_VARIABLE = "PADDLE_CPU_COMM_SILENCE"
 _SILENCE_SECONDS = 30.0
 _PROBES = 4
-# A process that ends closes both connections; its last messages may still be in flight.
+# Seconds to wait after a connection closes, because the last messages of a process that ends may still be in
+# flight.
 _AFTER_THE_END_SECONDS = 5.0
 
 
 def silence_limit() -> float:
-    """Seconds without a sign of life after which a host counts as lost (``PADDLE_CPU_COMM_SILENCE``, 30).
-    Raises ConfigError if the variable is not a number of at least 3."""
+    """Return the seconds without an answer after which a host counts as lost (``PADDLE_CPU_COMM_SILENCE``,
+    default 30). Raises ConfigError if the variable is not a number of at least 3."""
     return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
 
 
 def end_when_silent(connection: socket.socket) -> None:
-    """Make an idle connection fail when its host has been silent for :func:`silence_limit`.
+    """Make an idle connection fail when its host has not answered for :func:`silence_limit`.
 
-    Do not use this for a connection that carries data, where the kernel mistakes a slow reader for a silent
+    Do not use this for a connection that carries data: the kernel would mistake a slow reader for a lost
     host.
     """
     limit = silence_limit()
@@ -46,7 +47,8 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """Watches the idle connections to ranks on other hosts, in a thread that sleeps until one fails."""
+    """Watches the idle connections to ranks on other hosts. Calls ``lost(rank, reason)`` from a thread when
+    one fails."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost
@@ -60,13 +62,14 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close the connections in a forked child; otherwise a dead parent would seem alive."""
+        """Close the connections in a forked child, which would otherwise keep them open after the parent
+        dies."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}
 
     def _run(self) -> None:
-        ended: dict[int, float] = {}  # rank -> when to report it
+        ended: dict[int, float] = {}  # rank -> time at which to report it
         watched = len(self._connections)
         while watched or ended:
             pause = max(0.0, min(ended.values()) - time.monotonic()) if ended else None

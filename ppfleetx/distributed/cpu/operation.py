@@ -1,4 +1,4 @@
-"""Operations in progress, and the thread that advances operations while the program computes."""
+"""Operations in progress, and the thread that advances them while the program computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Receive:
-    """One posted receive. ``spare`` holds the payload if it could not be read straight into ``view``."""
+    """A posted receive. ``spare`` holds the payload if it could not be read directly into ``view``."""
 
     __slots__ = ("done", "key", "signature", "spare", "spare_signature", "view")
 
@@ -28,7 +28,7 @@ class Receive:
 
 
 class Inbox:
-    """Receives that wait for their message, and messages that wait for their receive."""
+    """Matches posted receives with arriving messages."""
 
     def __init__(self, rank: int, state: threading.Condition, pool: BufferPool) -> None:
         self._rank, self._state, self._pool = rank, state, pool
@@ -54,7 +54,7 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Check a payload that arrived before its receive, and move it into place. Raises OutOfStepError if
+        """Check a payload that was not read directly into place, and copy it there. Raises OutOfStepError if
         the payload belongs to another operation."""
         if receive.spare is None:
             return
@@ -72,7 +72,7 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Read the arriving message of ``length`` bytes with ``read``. Reader threads call this."""
+        """Read an arriving message of ``length`` bytes with ``read``. Called by reader threads."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -87,11 +87,11 @@ class Inbox:
             self._state.notify_all()
 
 
-_SMALL = 1 << 16  # below this size a new array is cheaper than searching for an old one
+_SMALL = 1 << 16  # for smaller buffers, allocation is cheaper than a search of the pool
 
 
 class BufferPool:
-    """Recycled byte buffers: the page faults of a fresh 64 MB array cost more than copying it."""
+    """Recycles byte buffers, because the page faults of a new 64 MB array cost more than copying it."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._held = limit, 0
@@ -99,7 +99,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> np.ndarray:
-        """Return a uint8 array of ``nbytes`` with undefined contents."""
+        """Return a uint8 array of ``nbytes`` bytes with undefined contents."""
         if nbytes < _SMALL:
             return np.empty(nbytes, np.uint8)
         with self._lock:
@@ -123,15 +123,15 @@ class BufferPool:
 Steps = Generator[list[Receive], None, None]
 
 STARTED_SUMS = 2
-"""The most sums of a group in progress: while one waits for its messages, the next one sends."""
+"""The most reductions of a group in progress: one can send while the other waits for its messages."""
 
 
 class Operation:
-    """One operation, written as a generator that yields the receives it needs next.
+    """An operation, written as a generator that yields the receives it needs next.
 
-    A thread that waits for one operation can therefore advance all others, so two ranks may wait for two
-    asynchronous operations in different orders. ``busy`` while a thread advances it is changed under the
-    mesh's ``state``.
+    A thread that waits for one operation can advance all others. So two ranks may wait for two asynchronous
+    operations in different orders. ``busy`` is set while a thread advances the operation; change it only
+    under the lock ``state`` of the mesh.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Whether a thread may advance this operation now."""
+        """Return whether a thread may advance this operation now."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:
@@ -164,7 +164,7 @@ class Operation:
         return sorted({receive.key[0] for receive in self._receives if not receive.done})
 
     def advance(self) -> None:
-        """Run until a receive has to wait for its message."""
+        """Run until the operation has to wait for a message."""
         self.started = True
         while not self.done and self._has_arrived():
             for receive in self._receives:
@@ -177,10 +177,10 @@ class Operation:
     def withdraw(self, failure: BaseException) -> None:
         self.failure = failure
         self._inbox.unpost(self._receives)
-        if not self.busy:  # otherwise the thread that is advancing it will stop by itself
+        if not self.busy:  # if busy, the thread that advances the operation stops by itself
             self._steps.close()
 
-    # -- methods that Paddle calls on a task
+    # -- task methods called by Paddle
 
     def wait(self, timeout: float | None = None) -> bool:
         self._complete(self)
@@ -199,12 +199,12 @@ class Operation:
 class Progress:
     """A thread that advances operations in the background, oldest first.
 
-    Sending and summing release the GIL, so the program computes meanwhile. The thread advances whatever is
-    ready in any group, so groups cannot wait for each other in a circle.
+    Sending and summing release the GIL, so the program computes meanwhile. The thread advances any operation
+    that is ready, of any group, so groups cannot deadlock by waiting for each other.
 
-    The program may begin any number of operations. At most :data:`STARTED_SUMS` per group of the operations
-    that need memory for received data are started, in order; other operations start at once. The oldest
-    unfinished operation is started on every member, so it finishes, and then the next one does.
+    A program may begin any number of operations. Reductions need memory for received data, so at most
+    :data:`STARTED_SUMS` of them are started per group, in order; other operations start at once. There is
+    always progress, because the oldest unfinished operation is started on every member.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Every attribute of Paddle that the CPU process groups replace, why, and for which versions.
+"""Every attribute of Paddle that the CPU process groups replace, with the reason and the Paddle version.
 
-``TABLE`` is the whole list. Nothing else in Paddle is touched, and nothing at all before
-``backend.install()``. For each line, ``tests/distributed/cpu/test_patches.py`` tests whether the reason still
-holds for the untouched Paddle; if the test fails, the line can be removed.
+``TABLE`` is the complete list. Nothing is replaced before ``backend.install()``. For each entry,
+``tests/distributed/cpu/test_patches.py`` tests whether the reason still holds for unpatched Paddle. If that
+test fails, the entry can be removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Identity(PyLayer):
 class _SoftmaxCrossEntropy(PyLayer):
     """Cross-entropy of logits whose classes are split over the group in rank order.
 
-    It is computed in float32 or float64. ``loss`` has the shape ``[..., 1]`` and is zero at ``ignore_index``.
+    Computed in float32 or float64. ``loss`` has the shape ``[..., 1]`` and is zero at ``ignore_index``.
     """
 
     @staticmethod
@@ -105,10 +105,8 @@ _OperatorMaker = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced attribute.
-
-    ``make`` takes the original (None if Paddle has none) and returns the replacement.
-    """
+    """A replaced attribute. ``make`` takes the original (None if Paddle has none) and returns the
+    replacement."""
 
     owner: str  # import path of the module, plus ":Class" for a class attribute
     name: str
@@ -126,7 +124,7 @@ _create_process_group: Callable[[int, int, int], Any] | None = None
 
 
 def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
-    """Replace everything in ``TABLE``; a second call does nothing."""
+    """Replace everything in ``TABLE``. Idempotent."""
     global _create_process_group
     _create_process_group = create_process_group
     for entry in TABLE:

@@ -1,12 +1,12 @@
 """The connections of one rank of a CPU job, and its operations in progress. Every wait has a time limit.
 
-Each pair of ranks has one connection, shared by all process groups. One reader thread per connection drains
-it for the life of the process. A send therefore never waits for the receiver's program, and no order of sends
-and receives can deadlock. Collectives with ``sync_op=False`` run in another thread (``operation.py``), so
-their messages travel while the program computes.
+Each pair of ranks has one connection, shared by all process groups. One reader thread per connection reads
+all the time. A send therefore never waits for the receiver's program, and no order of sends and receives can
+deadlock. Collectives with ``sync_op=False`` run in another thread (``operation.py``), so their messages are
+sent while the program computes.
 
 ``handshake.py`` makes the connections, ``wire.py`` defines their frames, ``operation.py`` matches messages
-with receives, and ``keepalive.py`` finds lost hosts. None of these modules depends on Paddle: they handle
+with receives, and ``keepalive.py`` detects lost hosts. None of these modules depends on Paddle: they handle
 memory as ``memoryview`` and NumPy arrays.
 """
 
@@ -40,17 +40,17 @@ from ppfleetx.utils.machine import killed_for_memory
 from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
-_GOODBYE_SECONDS = 2.0  # for all peers together, in case one does not read
+_GOODBYE_SECONDS = 2.0  # total for all peers, in case one does not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
-_LONGEST = 2000  # characters of another rank's error
+_LONGEST = 2000  # characters of an error message sent to other ranks
 
 
 class Mesh:
-    """This rank's connections to all others, and its operations in progress.
+    """This rank's connections to all other ranks, and its operations in progress.
 
     Attributes:
-        blocked_on: the operation the program is waiting for; None while it does something else.
+        blocked_on: the operation that the program is waiting for, or None.
     """
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
@@ -69,8 +69,7 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank to all others in the job. Raises ConfigError, StartError: see
-        :func:`connect_ranks`."""
+        """Connect this rank to all other ranks of the job. Raises the errors of :func:`connect_ranks`."""
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
@@ -87,9 +86,8 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """Close the sockets in a forked child (a data loader's worker); otherwise a dead parent would seem
-        alive.
-        """
+        """Close the sockets in a forked child, such as a data loader's worker, which would otherwise keep
+        them open after the parent dies."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -97,7 +95,7 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Say goodbye: tell the others that this rank has ended, and whether it failed."""
+        """Tell the other ranks that this rank ends, and whether it failed."""
         if self._closed:
             return
         self._closed = True
@@ -116,10 +114,10 @@ class Mesh:
             time.sleep(0.005)
 
     def _has_undelivered(self) -> bool:
-        """Whether a peer's kernel has not yet confirmed everything sent to it.
+        """Return whether a peer's kernel has not yet acknowledged everything sent.
 
-        If the process ended now, its kernel would answer messages that still arrive with a reset, and data in
-        flight would be lost, including the goodbye.
+        If the process ended before, its kernel would answer arriving messages with a reset, and data in
+        flight would be lost, including the closing message.
         """
         with self.state:
             peers = [peer for rank, peer in self.peers.items() if rank not in self._ended]
@@ -132,14 +130,14 @@ class Mesh:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> None:
-        """Send ``view``, whose memory may change afterwards. Raises PeerLostError, or CommTimeoutError if the
-        peer no longer reads."""
+        """Send ``view``; its memory may be changed after the call. Raises PeerLostError, or CommTimeoutError
+        if the peer stops reading."""
         peer = self.peers.get(dst)
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
         try:
             peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
-        except BlockingIOError as error:  # the socket's time limit
+        except BlockingIOError as error:  # the socket's send timeout
             text = f"rank {self.rank}: {peer.name} did not take {signature} within {self.timeout:g} s"
             raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit")) from error
         except OSError as error:
@@ -203,9 +201,8 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``, and advance the program's other operations meanwhile. Raises PeerLostError,
-        OutOfStepError, CommTimeoutError if the operation cannot complete. The message names the missing rank
-        and the operations."""
+        """Wait for ``operation``, advancing the program's other operations meanwhile. Raises PeerLostError,
+        OutOfStepError or CommTimeoutError, which name the missing rank and the operation."""
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
             while not operation.done:
@@ -221,8 +218,8 @@ class Mesh:
                         raise
 
     def advance(self, operation: Operation) -> None:
-        """Advance an operation that this thread has marked ``busy``, and remove it when it is done. Raises
-        CommError if the operation failed. It keeps the error for the thread that waits for it."""
+        """Advance an operation that this thread has marked ``busy``, and remove it when done. Raises
+        CommError if it fails. The operation also keeps the error for the thread that waits for it."""
         try:
             operation.advance()
         except BaseException as error:
@@ -268,7 +265,7 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
-        """Whether ``operation`` is over or any operation can advance; the caller holds ``state``."""
+        """Return whether ``operation`` has ended or any operation can advance. The caller holds ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -276,19 +273,19 @@ class Mesh:
     def _is_woken(self, operation: Operation) -> bool:
         if self._can_go_on(operation):
             return True
-        if operation.busy:  # another thread is advancing it and will find the error
+        if operation.busy:  # another thread advances the operation and will find the error
             return False
         return self._ended.is_broken or any(rank in self._ended for rank in operation.missing())
 
 
 class EndedRanks:
-    """The ranks that have ended, and why. Callers must hold the lock. ``names`` are the names of the other
-    ranks, for messages."""
+    """The ranks that have ended, with reasons. Callers must hold the lock ``state``. ``names`` are the names
+    of the other ranks, for messages."""
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
         self._rank, self._names = rank, names
         self._reasons: dict[int, str] = {}
-        self._cause: tuple[int, str] | None = None  # the first rank that failed, and why
+        self._cause: tuple[int, str] | None = None  # the first rank that failed, and the reason
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._reasons
@@ -308,8 +305,8 @@ class EndedRanks:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """Record the goodbye of ``rank``, which ends with the error ``text``, or because rank ``lost`` is
-        gone (-1: none is). Returns whether this is the first failure of the job.
+        """Record the closing message of ``rank``. ``text`` is the error with which it ended, or "". ``lost``
+        is the rank whose loss caused that error, or -1. Returns whether this is the first failure of the job.
         """
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
@@ -322,33 +319,34 @@ class EndedRanks:
         return is_first
 
     def sentence(self) -> str:
-        """Say which rank is gone and why. A rank must have failed."""
+        """Describe which rank failed first and why. A rank must have failed."""
         assert self._cause is not None
         rank, reason = self._cause
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """The error for the operation ``text``, which waits for ``rank`` (-1: none) and cannot complete.
+        """Make the error for the operation ``text``, which waits for ``rank`` (-1: none) and cannot complete.
 
-        It names the first rank that failed, because ``rank`` may have ended only as a consequence.
+        The error names the first rank that failed, because ``rank`` may have ended only as a consequence.
         """
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
 
     def farewell(self) -> tuple[str, int]:
-        """The last message to the others: this process's error, and the rank that caused it (-1: none)."""
+        """Return the closing message for other ranks: the error of this process, and the rank that caused it
+        (-1: none)."""
         if self._cause is not None:
             return self._cause[1][:_LONGEST], self._cause[0]
-        failure = getattr(sys, "last_value", None)  # the error that Python prints at the end
+        failure = getattr(sys, "last_value", None)  # the uncaught exception that Python prints at exit
         if failure is None:
             return "", -1
         return f"it failed with {type(failure).__name__}: {failure}"[:_LONGEST], -1
 
 
 def time_limit() -> float:
-    """The time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none). Raises
-    ConfigError if the variable is not a number of at least 0."""
+    """Return the time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
+    Raises ConfigError if the variable is not a number of at least 0."""
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 

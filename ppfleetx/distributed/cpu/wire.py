@@ -1,8 +1,5 @@
-"""The protocol between two ranks of a CPU job: frames on a TCP connection.
-
-A frame is a header of fixed size and a payload. Everything here concerns one connection and does not depend
-on Paddle.
-"""
+"""The protocol between two ranks of a CPU job: frames on a TCP connection. A frame is a fixed-size header and
+a payload."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ CODES = {name: code for code, name in enumerate(OPERATIONS)}
 POINT_TO_POINT = 255  # the "phase" of messages that are not part of a collective
 
 DATA, BYE = range(2)
-# kind, operation, dtype, phase, root, group, number, operation's bytes, payload bytes
+# kind, operation, dtype, phase, root, group, number, bytes of the operation, bytes of the payload
 HEADER = struct.Struct("!BBBBiQQQQ")
 
 
@@ -41,15 +38,15 @@ class CommError(RuntimeError):
 
 
 class StartError(CommError, PeerEndedError):
-    """Not all ranks of the job have met."""
+    """The rendezvous of the ranks of the job failed."""
 
 
 class PeerLostError(CommError, PeerEndedError):
-    """A rank that this one depends on has ended."""
+    """Another rank that this rank depends on has ended."""
 
 
 class OutOfStepError(CommError):
-    """Two ranks run different operations although they must run the same one."""
+    """Two ranks run different operations where they must run the same operation."""
 
 
 class CommTimeoutError(CommError, PeerEndedError):
@@ -85,7 +82,7 @@ def make_header(
 
 
 class Peer:
-    """The connection to one rank.
+    """The connection to another rank.
 
     Attributes:
         name: rank and address, for messages.
@@ -107,14 +104,15 @@ class Peer:
             view = view[count:]
 
     def receive_header(self) -> tuple[int, ...]:
-        """The fields of the next frame's header. Raises EOFError if the connection is closed."""
+        """Receive the next frame's header and return its fields. Raises EOFError if the connection is
+        closed."""
         header = bytearray(HEADER.size)
         self.receive(memoryview(header))
         return HEADER.unpack(header)
 
     def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
-        """Send one frame; this blocks only while the peer's reader thread is busy, and up to ``patience``
-        seconds (-1: no limit) for another thread that is sending. Raises OSError."""
+        """Send one frame. Blocks while the peer's reader thread is busy, and up to ``patience`` seconds (-1:
+        no limit) while another thread is sending. Raises OSError."""
         if not self._sending.acquire(timeout=patience):
             raise TimeoutError("another thread is still sending")
         parts = [memoryview(header)] if payload is None else [memoryview(header), payload]
@@ -129,6 +127,6 @@ class Peer:
             self._sending.release()
 
     def undelivered(self) -> int:
-        """Bytes sent but not yet confirmed by the peer's kernel; a shutdown counts as one."""
+        """Return the bytes not yet acknowledged by the peer's kernel. A shutdown counts as one byte."""
         count = fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(count, sys.byteorder)
