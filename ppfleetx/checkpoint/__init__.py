@@ -1,4 +1,4 @@
-"""Checkpoints, and the registry of other formats, which loads nothing that reads our own."""
+"""Checkpoints, and a registry of foreign formats. Importing the registry does not import the readers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class ForeignFormats:
-    """Formats of other programs. This base class knows none."""
+    """Checkpoint formats of other programs. This base class knows none."""
 
     def described(self, path: Path) -> str | None:
-        """Say in sentences, beginning with the path, what ``path`` is and how to convert it; None if
+        """Return sentences that say what ``path`` is and how to convert it, starting with the path; None if
         unknown."""
 
     def is_readable(self, path: Path) -> bool:
@@ -32,6 +32,6 @@ def foreign_formats() -> ForeignFormats:
 
 
 def read_also(formats: ForeignFormats) -> None:
-    """Register the formats that loading a checkpoint should read or explain."""
+    """Register the foreign formats that loading a checkpoint can read or explain."""
     global _formats
     _formats = formats

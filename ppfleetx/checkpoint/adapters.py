@@ -1,4 +1,4 @@
-"""LoRA adapters saved without their base weights: checking that they fit a base, and merging them into it."""
+"""LoRA adapters saved without their base weights: check that they fit a base, and merge them into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 BASE = "base"
-"""The key of the base's fingerprint in checkpoints that hold only adapters."""
+"""Manifest fingerprint key of the base weights, set in checkpoints that contain only adapters."""
 
 _ROWS, _COLUMNS = 8, 64
 
@@ -32,10 +32,10 @@ def is_beside_base(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """A hash of the element type and the first numbers of each tensor. It does not depend on the plan.
+    """Return a hash of the element type and the first numbers of each tensor, independent of the plan.
 
-    Training changes the first numbers of every tensor, so two models have different hashes. The checkpoint's
-    own checksums find damage elsewhere.
+    Training changes the first numbers of every tensor, so two models have different hashes. Damage elsewhere
+    is found by the checkpoint's own checksums.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
@@ -53,7 +53,8 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
 
 
 def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
-    """Raise CheckpointError unless adapters were trained on the weights at ``place``."""
+    """Raise CheckpointError unless ``adapters`` were trained on the base weights at ``place``, which have
+    this fingerprint."""
     trained_on = adapters.manifest.fingerprints.get(BASE)
     if trained_on is None:
         raise CheckpointError(
@@ -79,15 +80,16 @@ def refuse_without_base(checkpoint: Checkpoint) -> None:
 
 
 _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
-"""The number of input features in one row of a quantized matrix, by its element type."""
+"""Input features per row of a quantized matrix, by element type."""
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
-    """Merge adapters into their base and write the resulting model; return its step directory.
+    """Merge adapters into their base weights and write the resulting model. Returns its step directory.
 
     ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
-    quantized. ``base`` are the frozen weights of adapters that were saved without them; None: those they were
-    trained on. Raises CheckpointError if there are no adapters, or they were trained on another base.
+    quantized. ``base`` are the frozen weights of adapters that were saved without them; None: the path stored
+    in the checkpoint. Raises CheckpointError if there are no adapters, or if they were trained on another
+    base.
     """
     output = Path(output)
     if is_taken(output):
@@ -108,16 +110,16 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
 @dataclass(frozen=True)
 class TrainedAdapters:
-    """The adapters of a checkpoint: float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each
-    linear X."""
+    """The adapters of a checkpoint: for each linear layer X, float32 ``X.lora.a [in, rank]`` and ``X.lora.b
+    [rank, out]``."""
 
     lora: LoraConfig
     tensors: Mapping[str, np.ndarray]
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
-    """Read the adapters at ``path``, which were trained over the weights at ``base``. Raises CheckpointError
-    if there are none, or they were trained over other weights, or with a classification head."""
+    """Read the adapters at ``path``, which were trained on the weights at ``base``. Raises CheckpointError if
+    there are no adapters, or if they were trained on other weights or with a classification head."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))
@@ -141,7 +143,7 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
 
 
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:
-    """The tensors of the base ``source``, with the scales of quantized ones."""
+    """Return the names of the base weights in ``source``, including the scales of quantized weights."""
     scales = {name for name in source.names() if name.endswith(".scale")}
     names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
     return names + [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
@@ -157,7 +159,7 @@ def _model(path: str | Path) -> ModelConfig:
 
 
 def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
-    """The tensors of the base; empty if the checkpoint holds them itself."""
+    """Return the base weights, or an empty dictionary if the checkpoint itself contains them."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:
@@ -194,9 +196,10 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
 def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Dequantize weights to float32, on demand, and drop their scales.
 
-    A quantized ``X.weight``, int8 ``[k, n]`` or pairs in uint8 ``[k / 2, n]``, has a scale ``X.scale``: ``[g,
-    n]`` for g groups of input features, float16 ``[2 g, n]`` with an offset after each scale or, for the rows
-    of a table, ``[k, 1]`` or float16 ``[k, 2 g]``. Tensors of experts have one more dimension in front.
+    A quantized ``X.weight`` is int8 ``[k, n]``, or 4-bit pairs in uint8 ``[k / 2, n]``. Its scale ``X.scale``
+    is ``[g, n]`` for g groups of input features, or float16 ``[2 g, n]`` with an offset after each scale. For
+    an embedding table, quantized by row, it is ``[k, 1]`` or float16 ``[k, 2 g]``. Expert weights have a
+    leading expert dimension.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"

@@ -1,4 +1,4 @@
-"""Find checkpoints: named by a configuration or a path, all complete ones, or the newest good one."""
+"""Find checkpoints: by configuration or path, all complete checkpoints, or the newest good checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppfleetx.utils.untrusted_files import os_errors
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """The key and value of every checkpoint from which a configuration takes weights."""
+    """Yield the key and value of every checkpoint from which a configuration takes weights."""
     options, lora = cfg.Engine.save_load, cfg.Model.lora
     for key, place in (
         ("Engine.save_load.ckpt_dir", options.ckpt_dir),
@@ -47,16 +47,17 @@ def named_checkpoint(cfg: RunConfig) -> str:
 
 @os_errors(CheckpointError)
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
-    """The step directory that `path` refers to.
+    """Return the step directory that ``path`` refers to.
 
-    `path` is a step directory, a rank directory in one, an output directory, or the file `latest` or `best`
-    of an output directory. For an output directory, this is the checkpoint that its `latest` names, or
-    without that file the newest complete one. For FleetX, it is `path` itself (a directory with
-    `model.pdparams`, or with rank directories that have one), or the last step of an output directory.
+    ``path`` is a step directory, a rank directory in a step directory, an output directory, or the file
+    ``latest`` or ``best`` of an output directory. An output directory resolves to the checkpoint named in
+    ``latest``, or without that file to the newest complete checkpoint. For FleetX checkpoints, ``path`` is a
+    directory with ``model.pdparams``, a directory of rank directories that contain it, or an output directory
+    (last step).
 
-    Marker, manifest, file sizes and headers are checked, and with `verify` all data too. Raises
-    CheckpointError if there is no sound checkpoint; the message names the newest good one, or says how to
-    convert a checkpoint of another program.
+    Checks the marker, manifest, file sizes and headers, and with ``verify`` all data. Raises CheckpointError
+    if there is no good checkpoint; the message names the newest good checkpoint, or says how to convert a
+    foreign one.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
@@ -80,14 +81,15 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
     if steps := [child for child in step_directories(path) if is_readable(child)]:
         return max(steps, key=lambda child: parse_step_directory(child.name))
     if parse_step_directory(step.name):
-        return _sound(step, step.parent, verify)  # raises, because it is incomplete
+        return _sound(step, step.parent, verify)  # always raises, because the checkpoint is incomplete
     what = foreign_formats().described(path)
     raise CheckpointError(what or f"there is no complete checkpoint in {path}")
 
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open the result of `resolve_checkpoint`, in our format or FleetX's. Raises CheckpointError."""
+    """Open the result of `resolve_checkpoint`, a native checkpoint or a FleetX checkpoint. Raises
+    CheckpointError."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)
@@ -99,13 +101,13 @@ def _has_manifest(path: Path) -> bool:
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """The complete checkpoint saved last in `output_dir`, or None; only markers are read."""
+    """Return the complete checkpoint saved last in ``output_dir``, or None. Reads only the markers."""
     complete = complete_checkpoints(output_dir)
     return complete[-1] if complete else None
 
 
 def complete_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Checkpoints of `output_dir` with a sound marker, in the order they were saved."""
+    """Return the checkpoints of ``output_dir`` with a valid marker, in the order in which they were saved."""
     found = []
     for path in step_directories(Path(output_dir)):
         try:
@@ -119,8 +121,11 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """The undamaged checkpoint that was saved last, of those for which `counts` is true; with `verify` all
-    its data is read. A warning names each newer one that is damaged, or whose age is unknown."""
+    """Return the undamaged checkpoint that was saved last, among those for which ``counts`` returns True.
+
+    With ``verify``, all its data is read. Logs a warning for each newer damaged checkpoint, and for each
+    checkpoint whose marker is missing or damaged.
+    """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
         get_logger().warning(f"skipped a damaged checkpoint: {error}")
@@ -162,7 +167,7 @@ def _follow(pointer: Path, verify: bool) -> Path:
         raise CheckpointError(f"{pointer} names {target.name}, which does not exist{_instead(path)}")
     resolved = _sound(target, path, verify)
     if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
-        # The run was killed after it replaced a checkpoint of this name, before it wrote the file.
+        # The run was killed after it replaced this checkpoint and before it updated the pointer file.
         get_logger().warning(
             f"{target} is not the checkpoint that {pointer} was written for, but it is complete"
         )
@@ -184,7 +189,8 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def _newest(output_dir: Path, bad: Path | None = None) -> str:
-    """Words to append to an error that name the newest good checkpoint but ``bad``; "" if there is none."""
+    """Return text for an error message that names the newest good checkpoint other than ``bad``, or "" if
+    there is none."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

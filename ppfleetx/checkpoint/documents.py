@@ -1,7 +1,7 @@
 """The documents of a checkpoint: `config.yaml` and the tokenizer's files.
 
-The configuration describes the model, not the machines of the run: it has no plan, device, kernels or output
-directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
+The configuration describes the model, not the machines of the run: it has no plan, device, kernel options or
+output directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ _HEAD = """\
 # Nothing here depends on the plan or the machines of the run. The tokenizer lies beside this file.
 #   ppfleetx generate THIS_DIRECTORY "Once upon a time"
 """
-# Vocabulary padding changes the shapes of an export, but no result.
+# The padding of the vocabulary changes the shapes of an export, but no result.
 _KEPT = ("vocab_size_divisible_unit", "lora")
 PORTABLE_SECTIONS = ("Optimizer", "Generation", "Offline_Eval")
-"""Sections that are independent of plan and machine; so are parts of `Model` and `Data`."""
+"""Sections that are independent of plan and machine. Parts of `Model` and `Data` are portable, too."""
 OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The documents of a model with this configuration, as {path in the checkpoint: content}."""
+    """Return the documents of a model with this configuration, as {path in the checkpoint: content}."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learned_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The chat template that the model is trained with, as a document; none if the tokenizer has it."""
+    """Return the chat template that the model is trained with, or nothing if it is the tokenizer's own
+    template."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or "chat_template" not in DATASETS.traits(dataset.name).options:
         return {}
@@ -74,13 +75,13 @@ def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """All documents of a checkpoint, to copy into another one of the same model."""
+    """Return all documents of a checkpoint, to copy them into another checkpoint of the same model."""
     held = ((path, checkpoint.document(path)) for path in checkpoint.manifest.documents)
     return {path: content for path, content in held if content is not None}
 
 
 def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
-    """``cfg`` as YAML, without keys that belong to a plan, a machine or one call."""
+    """Return ``cfg`` as YAML, without keys that belong to a plan, a machine or a single call."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
     plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}
@@ -94,7 +95,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     }
     for key in OF_ONE_CALL:
         del tree["Generation"][key]
-    # Distillation and pruning are over; quantization still describes the weights.
+    # Distillation and pruning happen only in training, but quantization describes the saved weights.
     compress = {**plain["Compress"], "Distill": None, "Prune": None}
     if compress != type(cfg.Compress)().model_dump(mode="json"):
         tree["Compress"] = compress
@@ -102,7 +103,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``Model`` section without unknown keys and without keys that only affect speed and memory."""
+    """Return a ``Model`` section without unknown keys and without keys that affect only speed and memory."""
     return {
         key: value
         for key, value in section.items()
@@ -124,7 +125,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files that ``source`` has, and its ``generation_config.json``."""
+    """Copy the tokenizer files in ``source``, including ``generation_config.json``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
         if file.is_file() and source.resolve() != target.resolve():
@@ -140,4 +141,4 @@ def _list_templates(source: Path, target: Path) -> None:
     listed = with_named_templates(texts, source)
     write_files(listed, target)
     if CHAT_TEMPLATE not in listed:
-        (target / CHAT_TEMPLATE).unlink(missing_ok=True)  # copied a moment ago
+        (target / CHAT_TEMPLATE).unlink(missing_ok=True)  # its content is in `listed` now

@@ -1,5 +1,5 @@
-"""Maintenance of an output directory: its lock, publishing and replacing checkpoints, `latest` and `best`,
-removing leftovers and old checkpoints."""
+"""Maintenance of an output directory: lock it, publish and replace checkpoints, update `latest` and `best`,
+remove leftovers and old checkpoints."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import atomic_write, exclusive_lock, remove_unfinished
 from ppfleetx.utils.log import get_logger
 
-# Names of a checkpoint that is being written, replaced or deleted. The dot hides it from every search, so a
-# checkpoint under a plain name is always complete.
+# Name prefixes of a checkpoint that is being written, replaced or deleted. The dot hides it from every
+# search, so a checkpoint under a plain name is always complete.
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 _LOCK_FILE = ".lock"
 _LOCK_SECONDS = 60.0
@@ -37,7 +37,8 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Make `best` point to a complete checkpoint, which `keep_newest` then spares. Raises CheckpointError."""
+    """Make `best` point to a complete checkpoint, so that `keep_newest` does not delete it. Raises
+    CheckpointError."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
@@ -55,8 +56,8 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """Make `latest` point to the newest good checkpoint, after a killed save or damage. A run that resumes
-    calls this, because it may have nothing left to save."""
+    """Make `latest` point to ``checkpoint``, the newest good one, after a killed save or damage. Called when
+    a run resumes, because such a run may have nothing left to save."""
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
     fields = read_sealed(latest) if latest.exists() else None
@@ -67,8 +68,8 @@ def repair_latest(checkpoint: Checkpoint) -> None:
 
 
 def output_lock(output_dir: Path) -> AbstractContextManager[None]:
-    """Lock `output_dir` against saves by other processes. A process that dies releases the lock. Raises
-    CheckpointError if another process holds the lock for too long."""
+    """Lock `output_dir` against saves by other processes. The lock is released if the process dies. Raises
+    CheckpointError if another process holds the lock for more than a minute."""
     refusal = CheckpointError(f"another process is saving a checkpoint into {output_dir}")
     return exclusive_lock(output_dir / _LOCK_FILE, refusal, seconds=_LOCK_SECONDS)
 
@@ -103,7 +104,7 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether this is a checkpoint of our format that is too damaged to be read."""
+    """Return whether this is a native checkpoint whose marker or manifest is damaged."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:
@@ -114,7 +115,7 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a complete checkpoint to its final name, and delete the earlier one of this name."""
+    """Rename a complete checkpoint to its final name, and delete an earlier checkpoint of this name."""
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -128,17 +129,18 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that a process killed midway leaves nothing that looks like one."""
+    """Delete a checkpoint. If the process is killed midway, nothing remains that looks like a checkpoint."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)
 
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
-    """Delete all complete checkpoints of a run except the newest `keep_max`, the best, and the spared ones.
+    """Delete all complete checkpoints of a run except the newest `keep_max`, the best, and those in
+    `Ownership.spared`.
 
-    Incomplete directories and the checkpoints of other runs are not touched. Training continues after a
-    warning if a checkpoint cannot be deleted.
+    Does not touch incomplete directories and checkpoints of other runs. If a checkpoint cannot be deleted,
+    logs a warning.
     """
     if ownership.keep_max is None:
         return

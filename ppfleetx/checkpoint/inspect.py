@@ -1,4 +1,5 @@
-"""The contents of checkpoints as text: summary, table of tensors, differences between two."""
+"""The contents of checkpoints as text: a summary, a table of tensors, and the differences between two
+checkpoints."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs between two checkpoints: its (kind, name, state), a description, and the largest
-    absolute difference if it has the same shape in both."""
+    """A tensor that differs between two checkpoints. ``key`` is its (kind, name, state), ``what`` a
+    description, ``largest`` the largest absolute difference, if the shapes are equal."""
 
     key: tuple[str, str, str]
     what: str
@@ -33,7 +34,7 @@ class Difference:
 
 
 def open_for_inspection(path: str | Path) -> Checkpoint:
-    """Open anything that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError."""
+    """Open any path that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError."""
     return open_resolved(resolve_checkpoint(path))
 
 
@@ -47,7 +48,7 @@ def label(entry: TensorEntry) -> str:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Facts about a checkpoint, ready for JSON. Counts are elements, sizes are bytes."""
+    """Return facts about a checkpoint as JSON values. Counts are elements, sizes are bytes."""
     manifest = checkpoint.manifest
     of_model = [entry for entry in manifest.tensors.values() if entry.kind == MODEL]
     of_optimizer = [entry for entry in manifest.tensors.values() if entry.kind != MODEL]
@@ -99,7 +100,8 @@ def summary_text(facts: Mapping[str, Any]) -> str:
 
 
 def table(entries: list[TensorEntry]) -> str:
-    """A table of tensors, one per line: label, shape, element type, size, number of slices and of files."""
+    """Return a table of tensors, one per line: label, shape, element type, size, number of slices and of
+    files."""
     rows = [("tensor", "shape", "dtype", "size", "slices", "files")]
     for entry in entries:
         files = {piece.file for piece in entry.slices}
@@ -115,7 +117,7 @@ def table(entries: list[TensorEntry]) -> str:
 def differences(
     one: Checkpoint, other: Checkpoint, pattern: Pattern[str] | None = None
 ) -> Iterator[Difference]:
-    """Tensors that differ in any bit between two checkpoints. Only one tensor of each is in memory at a time.
+    """Yield the tensors that are not bitwise equal in two checkpoints, one tensor at a time.
 
     Vocabulary padding is not compared, because it depends on `Model.vocab_size_divisible_unit`.
     """

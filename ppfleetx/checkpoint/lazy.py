@@ -20,7 +20,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that ``load`` reads on demand, with any strides. bfloat16 is read as its bits, in uint16."""
+    """A tensor that ``load`` reads on demand, possibly strided. bfloat16 is read as bits in uint16."""
 
     dtype: str
     shape: Index
@@ -42,7 +42,7 @@ class LazyTensor:
 
 
 class KeptTensor:
-    """A tensor that is read once and kept until it has been used ``readings`` times."""
+    """A tensor that is read once and kept in memory until it has been used ``readings`` times."""
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:
         self._tensor, self._readings, self._left = tensor, readings, 0
@@ -60,7 +60,8 @@ class KeptTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """The tensor `make(*parts)`, read on demand. Raises CheckpointError for parts of different types."""
+    """Return the tensor `make(*parts)`, computed on demand. Raises CheckpointError if the parts have
+    different types."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")
@@ -68,7 +69,7 @@ def derive(
 
 
 def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
-    """Convert elements to another element type. bfloat16, before or after, is held as bits in uint16."""
+    """Convert elements to another element type. bfloat16 is represented as bits in uint16."""
     if stored == wanted:
         return values
     if stored == "BF16":
@@ -79,10 +80,10 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
 
 
 def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
-    """The same tensor, but reading it raises CheckpointError if a number is NaN or infinite."""
+    """Return the tensor with a check: reading it raises CheckpointError if a number is NaN or infinite."""
 
     def load() -> np.ndarray:
-        with np.errstate(over="ignore"):  # an overflowing cast is found below
+        with np.errstate(over="ignore"):  # an overflow in a cast is detected below
             values = tensor.read()
         count = values.size - np.count_nonzero(_is_finite(values, tensor.dtype))
         if count:
@@ -101,9 +102,9 @@ def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
-    """Read a range of a file as uint8. Raises CheckpointError if this fails."""
+    """Read a range of a file as uint8. Raises CheckpointError."""
     with opened(path) as file:
-        if start + length > file.seek(0, os.SEEK_END):  # before memory is allocated
+        if start + length > file.seek(0, os.SEEK_END):  # check before allocating memory
             raise CheckpointError(f"{path} ends too early")
         file.seek(start)
         content = np.empty(length, np.uint8)

@@ -1,9 +1,9 @@
-"""Save one checkpoint from all ranks of a job, in the foreground or while training continues.
+"""Save a checkpoint from all ranks of a job, in the foreground or in the background.
 
-Each rank writes its slices; the first rank writes the manifest. For a save in the background, a thread copies
-the state during the next forward and backward passes, which only read parameters and optimizer state, and
-writes the copy. `wait_for_copy` is called before the update that would change the state. Ranks communicate
-only in the main thread, so that their collectives cannot interleave with the collectives of training.
+Each rank writes its slices; rank 0 writes the manifest. In a background save, a thread copies the state
+during the next forward and backward passes, which only read parameters and optimizer state, and then writes
+the copy. `wait_for_copy` is called before the optimizer update, which changes the state. Ranks communicate
+only in the main thread, so that these collectives cannot interleave with the collectives of training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class SharedSave:
-    """The steps of one save. The ranks communicate only between the steps.
+    """The steps of one save. Ranks communicate only between the steps.
 
     All ranks call `open`, `write` with slices that no other rank writes, `publish` with the results of
     `write` from all ranks, and in any case `close`. The directory must be on a file system that all ranks
@@ -58,7 +58,7 @@ class SharedSave:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """On the main rank: lock the output directory and make the directory to write into."""
+        """On rank 0: lock the output directory and create the temporary directory for the checkpoint."""
         if self._ctx.is_main:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
@@ -69,7 +69,7 @@ class SharedSave:
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
-        """On the main rank: make a checkpoint of the ranks' files, and return its path."""
+        """On rank 0: complete and publish the checkpoint, and return its path."""
         if not self._ctx.is_main:
             return None
         ranks = [
@@ -85,7 +85,7 @@ class SharedSave:
 
     def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
         """Run ``act`` on every rank and return the results of all ranks. Raises CheckpointError on every rank
-        if ``act`` raised an OSError or a CheckpointError on any."""
+        if ``act`` raised OSError or CheckpointError on any rank."""
         try:
             outcome = (act(), None)
         except OSError as error:
@@ -113,10 +113,10 @@ class SharedSave:
 
 
 class CheckpointManager:
-    """Saves into one output directory, for one process or the ranks ``ctx`` that save together.
+    """Saves checkpoints into one output directory, from one process or from all ranks of ``ctx``.
 
     Without ``ownership``, the checkpoints belong to no run, and none is replaced or deleted. ``description``
-    are further arguments of `save_checkpoint` that are the same for the whole run (`plan`, `config`, ...).
+    are arguments of `save_checkpoint` that are constant during the run (`plan`, `config`, ...).
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint, with the arguments and errors of `save_checkpoint`. Every rank calls this, with
-        slices that no other rank writes."""
+        """Save a checkpoint, with the arguments and errors of `save_checkpoint`. All ranks must call this,
+        with slices that no other rank writes."""
         pieces, save = list(tensors), self._begin(epoch, step, state)
         try:
             indices = save.on_all_ranks(lambda: save.write(pieces))
@@ -149,23 +149,25 @@ class CheckpointManager:
         return save
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors passed to `save` may change. Here this is at once."""
+        """Wait until the tensors passed to `save` may be changed. A foreground save never needs to wait."""
 
     def poll(self) -> Path | None:
-        """The path of a checkpoint completed since `save` returned. Here there is never one."""
+        """Return the path of a checkpoint completed since `save` returned. A foreground save always returns
+        None."""
 
     def wait(self) -> Path | None:
-        """Wait for the save in progress, then return like `poll`."""
+        """Wait for the save in progress, and return the same as `poll`."""
 
     def abandon(self) -> None:
-        """Stop without the other ranks of the job, which may be gone."""
+        """Finish without communicating with the other ranks, which may have ended."""
 
 
 class BackgroundManager(CheckpointManager):
-    """A manager that saves in the background: `save` returns at once. Only one save may run at a time.
+    """A manager whose `save` returns at once and continues in the background. Only one save may run at a
+    time.
 
-    `poll` and `wait` say whether it succeeded. All ranks of a job call them in the same order and get the
-    same answer. A second copy of the data that this process writes is in host memory.
+    All ranks must call `poll` and `wait` in the same order; both report the result of the save, the same on
+    all ranks. Needs host memory for a copy of the data that this rank writes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -178,19 +180,19 @@ class BackgroundManager(CheckpointManager):
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Start a save and return where the checkpoint will be.
+        """Start a save and return the path of the future checkpoint.
 
-        The tensors must not change until `wait_for_copy` returns. Arguments and errors are those of
-        `CheckpointManager.save`, but `poll` and `wait` raise the errors of writing.
+        The tensors must not be changed before `wait_for_copy` returns. Arguments and errors are those of
+        `CheckpointManager.save`, but write errors are raised by `poll` and `wait`.
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
         self._save = save = self._begin(epoch, step, state)
-        self._is_written = self._ctx.world_size == 1  # no other rank is waited for before the publication
+        self._is_written = self._ctx.world_size == 1  # a single process publishes without waiting for others
         try:
             copied, copy = self._copier.prepare(pieces)
         except BaseException:
-            self._close()  # frees the lock of the output directory for the next save
+            self._close()  # releases the lock of the output directory for the next save
             raise
 
         def write() -> Any:
@@ -205,7 +207,7 @@ class BackgroundManager(CheckpointManager):
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Advance the save in progress without waiting. Returns its path if this completes it. Raises
+        """Advance the save in progress without waiting. Returns its path if it is now complete. Raises
         CheckpointError on all ranks if the save failed."""
         if self._task is None:
             return None
@@ -232,8 +234,8 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """Complete the save if this is the job's only process. Otherwise only wait until this process has
-        written its part; there will be no checkpoint."""
+        """Complete the save if this is the job's only process. Otherwise wait until this process has written
+        its slices; there will be no checkpoint."""
         if self._task is None:
             return
         self._task.done.wait()
@@ -257,16 +259,17 @@ def _logged(published: Sequence[str | None]) -> Path:
 
 
 class HostCopier:
-    """Copies live arrays into memory that is reused by the next save."""
+    """Copies tensors into host memory that is reused by the next save."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Return slices of a copy, and a function that makes the copy. Call the function once, in any thread.
+        """Return slices of a copy, and a function that makes the copy. Call the function once, from any
+        thread.
 
-        A tensor on a device is fetched: its copy is queued now, before anything that changes the tensor, and
-        only the writer waits for it.
+        The copy of a tensor on a device is queued now, before any operation that changes the tensor. Only the
+        writing thread waits for it.
         """
         live, copies = [], []
         for piece in pieces:
@@ -283,7 +286,7 @@ class HostCopier:
 
     def _copy(self, live: Sequence[np.ndarray]) -> None:
         if [(a.shape, a.dtype) for a in live] != [(a.shape, a.dtype) for a in self._kept]:
-            self._kept = []  # free the old memory first
+            self._kept = []  # free the old memory before allocating
             try:
                 self._kept = [np.empty_like(array) for array in live]
             except MemoryError as error:
@@ -296,7 +299,7 @@ class HostCopier:
 
 
 class Task:
-    """Two functions that run in a daemon thread, one after another; ``first_done`` is set after the first."""
+    """Runs ``first`` and then ``act`` in a daemon thread. The event ``first_done`` is set in between."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()
@@ -319,7 +322,7 @@ class Task:
             finally:
                 self.first_done.set()
             self._value = self._act()
-        except BaseException as error:  # noqa: BLE001  (`result` raises it)
+        except BaseException as error:  # noqa: BLE001 - re-raised by `result`
             self._error = error
         finally:
             self.done.set()

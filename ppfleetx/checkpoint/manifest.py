@@ -1,7 +1,7 @@
-"""The manifest, which lists the contents of a checkpoint, and its small sealed files.
+"""The manifest, which lists the contents of a checkpoint, and small files sealed with a CRC-32.
 
-When a manifest is read, pydantic checks the types; :func:`check_together` checks that each element of each
-tensor is in exactly one slice. `docs/checkpoint_format.md` specifies the format.
+When a manifest is read, pydantic checks the types, and :func:`check_together` checks that each element of
+each tensor is in exactly one slice. `docs/checkpoint_format.md` specifies the format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.untrusted_files import parse_json, read_bounded
 
 CHUNK_BYTES = 4 * 1024 * 1024
-MAX_HEADER_BYTES = 8 + 100_000_000  # of a safetensors file, with its length
+MAX_HEADER_BYTES = 8 + 100_000_000  # largest header of a safetensors file, including its length field
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_DOCUMENTS = 64
 _EXACTLY = ConfigDict(extra="forbid")
@@ -56,10 +56,10 @@ DocumentPath = Annotated[
 
 @dataclass(frozen=True)
 class SliceEntry:
-    """The place of one piece of a tensor in the files.
+    """The place of one slice of a tensor in the files.
 
-    `start` is the position of its first byte in `file`; `crc32` has one checksum for each
-    `CHUNK_BYTES` of its bytes (the last chunk may be shorter). Nothing uses `flat`, a key of the format.
+    `start` is the position of its first byte in `file`. `crc32` has one checksum for each `CHUNK_BYTES` of
+    its bytes (the last chunk may be shorter). `flat` is part of the format, but unused.
     """
 
     __pydantic_config__ = _EXACTLY
@@ -89,7 +89,7 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the model or of the optimizer, and its pieces. `vocab_dim` is that of TensorSlice."""
+    """A tensor of the model or of the optimizer, with its slices. For `vocab_dim`, see TensorSlice."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -116,7 +116,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A safetensors file: its size, and size and CRC-32 of its header (length field included)."""
+    """A safetensors file: its size, and size and CRC-32 of its header (including the length field)."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -170,17 +170,17 @@ _STEP_DIR = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of manifest.json.
+    """The content of manifest.json.
 
     Attributes:
         step, epoch: the number of finished optimizer steps and passes over the data.
         files: by path relative to the checkpoint, with `/`.
         tensors: by (kind, name, state).
         state: the trainer's state (progress, RNG, scaler, schedule, ...): any JSON value.
-        ranks: the directory and the coordinate in the plan of each rank.
-        vocab_size: the true vocabulary size, for tensors with a `vocab_dim`.
+        ranks: for each rank, its directory and its coordinates in the plan.
+        vocab_size: the vocabulary size without padding, for tensors with a `vocab_dim`.
         fingerprints: hashes that identify tokenizer and data.
-        run: the run that saved it; None for conversions and older versions.
+        run: the run that saved the checkpoint; None for conversions and older versions.
         documents: configuration and tokenizer files (`checkpoint/documents.py`), by path; older versions have
             none.
     """
@@ -199,10 +199,10 @@ class Manifest:
     documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The content of the file. Raises CheckpointError if the state is not JSON."""
+        """Return the content of manifest.json. Raises CheckpointError if the state is not JSON."""
         document = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         document["tensors"] = [asdict(entry) for entry in self.tensors.values()]
-        if not self.documents:  # older versions refuse keys that they do not know
+        if not self.documents:  # older versions of ppfleetx reject unknown keys
             del document["documents"]
         try:
             text = json.dumps(document, indent=1, allow_nan=False)
@@ -256,8 +256,8 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """The directory of a rank's files within a checkpoint. Along dp and sep, replicas after the first write
-    only experts."""
+    """Return the directory of a rank's files within a checkpoint. Ranks with dp > 0 or sep > 0 are replicas,
+    which write only expert weights."""
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
@@ -271,18 +271,19 @@ def step_directory(epoch: int, step: int) -> str:
 
 
 def parse_step_directory(name: str) -> tuple[int, int] | None:
-    """The (epoch, step) in the name of a step directory; None for any other name."""
+    """Return the (epoch, step) in the name of a step directory, or None for any other name."""
     match = _STEP_DIR.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def read_sealed(path: Path) -> dict[str, str] | None:
-    """The fields of a sealed file; None if it is damaged. Raises CheckpointError if it cannot be read."""
+    """Return the fields of a sealed file, or None if it is damaged. Raises CheckpointError if it cannot be
+    read."""
     return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 
 def seal(**fields: str | int) -> bytes:
-    """The content of a file of `key value` lines, the last of which is the CRC-32 of the others."""
+    """Make the content of a sealed file: `key value` lines, the last of which is the CRC-32 of the others."""
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: whole tensors or any box of them, independent of how they were sliced."""
+"""Read a checkpoint: whole tensors, or any box of a tensor, independent of how it was sliced."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, intersect
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.untrusted_files import read_bounded
 
-# Rows are read in blocks of about this many bytes, so that a narrow column of a large matrix does not
-# need the memory of the matrix.
+# Rows are read in blocks of about this size, so that reading a narrow column does not need memory for the
+# whole matrix.
 _BLOCK_BYTES = 64 * 1024 * 1024
 
 
 class Checkpoint:
-    """An open checkpoint, whose marker, manifest, documents, file sizes and headers have been checked. Data
-    is checked when it is read; `verify` checks all of it."""
+    """An open checkpoint. Its marker, manifest, documents, file sizes and headers have been checked. Tensor
+    data is checked when it is read; `verify` checks all of it."""
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
         self.path, self.manifest, self.saved_at_ns = path, manifest, saved_at_ns
@@ -46,15 +46,15 @@ class Checkpoint:
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:
-        """Canonical names with tensors of this kind, in the order saved."""
+        """Return the canonical names of tensors of this kind, in the order saved."""
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
-        """The (canonical name, state name) of all tensors of this kind, in the order saved."""
+        """Return (canonical name, state name) of all tensors of this kind, in the order saved."""
         return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
 
     def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
-        """The description of a tensor. Raises CheckpointError if there is no tensor of that name."""
+        """Return the description of a tensor. Raises CheckpointError if there is no such tensor."""
         try:
             return self.manifest.tensors[kind, name, state]
         except KeyError:
@@ -71,12 +71,11 @@ class Checkpoint:
         shape: Index | None = None,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Read the box (offset, shape) of a tensor, by default all of it. bfloat16 is read as bits, in
-        uint16.
+        """Read the box (offset, shape) of a tensor, by default all of it. bfloat16 is read as bits in uint16.
 
-        Only the parts of the files that hold the box are read, into `out` if given (a contiguous array of the
-        box's shape and of the stored element type). Raises CheckpointError for an unknown tensor, a box
-        outside it, or damaged bytes.
+        Reads only the parts of the files that contain the box. `out`, if given, is a contiguous array with
+        the box's shape and the stored element type. Raises CheckpointError for an unknown tensor, a box
+        outside the tensor, or damaged bytes.
         """
         entry = self.entry(name, kind, state)
         offset, shape = _wanted_box(entry, offset, shape)
@@ -86,18 +85,18 @@ class Checkpoint:
         return result
 
     def document(self, relative: str) -> bytes | None:
-        """The content of the document at this path, or None. Raises CheckpointError."""
+        """Return the content of a document, or None if there is none at this path. Raises CheckpointError."""
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
-        """Raise a CheckpointError that names each damaged place."""
+        """Read all data, and raise CheckpointError with every damaged place."""
         damage = list(self.damage())
         if damage:
             raise CheckpointError("\n".join(damage))
 
     def damage(self) -> Iterator[str]:
-        """Read all data; return one sentence for each damaged piece of a tensor."""
+        """Read all data, and yield one sentence for each damaged slice."""
         yield from damage_of(self.path, self.manifest.tensors.values())
 
     def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
@@ -147,13 +146,13 @@ class Checkpoint:
 
 
 def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
-    """One sentence for each damaged piece of these tensors in the files of `directory`."""
+    """Yield one sentence for each damaged slice of these tensors in the files of `directory`."""
     return storage.damage(directory, ((entry.label, piece) for entry in tensors for piece in entry.slices))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in a step directory, such as `resolve_checkpoint` finds. Raises CheckpointError if
-    it is incomplete, or its marker, manifest, documents, sizes or headers are damaged."""
+    """Open the checkpoint in a step directory. Raises CheckpointError if it is incomplete, or if its marker,
+    manifest, documents, file sizes or headers are damaged."""
     path = Path(path)
     marker = read_marker(path)
     content = read_manifest(path, marker)
@@ -166,8 +165,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
-    """Content of the manifest in step directory `path`. Raises CheckpointError if it does not match the
-    marker."""
+    """Return the content of the manifest in step directory `path`. Raises CheckpointError if it does not
+    match the marker."""
     manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
     content = read_bounded(manifest_path, size)
     if len(content) != size:
@@ -178,7 +177,7 @@ def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
 
 
 def read_marker(path: Path) -> dict[str, str]:
-    """Fields of the completeness marker. Raises CheckpointError if it is missing or damaged."""
+    """Return the fields of the completeness marker. Raises CheckpointError if it is missing or damaged."""
     marker_path = path / MARKER_FILE
     if not marker_path.exists():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")

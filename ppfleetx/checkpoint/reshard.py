@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint: merge it into one rank directory, or divide it for a plan."""
+"""Rewrite a checkpoint: merge it into one rank directory, or split it for a plan."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state, and
-    return the new checkpoint. Training can continue from it."""
+    """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state.
+    Returns the new checkpoint, from which training can continue."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     target = save_checkpoint(
@@ -54,10 +54,10 @@ def merge(path: str | Path, output: str | Path) -> Path:
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan, and return the
-    new checkpoint.
+    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan. Returns the new
+    checkpoint.
 
-    Any plan can read any checkpoint; after this, each rank finds its share in its own files.
+    Any plan can read any checkpoint; afterwards each rank of this plan reads only its own files.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest, output = checkpoint.manifest, Path(output)
@@ -84,7 +84,7 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
 
 
 def _copy_neighbors(checkpoint: Checkpoint, output: Path) -> None:
-    """Copy the tokenizer and the configuration that lie next to the checkpoint."""
+    """Copy the tokenizer and the configuration that are in the same directory as the checkpoint."""
     source = find_tokenizer_dir(checkpoint.path)
     if source is not None:
         copy_tokenizer(source, output / TOKENIZER_DIR)
@@ -118,7 +118,8 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all uncut tensors."""
+    """Yield the slice of a tensor for one tensor-parallel rank. The first rank gets all tensors that are not
+    split."""
     dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:
@@ -134,15 +135,16 @@ def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) 
 
 
 def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
-    """Whether a tensor is cut like its parameter; moments and master weights are."""
+    """Return whether a tensor is split like its parameter, as moments and master weights are."""
     parameter = checkpoint.manifest.tensors.get((MODEL, entry.name, ""))
     return parameter is not None and parameter.shape == entry.shape and prod(entry.shape) > 1
 
 
 def cut_dim(name: str) -> int | None:
-    """The dimension along which tensor parallelism cuts the parameter with this canonical name, or None."""
-    fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # which FleetX can store separately
-    fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # as Megatron can store each expert
+    """Return the dimension along which tensor parallelism splits the parameter with this canonical name, or
+    None."""
+    fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # FleetX may store q, k and v separately
+    fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # so may Megatron-LM the experts
     return _cut_dims().get(_LAYER_NUMBER.sub(".", fused))
 
 

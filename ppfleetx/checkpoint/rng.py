@@ -1,7 +1,7 @@
 """States of random number generators as JSON, for one process and for all ranks of a job.
 
-Python's and NumPy's states are numbers. Paddle's `GeneratorState` exposes seed, offset and the text form of
-its mt19937-64 engine through `__getstate__` and `__setstate__`.
+The states of Python and NumPy are numbers. Paddle's `GeneratorState` has a seed, an offset and the text form
+of its mt19937-64 engine, through `__getstate__` and `__setstate__`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.random import stream_tracker
 from ppfleetx.utils.log import get_logger
 
-# Words of the Mersenne twisters' states: NumPy's of 32 bits, Paddle's of 64 bits and its position.
+# Words in the Mersenne Twister states: 32-bit words in NumPy; 64-bit words in Paddle, which appends the
+# position.
 _NUMPY_KEYS, _PADDLE_ENGINE_WORDS = 624, 312
 _NUMPY_PARTS = ("name", "keys", "position", "has_gauss", "cached")
 _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
 def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
-    """The generators of all ranks, as a checkpoint stores them. Every rank calls this. Returns `rng`, the
-    state of rank 0, and `rng_of_ranks`: the `degrees` of the plan and, in `ranks`, each rank's coordinate
-    `at` on each axis and `differs`, the parts of its state that differ from rank 0's."""
+    """Return the generator states of all ranks, as stored in a checkpoint. A collective.
+
+    The result has `rng`, the state of rank 0, and `rng_of_ranks`: the `degrees` of the plan, and in `ranks`
+    for each rank its coordinates `at` and `differs`, the parts of its state that differ from rank 0's.
+    """
     first, *_ = states = gather(ctx, rng_state())
     ranks = [
         {
@@ -42,12 +45,12 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from the result of `gather_rng_state`. Returns whether each rank got the
-    state it had.
+    """Restore this rank's generators from the result of `gather_rng_state`. Returns whether each rank got its
+    own state. Raises CheckpointError.
 
-    It does if the plan has the same degrees. Otherwise all ranks get the default generators of rank 0, and
-    the named streams of Paddle's tracker keep their seeds. Dropout is unaffected: its masks are a function of
-    seed and step. Raises CheckpointError.
+    Each rank gets its own state if the plan has the same degrees. Otherwise all ranks get the default
+    generators of rank 0, and the named streams of Paddle's tracker keep their seeds. Dropout is not affected,
+    because its masks are a function of seed and step.
     """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
@@ -70,9 +73,8 @@ def _degrees(ctx: ParallelContext) -> dict[str, int]:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of this process's generators as JSON: Python's, NumPy's, Paddle's default generators, and the
-    named streams of Paddle's tracker.
-    """
+    """Return the generator states of this process as JSON: Python's, NumPy's, Paddle's default generators,
+    and the named streams of Paddle's tracker."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -83,11 +85,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore the result of `rng_state`, and the tracker's streams only with `streams`. Raises
-    CheckpointError.
+    """Restore the result of `rng_state`; the tracker's streams only with `streams`. Raises CheckpointError.
 
-    Paddle has one generator for each device that a process sees. If the state was saved with other devices,
-    Paddle's generators keep their seeds, with a warning.
+    Paddle has one generator for each visible device. If the state was saved with other devices, Paddle's
+    generators keep their seeds, and a warning is logged.
     """
     try:
         python, numpy = state["python"], state["numpy"]
@@ -126,7 +127,7 @@ def _set_paddle_state(saved: Mapping[str, Any], *, streams: bool) -> None:
             f"{_devices(*now)}; they stay as Global.seed made them (dropout does not depend on them)"
         )
         return
-    if streams:  # first, because Paddle changes the default generators in the process
+    if streams:  # first, because this changes the default generators
         stream_tracker().set_states_tracker(tracked)
     paddle.set_rng_state(default)
 

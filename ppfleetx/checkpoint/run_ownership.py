@@ -1,8 +1,8 @@
-"""The ownership of checkpoints: a run deletes and replaces only its own.
+"""Ownership of checkpoints: a run deletes and replaces only its own checkpoints.
 
-A run gets a random identity when it starts. It is stored in the manifests of the run's checkpoints and in the
-file `run_id` of the output directory; a run that resumes there keeps it. A checkpoint without an identity
-belongs to no run.
+A run gets a random id when it starts. The id is stored in the manifests of the run's checkpoints and in the
+file `run_id` of the output directory. A run that resumes in that directory keeps the id. A checkpoint without
+an id belongs to no run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Saved:
     files: frozenset[str]
 
 
-# By hash of the manifest. Parsing a long one takes time, and a run asks at every save.
+# By hash of the manifest: a cache, because parsing a long manifest is slow, and it is needed at every save.
 _saved: dict[str, _Saved] = {}
 
 
@@ -57,8 +57,8 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Whether the run may delete or replace this checkpoint: it saved it under this name, and nobody
-        added a file."""
+        """Return whether the run may delete or replace this checkpoint: it was saved by this run under this
+        name, and no file was added since."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -70,14 +70,14 @@ class Ownership:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The file `run_id` of an output directory: the run that writes there, and the name of another run's
-    checkpoint in this directory that it ``continues`` from."""
+    """The content of the file `run_id`: the run that writes to the output directory. ``continues`` is the
+    name of another run's checkpoint in this directory that the run started from."""
 
     run: str
     continues: str | None = None
 
     def includes(self, checkpoint: Checkpoint) -> bool:
-        """Whether a run that resumes in the directory may continue from this checkpoint."""
+        """Return whether a run that resumes in the directory may continue from this checkpoint."""
         return checkpoint.manifest.run == self.run or checkpoint.path.name == self.continues
 
 
@@ -86,7 +86,7 @@ def new_run() -> str:
 
 
 def read_run(output_dir: Path) -> RunRecord | None:
-    """Read which run writes into the directory; None if there is no record, or it is damaged."""
+    """Read which run writes to the directory. Returns None if there is no record, or if it is damaged."""
     path = output_dir / RUN_FILE
     fields = read_sealed(path) if path.is_file() else None
     return (
@@ -103,7 +103,8 @@ def write_run(output_dir: Path, record: RunRecord) -> None:
 
 
 def run_of(path: Path) -> str | None:
-    """The run that saved the checkpoint in this step directory, or None. Raises CheckpointError."""
+    """Return the id of the run that saved the checkpoint in this step directory, or None. Raises
+    CheckpointError."""
     return _saved_by(path).run
 
 

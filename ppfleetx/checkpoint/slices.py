@@ -1,6 +1,6 @@
 """Slices of global tensors: arithmetic only, no files.
 
-A box is (offset, shape) in the global index space of a tensor; a slice is the part of a tensor in a box.
+A box is (offset, shape) in the global index space of a tensor. A slice is the part of a tensor in a box.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 Index = tuple[int, ...]
 
-# Element type in the files (safetensors' names) -> how NumPy holds its bits. bfloat16 has no NumPy type.
+# safetensors element type -> NumPy type with the same bits. NumPy has no bfloat16.
 NUMPY_OF_DTYPE = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -28,7 +28,7 @@ NUMPY_OF_DTYPE = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-# The same types, by the names that Paddle and PyTorch share.
+# Element types by the names that Paddle and PyTorch share.
 DTYPE_OF_NAME = {
     "float64": "F64",
     "float32": "F32",
@@ -47,13 +47,13 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One piece of one tensor, as a rank passes it to the writer.
+    """One slice of one tensor, as a rank passes it to the writer.
 
     Attributes:
         dtype: element type, a key of NUMPY_OF_DTYPE.
-        offset, shape: the box of this piece in the global tensor.
+        offset, shape: the box of this slice in the global tensor.
         data: an array of `shape`, or a function that makes it when needed, so that only one copy is in memory
-            at a time. bfloat16 is held as its bits, in uint16.
+            at a time. bfloat16 is stored as bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
         vocab_dim: the dimension of (padded) vocabulary entries, if there is one.
         is_live: whether the array is the tensor's own memory, so that the next update changes it.
@@ -86,7 +86,7 @@ class TensorSlice:
         return self.size * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def array(self) -> np.ndarray:
-        """The elements as a contiguous array, in the byte order of the file."""
+        """Return the elements as a contiguous array, in the byte order of the file."""
         made = self.data() if callable(self.data) else self.data
         held = np.ascontiguousarray(made, dtype=NUMPY_OF_DTYPE[self.dtype])
         assert held.size == self.size, f"{self.name}: {held.size} elements where {self.size} were announced"
@@ -94,7 +94,7 @@ class TensorSlice:
 
 
 def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") -> TensorSlice:
-    """A slice that covers a whole tensor. `data` is a plain array (no bfloat16)."""
+    """Make a slice that covers a whole tensor. `data` is a NumPy array (no bfloat16)."""
     data = np.asarray(data)
     shape = tuple(data.shape)
     dtype = DTYPE_OF_NUMPY[data.dtype.newbyteorder("<")]
@@ -102,7 +102,7 @@ def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") ->
 
 
 def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Index, Index] | None:
-    """The box (offset, shape) that two boxes have in common, or None."""
+    """Return the intersection (offset, shape) of two boxes, or None if it is empty."""
     starts = tuple(map(max, one[0], other[0]))
     ends = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     if any(start >= end for start, end in zip(starts, ends, strict=True)):
@@ -111,10 +111,12 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
 
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
-    """Whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once, in linear time.
+    """Return whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once, in linear
+    time.
 
-    The corners of a box, each with a sign for the parity of its far coordinates, determine its indicator
-    function. The boxes tile the array if and only if their signed corners sum to the array's.
+    The corners of a box, with signs that alternate with the number of far coordinates, determine its
+    indicator function. The boxes tile the array if and only if the sum of their signed corners equals the
+    array's signed corners.
     """
     ends: Counter[Index] = Counter()
     whole = ((0,) * len(shape), tuple(shape))

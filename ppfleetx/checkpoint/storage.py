@@ -1,6 +1,6 @@
-"""Read and write on disk: safetensors files with checksums, durable small files, renames.
+"""Disk access: safetensors files with checksums, durable small files, renames.
 
-All disk accesses of a save go through the functions of this file.
+A save accesses the disk only through the functions of this file, so that tests can inject failures here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ppfleetx.utils.untrusted_files import opened, read_bounded
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_CHECKERS = 2  # threads that compare checksums
+_CHECKERS = 2  # threads that verify checksums
 
 
 def write_safetensors(
     path: Path, relative: str, pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileEntry, list[SliceEntry]]:
-    """Write the pieces into one safetensors file and flush it to disk. Only one piece is in memory at a time.
+    """Write slices into one safetensors file and flush it to disk, one slice in memory at a time.
 
     ``relative`` is the file's path in the manifest, ``metadata`` the header's `__metadata__`. Returns the
-    file's entry and one entry per piece.
+    manifest entries of the file and of each slice.
     """
     header = _header(pieces, metadata)
     entries = []
@@ -71,25 +71,25 @@ def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str,
 
 
 def write_bytes(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Every write of a save goes through this function."""
+    """Write bytes to a file. Every write of a save goes through this function."""
     file.write(content)
 
 
 def flush(file: BinaryIO) -> None:
-    """Every flush of a save goes through this function."""
+    """Flush a file to disk. Every flush of a save goes through this function."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def rename(source: Path, target: Path) -> None:
-    """Every rename of a save goes through this function."""
+    """Rename durably. Every rename of a save goes through this function."""
     source.rename(target)
     fsync_dir(target.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two directories atomically. Returns False, with nothing changed, if the system cannot do this.
-    Raises OSError if it can, but not with these two."""
+    """Swap two directories atomically. Returns False, with nothing changed, if the system does not support
+    this. Raises OSError for any other failure."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -116,7 +116,7 @@ def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
 
 
 def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes:
-    """Content of a document. Raises CheckpointError if it is damaged."""
+    """Return the content of a document. Raises CheckpointError if it is damaged."""
     path = directory / relative
     content = read_bounded(path, MAX_DOCUMENT_BYTES)
     if len(content) != entry.num_bytes:
@@ -129,11 +129,14 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a piece, checked chunk by chunk, into `into` if given, which is for whole
-    pieces. Raises CheckpointError."""
+    """Read bytes [start, end) of a slice and verify the checksums of all chunks involved. Raises
+    CheckpointError.
+
+    ``into`` is a buffer for the bytes, and may be given only for a whole slice.
+    """
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
-    # np.empty, because a bytearray would be zeroed first, which costs as much as the read.
+    # Not bytearray, whose zeroing costs as much as the read.
     buffer = memoryview(np.empty(stop - begin, np.uint8)) if into is None else into
     assert len(buffer) == stop - begin, "a given buffer has to be as long as the piece"
     chunks = (buffer[at : at + CHUNK_BYTES] for at in range(0, len(buffer), CHUNK_BYTES))
@@ -142,7 +145,7 @@ def read_range(
 
 
 def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
-    """Read named pieces and compare checksums: one sentence for each damaged piece."""
+    """Read named slices and verify their checksums. Yields one sentence for each damaged slice."""
     own = threading.local()
 
     def make_scratch() -> None:
@@ -156,20 +159,21 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
             return f"{name}: {error}"
         return None
 
-    # Reading and zlib's checksum release the GIL.
+    # Threads help, because reading and zlib's checksum release the GIL.
     with ThreadPoolExecutor(_CHECKERS, "checksum", initializer=make_scratch) as pool:
         yield from filter(None, pool.map(problem, pieces))
 
 
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
-    """Read a whole piece through `scratch` (CHUNK_BYTES long) to compare its checksums. Fresh memory would
-    cost several times as much as the checksum."""
+    """Verify the checksums of a whole slice. `scratch` is a reused buffer of CHUNK_BYTES, because allocating
+    memory would cost several times as much as the checksum."""
     sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
 
 
 def _read_chunks(path: Path, piece: SliceEntry, first: int, chunks: Iterable[memoryview]) -> None:
-    """Fill each buffer with the next chunk of a piece, from chunk number `first`, and compare checksums."""
+    """Read consecutive chunks of a slice, from chunk number `first` on, into the given buffers, and verify
+    their checksums."""
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(piece.start + first * CHUNK_BYTES)
@@ -209,7 +213,7 @@ def _header(pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None) -
     for piece in pieces:
         key = base = f"{piece.name}/{piece.state}" if piece.state else piece.name
         number = 1
-        while key in table:  # since a rank may hold several pieces of one tensor
+        while key in table:  # a rank may have several slices of one tensor
             number += 1
             key = f"{base}#{number}"
         end = position + piece.num_bytes

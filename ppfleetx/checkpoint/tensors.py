@@ -1,6 +1,7 @@
 """Convert model parameters and optimizer state between Paddle tensors and slices of a checkpoint.
 
-Parameters carry `info` (nn/stage.py): canonical name, global shape, offset and shape of the local part.
+Parameters have an attribute `info` (nn/stage.py): canonical name, global shape, and offset and shape of the
+local part.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ _SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per parameter. The parameter's data is read when the slice is written."""
+    """Yield one slice per parameter. The parameter's data is read when the slice is written."""
     for name, param in named_params:
         yield _slice(name, MODEL, "", param, param.info)
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any other
-    state (the powers of beta, a single number) is the same on all ranks and stored with the first slice."""
+    """Yield one slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any
+    other state (a single number such as a beta power) is equal on all ranks, and stored with the parameter's
+    first slice."""
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
@@ -55,18 +57,21 @@ def load_model(
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
-    """Copy a checkpoint's weights into parameters, each rank its part. Returns the names of the loaded
-    parameters.
+    """Load a checkpoint's weights into parameters; each rank loads its own part. Returns the names of the
+    loaded parameters.
 
-    Element types are converted. Master weights of a 16-bit checkpoint are used if it has them. A table with
-    different padding gets the true rows and keeps its padding. Parameters in ``allow_missing`` may be
-    missing, and keep their values; so do those whose shape or vocabulary differs, with
-    ``allow_other_shapes``. ``allow_extra`` are names of tensors to ignore if the model does not have them;
-    True ignores all such tensors. ``model_names`` are all names of the model, if ``named_params`` belong to
-    one rank.
+    Element types are converted. If a 16-bit checkpoint has master weights, those are loaded. If the
+    vocabulary padding differs, only the true vocabulary is loaded, and the padding keeps its values.
 
-    Raises CheckpointError if the vocabulary differs, or tensors are missing, unknown or of another shape
-    (before anything is changed), or data is damaged.
+    Args:
+        allow_missing: parameters that the checkpoint may lack; they keep their values.
+        allow_extra: names of checkpoint tensors to ignore if the model does not have them. True: all.
+        allow_other_shapes: whether parameters whose shape or vocabulary differs keep their values.
+        model_names: all names of the model, if ``named_params`` are the parameters of one rank.
+
+    Raises:
+        CheckpointError: the vocabulary differs, or tensors are missing, unknown or of another shape (raised
+            before anything is changed), or data is damaged.
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)
@@ -98,16 +103,16 @@ def load_optimizer(
     *,
     model_names: Collection[str] = (),
 ) -> None:
-    """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
+    """Load a checkpoint's optimizer state into the current state (`Optimizer.state()`), one tensor at a time.
 
-    A checkpoint trained in float32 has no master weights; its weights are used instead. `model_names` are the
-    names of the whole model, if `state` belongs to one rank. Raises CheckpointError if a state is missing,
-    unknown or of another shape (before anything is changed), or data is damaged.
+    A checkpoint trained in float32 has no master weights; its weights are loaded instead. `model_names` are
+    the names of the whole model, if `state` belongs to one rank. Raises CheckpointError if a state is
+    missing, unknown or of another shape (before anything is changed), or if data is damaged.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
     missing = [key for key in state if key not in stored and key[1] != MASTER_WEIGHT]
-    elsewhere = set(model_names) - {name for name, _ in state}  # on other ranks, which check them
+    elsewhere = set(model_names) - {name for name, _ in state}  # parameters of other ranks, which check them
     unknown = [
         key for key in stored if key not in state and key[1] != MASTER_WEIGHT and key[0] not in elsewhere
     ]
@@ -131,11 +136,11 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Copy a checkpoint's master weights, or its weights, into the master weights in ``state``. Raises
+    """Load a checkpoint's master weights, or its weights, into the master weights in ``state``. Raises
     CheckpointError.
 
-    Call this after :func:`load_model`, which loads only the parameters: the first update would overwrite them
-    from stale masters.
+    Call this after :func:`load_model`, which loads only the parameters. Otherwise the first update would
+    overwrite them from stale master weights.
     """
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
@@ -146,7 +151,7 @@ def load_masters(
 
 
 class _Place:
-    """The placement of a state tensor: like its parameter if it has the same shape, otherwise whole."""
+    """The placement of a state tensor: like its parameter if it has the same shape, otherwise replicated."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
@@ -178,14 +183,14 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """The elements of a tensor in host memory; bfloat16 as its bits, in uint16. Where possible (float32 on a
-    CPU), this is the tensor's memory, not a copy."""
+    """Return the elements of a tensor in host memory; bfloat16 as bits in uint16. Where possible (for example
+    float32 on a CPU), this is the tensor's own memory, not a copy."""
     return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
 
 
 @contextmanager
 def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Context that yields :func:`host_array` of a tensor, and writes changes back to the tensor."""
+    """Context manager: yields :func:`host_array` of a tensor, and writes changes back to the tensor."""
     if _is_host(tensor):
         yield host_array(tensor)
         return
@@ -195,7 +200,8 @@ def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def _is_host(tensor: Tensor) -> bool:
-    """Whether NumPy can view the tensor's memory: on the host, contiguous, and of a type that NumPy has."""
+    """Return whether NumPy can view the tensor's memory: on the host, contiguous, and of a type that NumPy
+    has."""
     return tensor.place.is_cpu_place() and dtype_of(tensor) != "BF16" and tensor.is_contiguous()
 
 
@@ -204,7 +210,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def _vocab_dim(place: Any) -> int | None:
-    """The dimension of vocabulary entries: rows of the word embedding, columns of an untied head."""
+    """Return the dimension of vocabulary entries: rows of the word embedding, columns of an untied head."""
     if place.kind == "word_embedding":
         return 0
     return len(place.global_shape) - 1 if place.kind == "head" else None
@@ -230,7 +236,7 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
 
 
 def _set(tensor: Tensor, values: np.ndarray) -> None:
-    """Write into a tensor in place. Paddle's `set_value` would move a tensor in host memory to the device."""
+    """Write to a tensor in place. Paddle's `set_value` would move a tensor in host memory to the device."""
     if tensor.place.is_cpu_place():
         import paddle
 
@@ -283,7 +289,7 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Parameters that can be loaded. A warning names the others, which keep their values."""
+    """Return the parameters whose shapes match. Logs a warning for the others, which keep their values."""
     same, other = [], []
     for name, param in params:
         entry = checkpoint.entry(name)
@@ -336,7 +342,7 @@ def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None
     differs = [axis for axis, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b]
     if len(stored) == len(wanted) and differs == [dim]:
         if true_size is not None and true_size <= min(stored[dim], wanted[dim]):
-            return  # padded differently, but all true entries are there
+            return  # only the padding differs; all true entries are there
         raise CheckpointError(
             f"{name} has {stored[dim]} vocabulary entries in checkpoint {checkpoint.path} and {wanted[dim]} "
             f"in the model; the checkpoint's vocabulary is {true_size if true_size else 'not recorded'}; "

@@ -1,4 +1,4 @@
-"""The weights of a model under our canonical names, read from any format."""
+"""The weights of a model under canonical names, read from any format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VOCABULARY = 97  # a size that no other dimension of the model below has
 
 @cache
 def vocab_dims() -> dict[str, int]:
-    """The dimension of vocabulary entries by canonical name, from the parameters' declarations."""
+    """Return the dimension of vocabulary entries by canonical name, from the parameters' declarations."""
     sizes = {"vocab_size": _VOCABULARY, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
     model = ModelConfig(**sizes, vocab_size_divisible_unit=1, tie_word_embeddings=False, add_head_bias=True)
     shapes = parameter_shapes(model)
@@ -59,7 +59,7 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """Convert all tensors, except those named in ``keep``, to one element type; None converts none."""
+        """Convert all tensors to one element type, except those named in ``keep``. None converts nothing."""
         if dtype is None:
             return self
         return self.with_tensors(
@@ -67,7 +67,8 @@ class Weights:
         )
 
     def finite(self) -> Weights:
-        """The same weights, but reading a tensor with a NaN or an infinity raises CheckpointError."""
+        """Return the same weights with a check: reading a tensor with a NaN or an infinity raises
+        CheckpointError."""
         return self.with_tensors(
             {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
         )
@@ -80,7 +81,7 @@ class Weights:
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """The network that the keys of a `Model` section describe. Raises CheckpointError, which names
+    """Return the network that the keys of a `Model` section describe. Raises CheckpointError, which names
     `place`."""
     try:
         return section_of(ModelConfig, dict(keys))
@@ -89,8 +90,8 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """The parameters of `model`, in its order and shapes; vocabulary padding is added or cut. Raises
-    CheckpointError if a tensor is missing, unknown or of another shape."""
+    """Return the parameters of `model`, in its order and shapes, with vocabulary padding added or removed.
+    Raises CheckpointError if a tensor is missing, unknown or of another shape."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -109,7 +110,7 @@ def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") 
 
 
 def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
-    """One whole slice per parameter. Its data is read when it is written."""
+    """Yield one whole slice per parameter. The data is read when the slice is written."""
     for name, tensor in tensors.items():
         yield TensorSlice(
             name,
@@ -125,7 +126,8 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
 
 @contextmanager
 def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
-    """The same tensors, with a progress bar that counts their bytes as they are read."""
+    """Context manager: yields the same tensors, with a progress bar that counts their bytes as they are
+    read."""
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
         yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
@@ -141,8 +143,8 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """Convert ``pieces`` of a model in memory to the element types ``stored`` of the file they were loaded
-    from, if no bit is lost; otherwise leave them unchanged."""
+    """Convert slices of a model in memory to the element types ``stored`` of the file from which the model
+    was loaded. If this would lose any bit, all slices are returned unchanged."""
     made = []
     for piece in pieces:
         wanted = stored.get(piece.name, piece.dtype)
@@ -183,7 +185,7 @@ class ForeignCheckpoint(Checkpoint):
         result[...] = self._weights.tensors[entry.name].read()[box]
 
     def damage(self) -> Iterator[str]:
-        """Read every tensor to find errors. Other formats have no checksums to compare."""
+        """Read every tensor to find read errors. Other formats have no checksums to verify."""
         for name, tensor in self._weights.tensors.items():
             try:
                 tensor.read()
@@ -192,7 +194,7 @@ class ForeignCheckpoint(Checkpoint):
 
 
 def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
-    """The checkpoint, with this vocabulary size if it records none."""
+    """Set the vocabulary size of a checkpoint that does not record one, and return the checkpoint."""
     if checkpoint.manifest.vocab_size is None:
         checkpoint.manifest = replace(checkpoint.manifest, vocab_size=vocab_size)
     return checkpoint

@@ -44,9 +44,11 @@ from ppfleetx.utils.untrusted_files import read_bounded
 
 
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
-    """Read the weights of a checkpoint in our format, from any path that `Engine.save_load.ckpt_dir` accepts.
-    With ``masters``, float32 master weights replace 16-bit weights; with ``few_bits``, quantized weights are
-    read as they are stored, and otherwise refused."""
+    """Read the weights of a native checkpoint, from any path that `Engine.save_load.ckpt_dir` accepts.
+
+    With ``masters``, float32 master weights replace 16-bit weights. With ``few_bits``, quantized weights are
+    returned as stored; otherwise they raise CheckpointError.
+    """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     if not few_bits:
@@ -80,7 +82,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 
 def model_section(manifest: Manifest) -> dict[str, Any]:
-    """The `Model` section that a checkpoint was saved with; empty if it has none."""
+    """Return the `Model` section that a checkpoint was saved with; empty if there is none."""
     config = manifest.config
     if isinstance(config, str):
         node = parse_yaml(config, "the configuration in the manifest")
@@ -90,8 +92,8 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
 
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """The `Generation` section of a manifest's configuration, without invalid keys and keys of a single
-    call."""
+    """Return the `Generation` section of a manifest's configuration, without invalid keys and keys of a
+    single call."""
     section = config.get("Generation") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return {}
@@ -102,14 +104,14 @@ def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]
 
 
 def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The valid ones among ``keys`` of a `Generation` section, and the errors of the others."""
+    """Return the valid keys of a `Generation` section, and the errors of the other keys."""
     good, errors = dict(keys), []
     while True:
         try:
             section = section_of(GenerationConfig, good)
         except ConfigError as error:
             errors.append(error)
-            if good.pop(str(error.key), None) is None:  # the error is about several keys together
+            if good.pop(str(error.key), None) is None:  # the error concerns several keys
                 good = {key: value for key, value in good.items() if key == "decode_strategy"}
         else:
             return section.model_dump(mode="json", include=good.keys()), errors
@@ -134,8 +136,8 @@ def save_weights(
     step: int = 0,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint of weights alone and return its step directory. ``source`` are facts about the
-    origin of the weights; ``documents`` None: those of ``cfg`` and ``tokenizer``."""
+    """Write a checkpoint without training state and return its step directory. ``source`` are facts about the
+    origin of the weights. ``documents`` None: the documents of ``cfg`` and ``tokenizer``."""
     return save_checkpoint(
         output,
         epoch=epoch,
@@ -153,8 +155,8 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write a checkpoint of weights alone, and `config.yaml` and the tokenizer next to it. Returns the step
-    directory. ``tensors`` are all parameters of `model`, padded."""
+    """Write a checkpoint without training state, with `config.yaml` and the tokenizer beside it. Returns the
+    step directory. ``tensors`` are all parameters of `model`, padded."""
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = None
@@ -163,7 +165,7 @@ def write_ppfleetx(
         _add_generation_config(output / TOKENIZER_DIR, weights.source)
         tokenizer = load_tokenizer(output / TOKENIZER_DIR)
     generation = dict(weights.generation)
-    if tokenizer is None and (ends := _end_ids(weights.source)):  # else the tokenizer's files name them
+    if tokenizer is None and (ends := _end_ids(weights.source)):  # otherwise the tokenizer has them
         generation["eos_token_id"] = ends
     _write_config(output, model, tokenizer, generation)
     cfg = load_config(made_sections(output / CONFIG_FILE, model_in(weights.place)))
@@ -191,7 +193,8 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Write end-of-text tokens that only ``config.json`` names to a file that the tokenizer reads."""
+    """Write end tokens that only ``config.json`` names to ``generation_config.json``, which the tokenizer
+    reads."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
@@ -202,7 +205,7 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer in a directory; None, with a warning, if our tokenizer cannot read it."""
+    """Load the tokenizer in a directory. Returns None, with a warning, if `Tokenizer` cannot read it."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:
@@ -225,8 +228,8 @@ def _write_config(
     if generation:
         tree["Generation"] = dict(generation)
     if tokenizer is not None:
-        # The path is absolute, so that it works from anywhere. If the directory has been moved since,
-        # programs that load the checkpoint use the tokenizer beside it.
+        # The path is absolute, so that it works from any directory. If the directory is moved, programs that
+        # load the checkpoint use the tokenizer beside it.
         place = {"dir": str((output / TOKENIZER_DIR).resolve()), "eos_token": tokenizer.eod_token}
         tree["Data"] = {"tokenizer": place}
     with atomic_write(output / CONFIG_FILE, "w") as file:

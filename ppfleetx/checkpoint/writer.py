@@ -1,6 +1,7 @@
-"""Write a checkpoint under a hidden name, check it, then rename it, so that it is complete or absent.
+"""Write a checkpoint under a hidden name, check it, and then rename it, so that it is either complete or
+absent.
 
-With several ranks, each calls `write_rank`, and one of them calls `commit` with the results of all ranks.
+With several ranks, each rank calls `write_rank`, and one rank calls `commit` with the results of all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True)
 class RankIndex:
-    """The files that one rank wrote, by relative path, and its pieces of tensors."""
+    """The files that one rank wrote, by relative path, and its slices of tensors."""
 
     files: Mapping[str, FileEntry]
     tensors: Sequence[TensorEntry]
@@ -106,8 +107,8 @@ def save_checkpoint(
 
 @contextmanager
 def saving(output_dir: Path, epoch: int, step: int) -> Iterator[Path]:
-    """Lock the output directory and yield a new directory to write a checkpoint into. At the end, it is
-    removed unless `commit` has renamed it."""
+    """Context manager: lock the output directory and yield a new directory to write a checkpoint into. On
+    exit, the directory is removed unless `commit` has renamed it."""
     staged = output_dir / f"{housekeeping.SAVING}{step_directory(epoch, step)}"
     output_dir.mkdir(parents=True, exist_ok=True)
     with housekeeping.output_lock(output_dir):
@@ -127,8 +128,8 @@ def write_rank(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> RankIndex:
-    """Write one rank's slices under `staged / rank_dir`, flush them to disk, read them back and compare.
-    Raises CheckpointError if they differ."""
+    """Write one rank's slices to `staged / rank_dir`, flush them to disk, and with ``verify`` read them back.
+    Raises CheckpointError if a checksum differs."""
     target = staged / rank_dir
     target.mkdir()
     files: dict[str, FileEntry] = {}
@@ -163,9 +164,12 @@ def commit(
     ownership: Ownership | None = None,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Turn the files of all ranks into a checkpoint, point `latest` to it and delete old checkpoints.
-    Raises CheckpointError if the ranks' slices do not cover whole tensors, the files cannot be read back,
-    or the run may not replace the existing checkpoint of this name."""
+    """Turn the files of all ranks into a checkpoint, make `latest` point to it and delete old checkpoints.
+    Returns its path.
+
+    Raises CheckpointError if the ranks' slices do not cover whole tensors, if the files cannot be read back,
+    or if the run may not replace an existing checkpoint of this name.
+    """
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
     written = storage.write_documents(staged, documents or {})
@@ -175,7 +179,7 @@ def commit(
     storage.write_small(staged / MANIFEST_FILE, content)
     storage.write_small(staged / MARKER_FILE, marker_of(content, time.time_ns()))
     fsync_dir(staged)
-    # Despite the marker, its hidden name keeps it from being mistaken for a checkpoint.
+    # The hidden name keeps it from being found as a checkpoint, despite the marker.
     open_checkpoint(staged)
     output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
@@ -204,7 +208,8 @@ def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEn
 def split_into_files(
     tensors: Sequence[TensorSlice], max_bytes: int
 ) -> Iterator[tuple[str, list[TensorSlice]]]:
-    """(file name, slices): model and optimizer in separate files, split at `max_bytes` between tensors."""
+    """Yield (file name, slices): model and optimizer in separate files, split at `max_bytes` between
+    slices."""
     for stem, of_kind in (
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),
