@@ -1,4 +1,4 @@
-"""Claim the output directory for a run: delete old files, refuse conflicts, and write the run's files."""
+"""Claim the output directory for a run: delete old files, reject conflicts, and write the run's files."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Claim the output directory, after everything else has been checked; all ranks call this. Raises
-    ConfigError on all ranks, if the directory holds something that belongs neither to this run nor to the
-    earlier one."""
+    """Claim the output directory after all other checks. A collective. Raises ConfigError on all ranks if the
+    directory contains files that belong neither to this run nor to the earlier run."""
     ownership = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
@@ -72,7 +71,8 @@ def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Refuse to overwrite a tokenizer that no run wrote, unless it is equal to this run's."""
+    """Raise ConfigError rather than overwrite a tokenizer that no run wrote, unless it equals this run's
+    tokenizer."""
     place = output_dir_of(cfg) / "tokenizer"
     if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
         return
@@ -89,12 +89,12 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory; one rank does it for all ranks.
+    """Claim the output directory. Called on one rank on behalf of all.
 
-    Writes the configuration, removes files that a killed run left unfinished and, with
-    ``Engine.save_load.overwrite``, the earlier run's files. ``comes_to`` says whether the run may save a
-    checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has such a name, or
-    the directory cannot be written.
+    Writes the configuration and removes unfinished files of a killed run. With
+    ``Engine.save_load.overwrite``, removes the earlier run's files. ``comes_to`` returns whether the run may
+    save a checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has such a
+    name, or if the directory cannot be written.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
@@ -112,13 +112,13 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
             write_run(output_dir, record)
         goes_on = earlier is not None and earlier.run == record.run
         if goes_on and start.state.step == 0 and not step_directories(output_dir):
-            for name in (METRICS_FILE, CSV_FILE):  # this is written before the run's first checkpoint
+            for name in (METRICS_FILE, CSV_FILE):  # written before the run's first checkpoint
                 (output_dir / name).unlink(missing_ok=True)
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
             repair_latest(start.checkpoint)
         if goes_on:
-            keep_newest(output_dir, ownership)  # the run may have been killed between a save and this
+            keep_newest(output_dir, ownership)  # the run may have been killed between saving and deleting
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
     get_logger().info(f"run {record.run} {'continues' if goes_on else 'begins'} in {output_dir}")
@@ -126,13 +126,14 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 
 def _meant_by(place: str) -> Iterator[Path]:
-    """Yield the step directory that ``place`` names, with links resolved, if there is one."""
-    with contextlib.suppress(CheckpointError):  # the code that needs it reports the error
+    """Yield the step directory that ``place`` names, with links resolved, if it exists."""
+    with contextlib.suppress(CheckpointError):  # the code that loads it reports the error
         yield resolve_checkpoint(place).resolve()
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """The run's identity: that of the run in the directory if this run continues it, else a new one."""
+    """Return the record of this run: the record of the run in the directory if this run continues it, else a
+    new one."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -173,7 +174,7 @@ def _refuse_names_in_use(
 
 
 def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the files of the earlier run. Without a record of that run, delete nothing."""
+    """Delete the files of the earlier run. If there is no record of that run, delete nothing."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
@@ -199,7 +200,7 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
-    """Write ``config.yaml``, and rename an existing file that no run wrote."""
+    """Write ``config.yaml``. An existing file that no run wrote is renamed."""
     path, text = output_dir / CONFIG_FILE, run_record(cfg)
     if path.exists() and not is_record(path):
         get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")

@@ -1,4 +1,4 @@
-"""Turn errors of a device into one message. For lack of memory, it suggests settings that need less."""
+"""Turn device errors into one message. If memory ran out, it suggests settings that need less memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OF_PADDLE = (
     "Out of memory error on",
     "CUDA error(2)",
     "cudaErrorMemoryAllocation",
-    "CUBLAS error(3)",  # when a library has no memory for its workspace
+    "CUBLAS error(3)",  # a library has no memory for its workspace
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-# An error of a plugin's allocator is only a number with many meanings. The place where it was raised shows
-# that it came from the allocator.
+# Paddle reports errors of plugin devices only as an ambiguous number. The call site shows whether the
+# allocator raised the error.
 _OF_PLUGIN, _ALLOCATOR = "CustomDevice error", re.compile(r"memory::allocation::\w+::AllocateImpl\(")
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
 _OF_DEVICE = re.compile(r"CustomDevice error, the error code is : \d+|(?:CUDA|XPU) error\(\d+\)[^\n(]*")
@@ -51,13 +51,13 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context that turns an error of the device into one message with advice.
+    """Context manager that turns a device error into one message with advice.
 
     Args:
-        advice: what to do about it; None: the planner's advice for training.
+        advice: advice for a lack of memory; None: the planner's advice for training.
 
     Raises:
-        OutOfMemoryError: this process or the device has no memory left.
+        OutOfMemoryError: this process or the device has run out of memory.
         DeviceError: the device has reported another error.
     """
     try:
@@ -89,8 +89,8 @@ def _where(ctx: ParallelContext) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that memory ran out: it is Python's, NumPy's or Paddle's own error, or an
-    error of Paddle that quotes one of these."""
+    """Return whether memory ran out: ``error`` is the error of Python, NumPy or Paddle, or an error of Paddle
+    that quotes one."""
     if isinstance(error, MemoryError):
         return True
     if type(error) not in (RuntimeError, OSError, SystemError):
@@ -101,7 +101,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """The message: where memory ran out, what uses it, and the cheapest settings that need less."""
+    """Compose the message: where memory ran out, what uses it, and the cheapest settings that need less."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

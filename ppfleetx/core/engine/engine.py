@@ -1,4 +1,4 @@
-"""The training loop: read a batch, let the runner step, call the callbacks, evaluate, save, stop."""
+"""The training loop: read a batch, run a step, call the callbacks, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ NO_TRAINING = TrainingLength(max_steps=0)
 
 
 class TrainingStoppedError(UserError):
-    """Training cannot continue; the message tells the user why."""
+    """Training cannot continue, for the reason in the message."""
 
 
 GoBack = Callable[["Engine", int], Iterator[Sequence[MicroBatch]] | None]
 
 
 class Engine:
-    """Trains and evaluates with a runner. It knows steps, samples and callbacks, but no parallel degrees.
+    """Trains and evaluates with a runner. Handles steps, samples and callbacks, but is independent of the
+    parallel plan.
 
     Args:
         schedule, saver: None when only evaluating.
@@ -105,13 +106,13 @@ class Engine:
         return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
-        """Train from ``state.step`` to exactly ``max_steps`` optimizer steps, and save at the end.
+        """Train from ``state.step`` until ``max_steps`` optimizer steps are done, and save at the end.
 
-        SIGTERM or Ctrl-C to any rank ends the run after the current step, with a checkpoint.
+        SIGTERM or Ctrl-C on any rank ends the run after the current step, with a checkpoint.
 
         Raises:
             UserError: the loss or the gradient is not finite, the data ended early or cannot be read, ranks
-                hold inconsistent data or weights, or a checkpoint cannot be saved. All ranks raise the same
+                have inconsistent data or weights, or a checkpoint cannot be saved. All ranks raise the same
                 error.
         """
         self._saved_step, self._is_fitting = self.state.step, True
@@ -130,7 +131,7 @@ class Engine:
                 self._evaluate_if_missing(eval_sets or {}, stop)
                 self._train(iter(train_loader), eval_sets or {}, stop)
                 self._save_once()
-                self.runner.finish_update()  # other ranks may still wait for messages from this one
+                self.runner.finish_update()  # other ranks may still wait for messages from this rank
                 raise_on_all_ranks(self.ctx, self._callback_error)
             if self._pruning is not None and self.state.step >= self.max_steps:
                 self._pruning.finish()
@@ -151,11 +152,11 @@ class Engine:
             )
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Compute the mean loss over all batches of each set, and the task's metrics. Callbacks get all
-        results at the end.
+        """Compute the mean loss over all batches of each set, and the task's metrics. Calls the callbacks
+        with all results at the end.
 
-        Returns None if a stop was requested before the end: a partial result would not be comparable. Raises
-        UserError if no token of a set counts in the loss.
+        Returns None if a stop was requested before the end, because a partial result would not be comparable.
+        Raises UserError if no token of a set has a loss.
         """
         records = []
         for name, loader in eval_sets.items():
@@ -192,14 +193,14 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate before the first step, to find a broken evaluation set at once, and on resume, if the
-        evaluation of this step was cut short."""
+        """Evaluate before the first step, to detect a broken evaluation set early, and on resume if the
+        evaluation of this step was interrupted."""
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate, and with ``keep_best``, save if the first set gives the best result so far."""
+        """Evaluate. With ``keep_best``, save if the first set has the best result so far."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
@@ -243,7 +244,7 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """Read the next batch. An error is returned, because the other ranks must learn of it before it is
+        """Read the next batch. An error is returned, because it must be sent to the other ranks before it is
         raised."""
         if self._callback_error is not None:
             return None, self._callback_error
@@ -270,7 +271,7 @@ class Engine:
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
         """Run one optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
-        read. Returns the batches to continue with, if a spike sent the run back to its last checkpoint."""
+        read. If a spike sent the run back to its last checkpoint, returns the batches to continue with."""
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1
@@ -326,7 +327,7 @@ class Engine:
         return None
 
     def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """Handle and report a spike. Returns what :meth:`_step` returns. Raises TrainingStoppedError."""
+        """Handle and report a spike. Returns the same as :meth:`_step`. Raises TrainingStoppedError."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
@@ -358,8 +359,8 @@ class Engine:
             self._saved_step = self.state.step
 
     def _notify(self, hook: str, *args: object) -> None:
-        """Call a hook of every callback. A UserError from one of them ends training before the next step, on
-        all ranks; outside training it is raised after all callbacks have been called."""
+        """Call a hook of every callback. During training, a UserError from a callback ends training before
+        the next step, on all ranks. Otherwise it is raised after all callbacks have been called."""
         found: UserError | None = None
         for callback in self._callbacks:
             try:

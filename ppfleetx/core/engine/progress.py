@@ -1,4 +1,4 @@
-"""The progress of a run, its length, and when it evaluates and saves, all in optimizer steps."""
+"""The progress of a run, its length, and the intervals of evaluations and checkpoints, in optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ppfleetx.config.sections.root import RunConfig
 
 @dataclass
 class TrainState:
-    """Progress of a run, counted in whole steps.
+    """Progress of a run, in whole steps.
 
     Attributes:
         step: the number of steps done, including skipped ones.
         consumed_samples: the number of samples of the training order that have been used.
         epoch: the number of completed passes over the training split.
-        evaluated_step: the step of the last complete evaluation. An evaluation that a stop cut short is
-            repeated when the run continues.
+        evaluated_step: the step of the last complete evaluation. An interrupted evaluation is repeated when
+            the run continues.
         skipped_steps: the number of steps that were spikes or whose gradients overflowed. Their samples are
             used up, but weights and learning rate did not change.
         best, best_step: the best value so far of the metric ``Engine.save_load.keep_best``, and its step.
-        spikes: the window of the last steps that ``Engine.spike`` keeps; empty if it is off.
+        spikes: statistics of the last steps for ``Engine.spike``; empty if it is off.
     """
 
     step: int = 0
@@ -41,7 +41,7 @@ class TrainState:
 
     @property
     def schedule_step(self) -> int:
-        """The number of steps that were not skipped: learning rate and weight decay depend on it."""
+        """The number of steps that were not skipped, which determines learning rate and weight decay."""
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
@@ -64,8 +64,8 @@ _STATE = TypeAdapter(TrainState)
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """The number of optimizer steps of the whole run, of one pass over the training split, and between
-    evaluations and checkpoints (0: never)."""
+    """The length of a run, of a pass over the training split, and of the intervals between evaluations and
+    checkpoints (0: never), in optimizer steps."""
 
     max_steps: int
     eval_every: int = 0
@@ -74,8 +74,8 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """The length that a configuration asks for. Run mode ``epoch`` counts passes over the training
-        split; DataError if this has less than one global batch."""
+        """Return the configured length. Run mode ``epoch`` counts passes over the training split, and raises
+        DataError if the split has less than one global batch."""
         engine = cfg.Engine
         if engine.run_mode == "step":
             steps_per_epoch = samples_per_epoch / cfg.batch.global_batch_size
@@ -96,14 +96,15 @@ class TrainingLength:
         )
 
     def position(self, steps_done: float) -> tuple[int, int]:
-        """The (pass over the training split, step within it) of the step after ``steps_done`` steps."""
+        """Return (pass over the training split, step within the pass) of the step after ``steps_done``
+        steps."""
         if math.isinf(self.steps_per_epoch):
             return 0, int(steps_done)
         epoch = int(steps_done // self.steps_per_epoch)
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
     def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
-        """Whether a run at ``state`` will reach this epoch and step."""
+        """Return whether a run at ``state`` will reach this epoch and step."""
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

@@ -1,4 +1,4 @@
-"""Per-step exchange between the ranks of a job, and the checks of ``Engine.checks``."""
+"""The exchange between ranks at each step, and the checks of ``Engine.checks``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Watch:
     """Makes all ranks stop after the same step and fail with the same message, and runs ``Engine.checks``.
 
     Attributes:
-        pace_of_ranks: compares the times of the ranks' steps.
+        pace_of_ranks: compares the step times of the ranks.
         counts: the sum of ``StepRunner.count`` over the job, from the last :meth:`before_step`.
     """
 
@@ -64,12 +64,14 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Exchange with the other ranks the batch or error, any signal, the number of tokens that count, and
-        the time of the last step. ``step`` is the number of steps done. Returns whether to stop, the same on
-        all ranks. Raises UserError on all ranks, if a rank has an error, or the batches of the ranks are
-        wrong."""
+        """Exchange with the other ranks the batch or error, a stop signal, the token counts, and the time of
+        the last step. ``step`` is the number of steps done.
+
+        Returns whether to stop, the same on all ranks. Raises UserError on all ranks if a rank has an error
+        or if the ranks' batches are inconsistent.
+        """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
-        counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # their bits
+        counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # as int64 bits
         numbers = [stop.signal_name is not None, error is not None, digest, *counts, *self.pace_of_ranks.own]
         of_all = gather_numbers(self._ctx, numbers)
         if of_all[:, 1].any():
@@ -86,7 +88,7 @@ class Watch:
         return False
 
     def stops_evaluation(self, stop: StopRequest | None) -> bool:
-        """Whether to stop an evaluation. All ranks call this before each of its batches."""
+        """Return whether to stop an evaluation. A collective, called before each batch."""
         return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
 
     def after_step(self, runner: StepRunner) -> None:
@@ -94,14 +96,14 @@ class Watch:
             check_copies(self._ctx, _held(runner, states=True))
 
     def at_rest(self, runner: StepRunner) -> None:
-        """Check that copies of weights are equal, at the start and before each checkpoint."""
+        """Check that replicas of weights are equal, at the start and before each checkpoint."""
         if self._level != "off":
             check_copies(self._ctx, _held(runner, states=False))
 
     def describe(
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
-        """Describe the rank, layer and samples that a non-finite number came from. All ranks call this."""
+        """Describe the rank, layer and samples that caused a non-finite number. A collective."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids
@@ -127,7 +129,8 @@ class Watch:
 
 
 def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Raise CheckFailedError unless all ranks run the same configuration, device and directories included."""
+    """Raise CheckFailedError unless all ranks have the same configuration, including device and
+    directories."""
     if cfg.Engine.checks != "off" and ctx.world_size > 1:
         check_same_configuration(ctx, dict(flat_values(cfg.model_dump(mode="json"))))
 

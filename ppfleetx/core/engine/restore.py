@@ -1,4 +1,4 @@
-"""Find the start of a run (nothing, weights, or a whole checkpoint), and load it."""
+"""Find the checkpoint from which a run starts, if any, and load the whole checkpoint or only its weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """The start of a run: nothing, the weights of a checkpoint, or the whole checkpoint.
+    """The start of a run: from scratch, from the weights of a checkpoint, or from the whole checkpoint.
 
     Attributes:
         resumes: whether optimizer, schedule, data position and random generators are restored too.
@@ -65,9 +65,9 @@ class Start:
     def restore(
         self, runner: StepRunner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load everything into ``runner`` and the random generators. Returns the schedule to continue
-        with. Raises CheckpointError if the checkpoint does not fit the model, data, tokenizer, optimizer
-        or schedule."""
+        """Load everything into ``runner`` and the random generators. Returns the schedule to continue with.
+        Raises CheckpointError if the checkpoint does not fit the model, data, tokenizer, optimizer or
+        schedule."""
         self._load_base(runner, cfg.Model)
         if self.checkpoint is None:
             return schedule
@@ -84,7 +84,7 @@ class Start:
         with joint_errors(self.ctx):
             changed = check_resumed(self.checkpoint, cfg, fingerprints)
         if any(change.key == "Engine.save_load.keep_best" for change in changed):
-            self.state.best, self.state.best_step = None, -1  # the old best belongs to another metric
+            self.state.best, self.state.best_step = None, -1  # the old best value is of another metric
         schedule = self._resume(runner, schedule)
         get_logger().info(f"resuming {self.checkpoint.path} (global step {self.state.step})")
         log_changes(self.checkpoint, changed, self.options)
@@ -111,8 +111,8 @@ class Start:
             )
 
     def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load all weights, and nothing else. Raises CheckpointError if they do not fit ``model``, or
-        would compute another function."""
+        """Load all weights, and nothing else. Raises CheckpointError if they do not fit ``model``, or would
+        compute another function."""
         assert self.checkpoint is not None
         self._load_base(runner, model)
         self._load_weights(runner, model)
@@ -121,7 +121,7 @@ class Start:
 
     def _load_base(self, runner: StepRunner, model: ModelConfig) -> None:
         """Load the frozen weights from ``Model.lora.base``, if set, and check that the checkpoint's adapters
-        belong to them."""
+        were trained on them."""
         place = None if model.lora is None else model.lora.base
         frozen = [name for name in runner.model_names() if not is_beside_base(name)]
         with joint_errors(self.ctx):
@@ -148,7 +148,8 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Refuse weights trained with fake quantization in a model without it, and the other way round."""
+        """Raise CheckpointError for weights trained with fake quantization in a model without it, and vice
+        versa."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -165,8 +166,8 @@ class Start:
             )
 
     def _load_weights(self, runner: StepRunner, model: ModelConfig, *, is_new_run: bool = False) -> None:
-        """Load the checkpoint's weights. A new run may add parameters: adapters, or a classification head in
-        place of the model's."""
+        """Load the checkpoint's weights. A new run may add parameters: adapters, or a classification head
+        that replaces the model's head."""
         model_names, parameters = runner.model_names(), list(runner.named_parameters())
         if self.base_fingerprint is not None:
             model_names = [name for name in model_names if is_beside_base(name)]
@@ -174,7 +175,7 @@ class Start:
         beside = [name for name in model_names if is_beside_base(name)]
         quantizers = [name for name in model_names if is_of_quantizer(name)]
         new = [*beside, *(quantizers if model.lora is None else ())] if is_new_run else []
-        # The kind of balancing loss may change at any time.
+        # These parameters exist only with some kinds of balancing loss, which may change at any time.
         loads = [name for name in (*model_names, *self.checkpoint.names()) if is_router_load(name)]
         with joint_errors(self.ctx):
             self._check_quantizers(self.checkpoint, quantizers, may_be_new=not set(quantizers) - set(new))
@@ -203,12 +204,12 @@ def _left_out(model: ModelConfig) -> tuple[str, ...]:
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
-    """Find the start of a run. The main rank decides, and reads the whole checkpoint if it must be verified;
-    the other ranks open the checkpoint that it found.
+    """Find the start of a run. Rank 0 decides, and verifies the checkpoint if configured; the other ranks
+    open the same checkpoint.
 
     In order of precedence: with ``resume``, the newest checkpoint of ``output_dir`` (None for a program that
     does not save), so that the same command continues after every interruption; the checkpoint ``ckpt_dir``;
-    the weights ``init_from``; nothing.
+    the weights ``init_from``; from scratch.
 
     Raises:
         CheckpointError: the requested checkpoint is missing, incomplete or damaged; on all ranks.
@@ -245,7 +246,8 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """The checkpoint of the run in ``output_dir`` to continue from. ``auto`` skips damaged checkpoints."""
+    """Return the checkpoint from which the run in ``output_dir`` continues. ``auto`` skips damaged
+    checkpoints."""
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
@@ -275,8 +277,8 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find the start of a run, and a configuration that names exactly its checkpoints. Raises
-    CheckpointError on all ranks."""
+    """Find the start of a run. Returns it with a copy of the configuration in which checkpoint paths are
+    resolved to step directories. Raises CheckpointError on all ranks."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

@@ -1,6 +1,6 @@
-"""Compare a checkpoint with the configuration: some differences are refused, others are logged.
+"""Compare a checkpoint with the configuration. Some differences are errors, others are logged.
 
-The effect of each key is defined in ``ppfleetx.config.resume_policy`` and nowhere else.
+``ppfleetx.config.resume_policy`` is the only place that defines the effect of each key.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ppfleetx.utils.log import get_logger
 Fingerprints = Mapping[str, str | None]
 
 
-# Keys that a new run may change in a trained network, to learn longer sequences.
+# Keys that a new run may change in a trained network, to extend the context length.
 _STRETCHING = ("rotary_base", "rope_scaling")
-# Keys that decide how often a run reads its corpus.
+# Keys that determine how often a run reads its corpus.
 _LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_size")
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
-    """Raise CheckpointError for weights that have the right shapes but would compute another function,
-    naming the first key that differs. With ``may_stretch``, different keys for rotary positions are
-    allowed, and logged."""
+    """Raise CheckpointError if the weights have the right shapes but would compute another function. The
+    message names the first key that differs. With ``may_stretch``, keys of rotary embeddings may differ, and
+    the change is logged."""
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         return  # a checkpoint of another program, without a configuration
@@ -68,8 +68,8 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
-    """Return the changes that a resumed run makes. Raises CheckpointError if the tokenizer, the data, or
-    the states of the optimizer differ."""
+    """Return the changes that a resumed run makes. Raises CheckpointError if the tokenizer, the data or the
+    kind of optimizer state differs."""
     options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config
@@ -114,7 +114,7 @@ def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
 
 
 def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
-    """Log in one line how this run differs from the one that saved ``checkpoint``."""
+    """Log in one line how this run differs from the run that saved ``checkpoint``."""
     differences = [*map(str, changed)]
     if not options.load_optim:
         differences.append("a fresh optimizer (Engine.save_load.load_optim = False)")

@@ -1,4 +1,4 @@
-"""A run as callbacks and savers see it: its parts, its progress, and the records it reports."""
+"""The interface of a run for callbacks and savers: its parts, its progress, and its records."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ppfleetx.planner.utilization import Utilization
 
 SOURCE = "source/"
-"""The prefix of metrics for the loss of one corpus of a blend."""
+"""The name prefix of metrics that are the loss of one corpus of a blend."""
 
 
 class Run(Protocol):
-    """The engine as callbacks see it, read-only. ``schedule`` is None when only evaluating; ``state`` is
+    """The engine's read-only interface for callbacks. ``schedule`` is None when only evaluating. ``state`` is
     up to date when a hook is called."""
 
     cfg: RunConfig
@@ -38,11 +38,11 @@ class Run(Protocol):
 
     @property
     def utilization(self) -> Utilization | None:
-        """FLOPs and peak, to compute the run's TFLOP/s and MFU; None if a step's FLOPs are unknown."""
+        """FLOPs per step and peak FLOP/s, to compute TFLOP/s and MFU; None if the FLOPs are unknown."""
 
     def callback_states(self) -> dict[str, Any]:
-        """The states of this rank's callbacks by name, as JSON values. Raises CheckpointError if one
-        cannot be saved."""
+        """Return the states of this rank's callbacks by name, as JSON values. Raises CheckpointError if a
+        state cannot be saved."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class StepRecord:
         epoch: the pass over the training split that this step belongs to, from 0.
         batch: the index of the step within that pass, from 0.
         loss: the mean over all tokens of the job in this step.
-        lr, weight_decay: those used in this step.
+        lr, weight_decay: the values used in this step.
         grad_norm: the gradient norm before clipping.
-        num_valid_tokens: the number of tokens that counted in the loss.
+        num_valid_tokens: the number of tokens with a loss.
         num_tokens: the number of tokens of the whole job in this step, valid or not.
         batch_size: the number of sequences of the whole job in this step.
         data_size: number of data ranks, which read different samples.
@@ -66,7 +66,7 @@ class StepRecord:
         skipped: whether the gradients overflowed, so that nothing was updated.
         metrics: the metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of
             one corpus of a blend (``Engine.log_source_loss``).
-        pruned: pruned share of the layers' matrices; None without ``Compress.Prune``.
+        pruned: the pruned fraction of the pruned matrices; None without ``Compress.Prune``.
     """
 
     step: int
@@ -156,9 +156,8 @@ class Window:
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """TFLOP/s and MFU of a step with the whole batch at this speed, if known. Steps of a batch ramp have
-        fewer tokens.
-        """
+        """Return TFLOP/s and MFU at this speed for a step with the full batch size, if known. During a batch
+        size rampup, steps have fewer tokens."""
         if run.utilization is None:
             return {}
         num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len

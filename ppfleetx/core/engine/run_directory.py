@@ -1,6 +1,6 @@
-"""The output directory of a run: check which run may start there, and from which checkpoints.
+"""Checks of a run's output directory: which run may start there, and from which checkpoints.
 
-Imports no Paddle: mistakes are refused before Paddle is loaded.
+Does not import Paddle, so that errors are reported before Paddle is loaded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 def check_start(cfg: RunConfig) -> None:
-    """Raise ConfigError for a run that names two ways to start, would write into a checkpoint, or would
-    start from scratch in the directory of another run. Writes nothing."""
+    """Raise ConfigError for a run that names two ways to start, would write into a checkpoint, or would start
+    from scratch in the directory of another run. Writes nothing."""
     options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
     if options.init_from is not None and options.ckpt_dir is not None:
         raise cfg.error(
@@ -109,13 +109,13 @@ def _resumes_within(cfg: RunConfig) -> bool:
 
 
 def lies_in(checkpoint: Path, output_dir: Path) -> bool:
-    """Whether a step directory is inside ``output_dir``, with links resolved."""
+    """Return whether a step directory is inside ``output_dir``, with links resolved."""
     return checkpoint.resolve().parent == output_dir.resolve()
 
 
 def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
-    """Create the output directory, and lock it until ``stack`` closes. One rank does it for all ranks.
-    Raises ConfigError if another run uses or has used the directory, or it cannot be created."""
+    """Create the output directory, and lock it until ``stack`` closes. Called on one rank on behalf of all.
+    Raises ConfigError if another run uses or has used the directory, or if it cannot be created."""
     check_start(cfg)
     output_dir = output_dir_of(cfg)
     busy = directory_error(cfg, "another run is training in this directory")
@@ -131,10 +131,10 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """The step directory that ``Model.lora.base`` currently resolves to; None if it is not set. Raises
+    """Return the step directory to which ``Model.lora.base`` resolves now, or None if it is not set. Raises
     CheckpointError.
 
-    If it names the output directory itself, this run's own checkpoints there are skipped.
+    If ``Model.lora.base`` is the output directory itself, this run's own checkpoints there are skipped.
     """
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:

@@ -32,9 +32,9 @@ class Saver:
     """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint; with
     ``Engine.save_load.async_save``, in the background.
 
-    All ranks of a job call its methods together, and a CheckpointError is the same on all of them. With
-    ``on_save_error: stop`` it is raised at once. With ``continue`` errors are logged, and only a failure of
-    the last save is raised, at the end of the run, because then the run's result is not saved.
+    All ranks must call the methods in the same order, and a CheckpointError is the same on all of them. With
+    ``on_save_error: stop`` it is raised at once. With ``continue``, errors are logged; only a failure of the
+    last save is raised, at the end of the run, because then the result is not saved.
     """
 
     def __init__(
@@ -62,9 +62,8 @@ class Saver:
         )
 
     def save(self, run: Run) -> None:
-        """Complete the save in progress, then save the run's current state, or start to save it in the
-        background.
-        """
+        """Complete the save in progress, then save the run's current state, or start saving it in the
+        background."""
         self.complete()
         self._failure = None
         with self._guarded():
@@ -77,9 +76,8 @@ class Saver:
             )
 
     def mark_best(self, run: Run) -> None:
-        """Complete the save in progress and point ``best`` to the checkpoint of the current step, unless that
-        save failed.
-        """
+        """Complete the save in progress, and make ``best`` point to the checkpoint of the current step,
+        unless that save failed."""
         self.complete()
         if self._failure is not None:
             return
@@ -93,17 +91,17 @@ class Saver:
             self._manager.wait()
 
     def poll(self) -> None:
-        """Advance a save in the background without waiting, and report its failure."""
+        """Advance a background save without waiting, and report its failure."""
         with self._guarded():
             self._manager.poll()
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context for the whole run. On exit, the save in progress is completed if possible. Raises
+        """Context manager for the whole run. On exit, the save in progress is completed if possible. Raises
         CheckpointError if the last save failed."""
         try:
             yield
-        except UserError:  # the same error on all ranks, so they can still act together
+        except UserError:  # the same error on all ranks, so collectives still work
             with contextlib.suppress(CheckpointError):
                 self._finish()
             raise
@@ -128,7 +126,8 @@ class Saver:
             get_logger().error(f"{error} Training continues (Engine.save_load.on_save_error=continue).")
 
     def _tensors(self, runner: StepRunner) -> list[TensorSlice]:
-        """The slices that this rank writes. If weights are frozen, only the trained parameters are saved."""
+        """Return the slices that this rank writes. If the base weights are frozen, only the trained
+        parameters are saved."""
         parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:
             parameters = [(name, p) for name, p in parameters if not p.stop_gradient]

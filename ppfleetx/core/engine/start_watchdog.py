@@ -1,4 +1,4 @@
-"""Start and stop the watchdog of this process as the configuration says."""
+"""Start and stop the watchdog of this process as configured."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from ppfleetx.utils.cli import EXIT_HUNG
 from ppfleetx.utils.peers import ended_peer_in, may_end_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
-"""Directories of reports. Evaluation and generation have their own, because they may run during training."""
+"""Directories of hang reports, separate because evaluation and generation may run during training."""
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
-    """Start the watchdog before Paddle is imported, in our own programs, which stop it after training."""
+    """Start the watchdog before Paddle is imported, in ppfleetx's own programs only. They stop it after
+    training."""
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 
 
 def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Exchange process ids with the other ranks, so that each can ask the kernel about the others."""
+    """Exchange process ids with the other ranks, so that each rank can query the kernel about the others."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
 
 
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
-    """Context in which this process is watched, with reports in ``directory`` under the output directory.
-    A watch that has already started continues."""
+    """Context manager: the watchdog watches this process, with reports in ``directory`` under the output
+    directory. A watchdog that has already started continues."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     introduce(cfg, ctx)

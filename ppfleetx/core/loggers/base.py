@@ -12,7 +12,8 @@ from typing import Any
 class LogStart:
     """The number of steps done so far, and the whole configuration as JSON values.
 
-    A run that resumes a checkpoint repeats the later steps: drop their earlier records.
+    A run that resumes from a checkpoint repeats later steps, so a writer must drop its records after
+    ``step``.
     """
 
     step: int
@@ -22,8 +23,8 @@ class LogStart:
 class LogWriter:
     """Writes numbers by name. Created as ``Class(output_dir, **options)`` on rank 0, for training only.
 
-    Do not import heavy libraries or open anything before :meth:`start`. A ``UserError`` ends the run with its
-    message; an ``OSError`` from :meth:`write` is logged once, and training continues.
+    Do not import heavy libraries or open files before :meth:`start`. A ``UserError`` ends the run with its
+    message. An ``OSError`` from :meth:`write` is logged once, and training continues.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -41,7 +42,8 @@ class LogWriter:
         """Close the file or service that :meth:`start` opened. Called once, however the run ends."""
 
     def state(self) -> Mapping[str, Any]:
-        """The state needed to continue the curves when the run resumes: JSON values, saved in checkpoints."""
+        """Return the state needed to continue the curves when the run resumes, as JSON values. Saved in
+        checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Writers of local files: a CSV table, TensorBoard's and VisualDL's event files."""
+"""Writers of local files: a CSV table, and event files of TensorBoard and VisualDL."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CSV_FILE = "metrics.csv"
 
 class CsvFile(LogWriter):
     """Writes ``metrics.csv`` in the run's directory: a row for each record, with ``step`` and a column for
-    each number. For a number with a new name, the file is rewritten with another column.
+    each number. When a number has a new name, the file is rewritten with another column.
 
-    A resumed run drops rows of later steps; a new run renames an existing file.
+    A resumed run drops rows of later steps. A new run renames an existing file.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -61,7 +61,7 @@ class CsvFile(LogWriter):
 
 
 def _step_of(row: Mapping[str, str | None]) -> float:
-    """The row's step; infinity for a row cut off by a kill, so that it is dropped."""
+    """Return the row's step, or infinity for a row truncated by a kill, so that it is dropped."""
     text = row.get("step") or ""
     return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
 
@@ -83,7 +83,7 @@ class _EventFiles(LogWriter):
 class TensorBoard(_EventFiles):
     """Writes ``tensorboard/`` in the run's directory: ``tensorboard --logdir output/tensorboard``.
 
-    A resumed run adds a file, which tells TensorBoard to ignore earlier records of later steps.
+    A resumed run adds a file that makes TensorBoard ignore earlier records of later steps.
     """
 
     folder = "tensorboard"
@@ -100,7 +100,7 @@ class TensorBoard(_EventFiles):
 
 
 def visual_dl_is_installed() -> bool:
-    """Whether VisualDL is installed (``pip install ppfleetx[vdl]``)."""
+    """Return whether VisualDL is installed (``pip install ppfleetx[vdl]``)."""
     return importlib.util.find_spec("visualdl") is not None
 
 

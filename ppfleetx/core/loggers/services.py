@@ -16,7 +16,8 @@ from ppfleetx.utils.log import get_logger
 
 
 class _Continued(LogWriter):
-    """Saves the service's id of the run, so that a resumed run continues it."""
+    """Base class that saves the service's id of the run, so that a resumed run continues the same run
+    there."""
 
     _id: str | None = None
 
@@ -28,8 +29,7 @@ class _Continued(LogWriter):
 
 
 class Wandb(_Continued):
-    """Logs to Weights & Biases, offline by default; ``mode: online`` or the variable ``WANDB_MODE`` changes
-    that. ``wandb sync`` uploads an offline run.
+    """Logs to Weights & Biases, offline by default. ``wandb sync`` uploads an offline run.
 
     Args:
         output_dir: the run's directory; the files are in ``wandb/`` there.
@@ -94,7 +94,7 @@ _LONGEST_VALUE, _PER_CALL = 500, 100
 
 
 class MLflow(_Continued):
-    """Logs to MLflow, into local files unless a tracking server is named.
+    """Logs to MLflow, by default to local files.
 
     Args:
         uri: the URI of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.

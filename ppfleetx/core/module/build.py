@@ -1,4 +1,4 @@
-"""Build ``Model.module`` by name, with the teacher and the per-corpus losses that the configuration adds."""
+"""Build the task ``Model.module`` by name, with the configured teacher and losses per corpus."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class SourceLosses(WrappedTask):
-    """A task with a metric ``source/NAME``, the loss of one corpus, for each corpus of its training data.
+    """A task with an additional metric ``source/NAME``, the loss of one corpus, for each corpus of the
+    training data.
 
-    ``names`` are indexed by ``source_ids [b]`` of a batch. Batches without them, as in evaluations, have no
-    such metrics.
+    ``names`` are indexed by ``source_ids [b]`` of a batch. Batches without ``source_ids``, as in evaluations,
+    have no such metrics.
     """
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
@@ -53,7 +54,7 @@ class SourceLosses(WrappedTask):
 
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
-    """Build the task named by ``Model.module``, with a teacher if ``Compress.Distill`` names one, and
+    """Build the task named by ``Model.module``, with a teacher if ``Compress.Distill`` is set, and with
     metrics for the ``sources`` of a blend. Raises ConfigError."""
     task = MODULES.make(cfg.Model.module, cfg, gives=BasicModule)
     if cfg.Compress.Distill is not None:

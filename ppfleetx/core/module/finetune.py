@@ -1,4 +1,4 @@
-"""Sequence classification with GPT for the GLUE tasks, and the files of its predictions."""
+"""Sequence classification with GPT for the GLUE tasks, and files of predictions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from ppfleetx.utils.log import get_logger
 
 
 class GPTFinetuneModule(BasicModule):
-    """Classify a sequence, or predict a number, from the hidden state of its last token before the padding.
+    """Classifies a sequence, or predicts a number, from the hidden state of its last token before the
+    padding.
 
-    The loss is the cross entropy, or the squared error of a number, over examples with ``loss_mask`` 1.
+    The loss is the cross entropy, or the squared error for a number, over examples with ``loss_mask`` 1.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -45,7 +46,7 @@ class GPTFinetuneModule(BasicModule):
         return gpt_classification_stages(self.cfg.Model, factory, self.num_outputs)
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
-        """Return ``[b, outputs]`` float32 at the last of each sequence's ``lengths`` tokens."""
+        """Return ``[b, outputs]`` float32 at the last token of each sequence, given by ``lengths``."""
         scores_sbc = model(batch["tokens"]).astype("float32")
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))
@@ -65,8 +66,8 @@ class GPTFinetuneModule(BasicModule):
 
 
 class Classification:
-    """Gathers the outputs for every example from the data ranks, and computes loss and metrics from them,
-    if there are labels."""
+    """Gathers the outputs for all examples from the data ranks, and computes loss and metrics if there are
+    labels."""
 
     def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
         self._module, self._ctx, self._has_labels = module, ctx, has_labels
@@ -94,7 +95,7 @@ class Classification:
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Mean cross entropy of ``outputs [n, classes]``, or mean squared error of ``[n, 1]``."""
+    """Return the mean cross entropy of ``outputs [n, classes]``, or the mean squared error of ``[n, 1]``."""
     if outputs.shape[1] == 1:
         return float(np.square(outputs[:, 0] - labels).mean())
     shifted = outputs - outputs.max(axis=1, keepdims=True)
@@ -103,8 +104,8 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """Writes a classifier's predictions after each evaluation, replacing those of the last one. ``parts``
-    has the split of the task, by the name of the evaluation set. Sets of one split share a file."""
+    """Writes a classifier's predictions after each evaluation, replacing the previous ones. ``parts`` maps
+    the name of an evaluation set to the split of the task. Sets of the same split share a file."""
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
         self._directory, self._task, self._parts = directory, task, parts

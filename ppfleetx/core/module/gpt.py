@@ -1,4 +1,4 @@
-"""Causal language modeling with GPT: training, and scores of tokens for ``Offline_Eval``."""
+"""Causal language modeling with GPT: training, and token scores for ``Offline_Eval``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 
 
 class GPTModule(BasicModule):
-    """Predicts the next token. The loss counts tokens with ``loss_mask`` 1."""
+    """Predicts the next token. The loss is over tokens with ``loss_mask`` 1."""
 
     @property
     def loss_in_pieces(self) -> bool:
-        """Whether the loss can be computed in pieces: True, but False for subclasses with their own loss,
-        unless they override this."""
+        """Whether the loss can be computed in chunks of tokens. False for a subclass that overrides ``loss``,
+        unless it also overrides this property."""
         return type(self).loss is GPTModule.loss
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
@@ -27,10 +27,10 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """GPT for ``Offline_Eval``. Its "loss" is the value that the evaluation sums up, and has no gradient.
+    """GPT for ``Offline_Eval``. Its "loss" is the value that the evaluation sums up, without a gradient.
 
-    Perplexity: minus the sum of the log probabilities of tokens with ``loss_mask`` 1. Cloze: the number of
-    rows in which every such token is the likeliest. Metric ``non_finite``: the share of tokens with
+    Perplexity: the negative sum of log probabilities of tokens with ``loss_mask`` 1. Cloze: the number of
+    rows in which every such token is the most likely one. Metric ``non_finite``: the fraction of tokens with
     non-finite logits.
     """
 
@@ -47,6 +47,6 @@ class GPTEvalModule(GPTModule):
         metrics = {"non_finite": Sum(num_broken, log_probs.size)}
         if not self.cfg.Offline_Eval.cloze_eval:
             return LossOutput(-log_probs.sum(), metrics)
-        is_row = (mask != 0).any(axis=1)  # not padding at the end of the set
+        is_row = (mask != 0).any(axis=1)  # excludes padding rows at the end of the set
         num_right = paddle.logical_and(is_greedy.all(axis=1), is_row).astype("float64").sum()
         return LossOutput(num_right, metrics)

@@ -28,10 +28,11 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """Non-empty states by name. Raises CheckpointError if a state is not made of JSON values."""
+        """Return the non-empty states by name. Raises CheckpointError if a state is not made of JSON
+        values."""
         states = {}
         for name, callback in self.named:
-            try:  # a copy, because a save in the background is written later
+            try:  # a copy, because a background save writes it later
                 states[name] = json.loads(json.dumps(callback.state(), allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise CheckpointError(
@@ -41,7 +42,8 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Give each callback its saved state. Callbacks without one start afresh. Raises CheckpointError."""
+        """Restore the saved state of each callback. Callbacks without a saved state are unchanged. Raises
+        CheckpointError."""
         if not isinstance(states, Mapping):
             raise CheckpointError(f"the callbacks' states in the checkpoint are damaged: {shown(states)}")
         for name, callback in self.named:
@@ -50,8 +52,8 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Raise ConfigError for callbacks that could not be created, without creating any. Imports Paddle only
-    to check the options of built-in callbacks."""
+    """Raise ConfigError for callbacks that could not be created, without creating any. Imports Paddle only if
+    a built-in callback has options."""
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
         if item.options or not isinstance(target, str):
@@ -59,8 +61,8 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks call this. Raises
-    ConfigError on all ranks."""
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank. A collective. Raises ConfigError on
+    all ranks."""
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
         for name, item in _numbered(setup.cfg.Engine.callbacks):
@@ -98,7 +100,7 @@ def _checked(callback: Any, name: str) -> Callback:
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """The name of the state, and the item, of each callback, with groups expanded.
+    """Yield the name for the state, and the item, of each callback, with groups expanded.
 
     A name that occurs again with other options gets a number: ``csv``, ``csv#2``.
     """

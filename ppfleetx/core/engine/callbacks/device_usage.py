@@ -1,4 +1,4 @@
-"""A run's use of its devices: memory and time, measured and predicted."""
+"""Memory and time that a run needs on its devices, measured and predicted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def device_name(device: str) -> str:
-    """The driver's name for this process's card; empty if Paddle does not know it."""
+    """Return the driver's name for this process's card, or "" if Paddle does not know it."""
     found = total_memory() if is_card(device) else None
     return "" if found is None else found[1]
 
@@ -58,7 +58,7 @@ class MemoryLog(Callback):
 
 
 def _peak_text(run: Run) -> str:
-    # Linux counts ru_maxrss in KiB, macOS in bytes.
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"peak host {_mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
     if is_card(run.ctx.device):
@@ -79,7 +79,7 @@ _KEPT = 4096
 
 
 class Forecast(Callback):
-    """Warns before the first step if the run is predicted to need more memory than the card has, and compares
+    """Warns before the first step if the run is predicted to need more memory than the card has. Logs
     prediction and measurement in one line at the end."""
 
     def __init__(self, prediction: Prediction, *, named: bool) -> None:
@@ -127,9 +127,9 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
-    """Lines with each rank's place in the plan and its number of parameters. Every rank calls this.
+    """Return lines with each rank's position in the plan and its number of parameters. A collective.
 
-    Ranks that differ only along dp, sharding and sep, and hold the same number of parameters, share a line.
+    Ranks that differ only along dp, sharding and sep, and have the same number of parameters, share a line.
     """
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)

@@ -1,4 +1,4 @@
-"""The log line of each step in FleetX's, Megatron-LM's and MindSpeed's forms, and the progress bar."""
+"""The log line of each step in the formats of FleetX, Megatron-LM and MindSpeed, and the progress bar."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from ppfleetx.utils.progress_bar import ProgressBar
 
 
 class Periodic(Callback):
-    """Reports every ``logging_freq`` steps and after the last one. Times and speeds are means since the last
-    report.
-    """
+    """Base class of callbacks that report every ``logging_freq`` steps and after the last step. Times and
+    speeds are means since the last report."""
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -37,7 +36,7 @@ class Periodic(Callback):
 
 
 class TrainLog(Periodic):
-    """Logs one line a report."""
+    """Logs the step in FleetX's format."""
 
     def on_fit_start(self, run: Run) -> None:
         if run.utilization is not None:
@@ -55,7 +54,7 @@ class TrainLog(Periodic):
 
 
 def eval_line(record: EvalRecord) -> str:
-    """The line for an evaluation: a language model's perplexity, or a classifier's metrics."""
+    """Return the log line of an evaluation, with a language model's perplexity or a classifier's metrics."""
     what = "examples" if record.ppl is None else "tokens"
     numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
     listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
@@ -72,15 +71,15 @@ def sources_line(record: StepRecord) -> str:
 
 
 def metrics_line(record: StepRecord) -> str:
-    """The line with the metrics of the task and of the model's layers. Metrics of single layers
-    (``expert_load/3``) go to the metrics file only."""
+    """Return the log line with the metrics of the task and of the model's layers. Metrics of single layers
+    (``expert_load/3``) are written only to the metrics file."""
     metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
     listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
     return f"metrics at global step {record.step}, {listed}"
 
 
 def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
-    """The line for a step, whose form users rely on. ``rates`` come from ``Utilization.rates``."""
+    """Return the log line of a step. Users parse this format. ``rates`` come from ``Utilization.rates``."""
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
@@ -96,13 +95,12 @@ def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | 
     return f"{text}, loss_scale: {record.loss_scale:g}, found_inf: {int(record.skipped)}"
 
 
-_LARGEST_LOSS = 20.0  # Megatron caps the loss at this value for the perplexity
+_LARGEST_LOSS = 20.0  # Megatron-LM caps the loss at this value for the perplexity
 
 
 class MegatronLog(Periodic):
     """Logs `` iteration N/ TOTAL | consumed samples: ... |`` and a line for each evaluation, as Megatron-LM
-    does.
-    """
+    does."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         seconds = window.batch_cost
@@ -127,8 +125,7 @@ class MegatronLog(Periodic):
 
 class MindSpeedLog(Periodic):
     """Prints ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms``, as MindSpeed does, without a log prefix.
-    The time is the mean of one step.
-    """
+    The time is the mean of one step."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         scale = "" if record.loss_scale is None else f", Loss_scale: {record.loss_scale:g}"

@@ -12,7 +12,7 @@ from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.distributed.device import profiler_targets
 from ppfleetx.utils.log import get_logger
 
-# Maps keys of Profiler.summary to Paddle's tables.
+# Keys of Profiler.summary and Paddle's tables.
 _VIEWS = {
     "overview": profiler.SummaryView.OverView,
     "device": profiler.SummaryView.DeviceView,
@@ -27,7 +27,7 @@ _VIEWS = {
 
 class ProfilerCallback(Callback):
     """Profiles steps ``scheduler[0]`` (inclusive) to ``scheduler[1]`` (exclusive), counted from the run's
-    first.
+    first step.
 
     Writes the trace to ``profiler_log`` under the output directory and prints the tables.
     """

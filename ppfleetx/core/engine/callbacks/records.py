@@ -1,4 +1,4 @@
-"""Records of steps and evaluations: to ``metrics.jsonl`` and to the writers of ``Engine.loggers``."""
+"""Records of steps and evaluations, written to ``metrics.jsonl`` and to the writers of ``Engine.loggers``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ppfleetx.utils.log import get_logger
 
 
 class Recorder(Periodic):
-    """Makes a record for each report and each evaluation."""
+    """Base class of callbacks that write a record for each report and each evaluation."""
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
-        """Write a record of JSON values. ``kind`` (``train`` or ``eval``) and ``step`` are always present."""
+        """Write a record of JSON values, which always has ``kind`` (``train`` or ``eval``) and ``step``."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         self.keep(train_record(run, record, window))
@@ -85,8 +85,8 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers of a record by name: ``train/loss``, ``train/source/wiki/loss``, ``eval/ppl``,
-    and for a named evaluation set ``eval/wiki/ppl``."""
+    """Return the finite numbers of a record by name: ``train/loss``, ``train/source/wiki/loss``,
+    ``eval/ppl``, and ``eval/wiki/ppl`` for an evaluation set named ``wiki``."""
     where = "/".join(filter(None, (record["kind"], record.get("set"))))
     found: dict[str, Any] = {}
     for key, value in record.items():
@@ -101,7 +101,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> float | None:
-    """A number; None for infinity and NaN, which JSON does not have."""
+    """Return a number, or None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -129,8 +129,8 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
 class MetricsFile(Recorder):
     """Appends one JSON object per line to ``metrics.jsonl``.
 
-    On resume, lines after the resumed step are dropped, so that the file always reads like that of an
-    uninterrupted run. A new run renames an existing file.
+    On resume, lines after the resumed step are dropped, so that the file is the same as for an uninterrupted
+    run. A new run renames an existing file.
     """
 
     def __init__(self, path: Path, logging_freq: int) -> None:
@@ -170,10 +170,10 @@ class MetricsFile(Recorder):
             )
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Append a whole line or nothing. A full disk is logged, and training continues."""
+        """Append a complete line or nothing. A full disk is logged, and training continues."""
         line = (json.dumps(record) + "\n").encode()
         try:
-            # Opened for each line, so that a killed run leaves whole lines.
+            # Opened for each line, so that a killed run leaves complete lines.
             with self._path.open("ab", buffering=0) as file:
                 start = file.seek(0, os.SEEK_END)
                 if file.write(line) != len(line):
@@ -184,10 +184,10 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop records after ``step``, and a line that was cut off when the run was killed.
+    """Drop the records after ``step``, and an incomplete line left by a killed run.
 
-    A spike in samples from ``consumed`` on that sent the run back to this step is dropped as well: a run that
-    resumes here will meet it again.
+    A spike that sent the run back to this step is dropped too if its samples start at ``consumed`` or later,
+    because a run that resumes here will reach it again.
     """
     if not path.exists():
         return
@@ -212,8 +212,8 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """Create the writers of ``Engine.loggers``, by name, except loggers that are callbacks. Nothing is
-    opened yet. Raises ConfigError."""
+    """Create the writers of ``Engine.loggers``, by name, except loggers that are callbacks. Opens no files
+    yet. Raises ConfigError."""
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
     for item in cfg.Engine.loggers:
@@ -232,7 +232,7 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Passes the numbers of each record to all writers, which have names."""
+    """Passes the numbers of each record to all writers. ``writers`` are indexed by name."""
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -247,8 +247,8 @@ class LogWriters(Recorder):
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """A writer for VisualDL only, for training, if it is installed and ``Engine.loggers`` does not
-        name it."""
+        """Create a writer for VisualDL only, when training, if VisualDL is installed and ``Engine.loggers``
+        does not name it."""
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or not visual_dl_is_installed():
             return None
