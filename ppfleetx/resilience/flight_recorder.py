@@ -1,6 +1,6 @@
 """Record the last collectives that this process called, for every kind of process group.
 
-Recording a call costs about five microseconds: shapes and tasks are only stored; they are inspected and
+Recording a call costs about 5 microseconds, because shapes and tasks are only stored. They are inspected and
 formatted when a report is made.
 """
 
@@ -19,7 +19,7 @@ _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 
 
 class Call:
-    """One call of a collective, or of a message between two ranks.
+    """A call of a collective or of a point-to-point message.
 
     Attributes:
         operation: the name of the operation, without the stream.
@@ -29,7 +29,7 @@ class Call:
         shape, dtype: shape and type of this rank's input tensor, if there is one.
         begun, ended: times in seconds of the monotonic clock; ``ended`` is 0.0 while the call runs.
         task: the return value of the call, which knows whether a background operation is done.
-        asks: whether the call only asks other ranks whether they are done, which does not count as progress.
+        asks: whether the call only polls other ranks, which does not count as progress.
     """
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Call:
 
 
 class CallRecord:
-    """A ring of the last :data:`KEPT` calls.
+    """A ring buffer of the last :data:`KEPT` calls.
 
     Attributes:
         blocked_on: a function that returns the task that the program waits for, or None; set by backends that
@@ -95,15 +95,14 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """The time (monotonic clock) when a call that counts as progress last began or ended; 0.0 before the
-        first.
-        """
+        """The time (monotonic clock) when a call that counts as progress last began or ended; 0.0 if there
+        was none."""
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Context for calls that only ask whether other ranks are done. They do not count as progress."""
+        """Context manager for calls that only poll other ranks. They do not count as progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -118,7 +117,7 @@ class CallRecord:
 
     def begin(self, operation: str, group: Any, arguments: tuple[Any, ...]) -> Call:
         counts = self._counts.get(id(group))
-        if counts is None:  # keeping the group keeps its id unique
+        if counts is None:  # a reference to the group keeps its id unique
             counts = self._counts[id(group)] = [group, 0, defaultdict(int), defaultdict(int)]
         peer = -1
         if operation.startswith(_SENDS):
@@ -169,14 +168,13 @@ class CallRecord:
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
     def totals(self) -> Mapping[int, tuple[Any, int, Mapping[int, int], Mapping[int, int]]]:
-        """For each group: the group, its number of collectives, and the numbers of messages to and from
-        each peer."""
+        """Return for each group: the group, its number of collectives, and the numbers of messages to and
+        from each peer."""
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """The call that ``thread`` waits for: a call that has not returned, or the call that the backend
-        waits for.
-        """
+        """Return the call that ``thread`` waits for: a call that has not returned, or the call that the
+        backend waits for."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -221,14 +219,14 @@ _FORMS = ("_on_calc_stream", "_into_tensor", "_tensor", "_partial", "_single")
 
 
 def operation_of(method: str) -> str:
-    """The name of the operation that a method of a process group performs."""
+    """Return the name of the operation that a method of a process group performs."""
     for ending in _FORMS:
         method = method.removesuffix(ending)
     return _SAME.get(method, method)
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """The input tensor among the arguments: the second one if the first is the output."""
+    """Return the input tensor among the arguments: the second argument if the first is the output."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

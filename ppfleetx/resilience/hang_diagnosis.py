@@ -1,8 +1,9 @@
 """Combine the reports of a job's ranks into one sentence that names the missing ranks.
 
-A rank *waits* if its main thread is in a collective or a message. The cause of a hang is a rank that others
-wait for, and that either does not wait itself or has not reported. If all ranks wait, their records show that
-a rank called something else, or that all made the same call and the network fails.
+A rank *waits* if its main thread is in a collective or a point-to-point message. A hang is caused by a rank
+that others wait for, and that either does not wait itself or has not reported. If all ranks wait, their
+records show either that a rank called something else, or that all ranks made the same call and the network
+failed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """Explain a hang from one rank's own report, if it could not be written for other ranks to read."""
+    """Explain a hang from this rank's report only, for when reports cannot be written to disk."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -112,14 +113,15 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
         and (
             other not in reports
             or reports[other].counts.get(call.others_key, 0) <= call.number
-            # The query is repeated: this rank may have answered after the asking rank reported.
+            # Polling is repeated, so this rank may have answered after the polling rank reported.
             or (call.asks and reports[other].waits_for is None)
         )
     ]
 
 
 def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
-    """``ranks 0-2 wait in all_reduce #418 of the mp group [0..3]``, for at most three calls."""
+    """Describe the calls in which ranks wait, at most three: ``ranks 0-2 wait in all_reduce #418 of the mp
+    group [0..3]``."""
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
@@ -173,7 +175,7 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """The state of silent ranks in the kernel, as other ranks report it."""
+    """Describe the state of silent ranks in the kernel, as reported by other ranks."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -260,7 +262,7 @@ def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
 
 
 def _last_common(one: Report, other: Report) -> str:
-    """The last collective, of any group, that both ranks have called."""
+    """Return the last collective, of any group, that both ranks have called."""
     theirs = {(call.group_id, call.number) for call in other.calls if call.peer < 0}
     for call in reversed(one.calls):
         if call.peer < 0 and (call.group_id, call.number) in theirs:
@@ -297,7 +299,7 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
 
 
 def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
-    """The verb in singular or plural: ``wait`` becomes ``waits`` for one rank."""
+    """Return the verb in singular or plural: ``wait`` becomes ``waits`` for one rank."""
     if plural is not None:
         return singular_stem if len(ranks) == 1 else plural
     return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

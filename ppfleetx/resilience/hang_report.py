@@ -22,12 +22,12 @@ from ppfleetx.resilience.heartbeat import Progress
 from ppfleetx.utils.machine import memory
 
 FORMAT = 1
-_LONGEST = 600  # characters of an error
+_LONGEST = 600  # characters of an error message
 _IMPORTS = "<frozen importlib._bootstrap>"
 _WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "_base.py")
-# Files in which the main thread waits for other threads, and prefixes of the names of these threads.
+# Files in which the main thread waits for other threads, with the name prefixes of these threads.
 _HELPERS = {"loader.py": "data", "manager.py": "checkpoint", "coordination.py": "first-on-node"}
-_IDLE = "_worker"  # the function in which a pool's thread waits for work
+_IDLE = "_worker"  # the function in which an idle thread of a pool waits
 _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", "__int__", "__bool__")
 
 
@@ -79,11 +79,11 @@ class Report:
     Attributes:
         rank, world_size: the rank's number, and the number of ranks in the job.
         written: the time of the report, in seconds since 1970.
-        step, place: the program's last known position, ``place_seconds`` before the report.
+        step, place: the step and activity of the program since ``place_seconds`` before the report.
         quiet_seconds: the time since the rank's last progress.
         timeout: the seconds without progress after which the rank counts as hung.
-        works: whether the rank moves data, or has been computing, but not for too long.
-        computes: whether the rank computes, no matter for how long.
+        works: whether the rank moves data, or has been computing for less than the limit.
+        computes: whether the rank computes, for any length of time.
         where: file, line and function where the main thread is, or the thread that it waits for.
         importing: the module that is being imported, if any.
         waits_for: the call that the main thread waits for, or that failed.
@@ -92,8 +92,8 @@ class Report:
         counts: the number of calls that this rank has begun. The key ``5`` counts collectives of the group
             with id 5, ``5>2`` its messages to rank 2, and ``5<2`` its messages from rank 2.
         calls: the last calls, oldest first.
-        peers: the kernel's state of the job's other processes on this machine, if it explains their silence:
-            "is stopped", "has ended".
+        peers: the state in the kernel of the job's other processes on this machine, if it explains why they
+            do not respond: "is stopped", "has ended".
         killed_for_memory: number of processes that the kernel has killed for lack of memory since the run
             began.
         memory: sizes of memory in bytes.
@@ -131,7 +131,8 @@ class Report:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank reports because it makes no progress itself, not because another rank asked."""
+        """Whether this rank reports because it makes no progress, and not because another rank requested a
+        report."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
@@ -163,7 +164,7 @@ class Report:
         return report
 
 
-_READER = TypeAdapter(Report)  # created now: a thread that reports while an import hangs must not import
+_READER = TypeAdapter(Report)  # created now, because a thread that reports a hanging import must not import
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Whether the main thread waits for its card, and therefore for the collectives queued on it."""
+    """Return whether the main thread waits for its card, and therefore for the collectives queued on it."""
     for _ in range(4):
         if frame is None:
             return False
@@ -299,7 +300,7 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 
 
 def main_place(frame: FrameType | None) -> str:
-    """The :func:`innermost` call of the main thread, or of the thread that it waits for."""
+    """Return the :func:`innermost` call of the main thread, or of the helper thread that it waits for."""
     own = innermost(frame)
     begins = _HELPERS.get(own.partition(":")[0])
     if begins is None or frame is None or not _is_waiting(frame):
@@ -314,7 +315,7 @@ def main_place(frame: FrameType | None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """The place where an error was raised, as ``file.py:12 in function``."""
+    """Return the place where an error was raised, as ``file.py:12 in function``."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -322,7 +323,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """The innermost call that is not a wait in the standard library, as ``file.py:12 in function``."""
+    """Return the innermost call that is not a wait in the standard library, as ``file.py:12 in function``."""
     while frame is not None and frame.f_back is not None and _is_waiting(frame):
         frame = frame.f_back
     if frame is None:
@@ -340,7 +341,7 @@ def _is_waiting(frame: FrameType) -> bool:
 
 
 def importing(frame: FrameType | None) -> str | None:
-    """The innermost module that is being imported, or None."""
+    """Return the innermost module that is being imported, or None."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTS and frame.f_code.co_name == "_find_and_load":
             return str(frame.f_locals.get("name"))
@@ -349,7 +350,7 @@ def importing(frame: FrameType | None) -> str | None:
 
 
 def stacks() -> dict[str, list[str]]:
-    """The Python stack of each thread, outermost call first, by the thread's name."""
+    """Return the Python stack of each thread, outermost call first, by the thread's name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {}
     for ident, frame in sys._current_frames().items():
@@ -363,13 +364,12 @@ def stacks() -> dict[str, list[str]]:
 
 # -- reports in files --------------------------------------------------------------------
 
-_SAME_HANG_SECONDS = 120.0  # the ranks report a hang within this time
+_SAME_HANG_SECONDS = 120.0  # the reports of one hang are written within this time
 
 
 def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """The reports of the last hang in a directory, which may also hold reports of earlier hangs or larger
-    jobs.
-    """
+    """Return the reports of the last hang in a directory, which may also contain reports of earlier hangs or
+    larger jobs."""
     if not reports:
         return {}
     last = max(reports.values(), key=lambda report: report.written)
@@ -383,7 +383,7 @@ def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
 def read_reports(
     directory: Path, *, since: float = 0.0, faults: dict[Path, str] | None = None
 ) -> dict[int, Report]:
-    """The newest report of each rank in a directory.
+    """Return the newest report of each rank in a directory.
 
     Args:
         since: ignore reports written before this time (seconds since 1970).

@@ -1,4 +1,4 @@
-"""Track the program's activity, for the watchdog."""
+"""Record the program's progress, for the watchdog."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """Place and time of the last progress, written by the program and read by another thread.
+    """Activity and time of the last progress, written by the program and read by another thread.
 
     Attributes:
         place: the current activity of the program, e.g. "reading data".
@@ -25,7 +25,7 @@ class Progress:
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """Record that the program is now at ``place``, and at ``step`` if it is a new step."""
+        """Record that the program now does ``place``, and ``step`` if it is a new step."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step
@@ -35,7 +35,7 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context in which the program is at ``place``. Afterwards it is back at the previous place."""
+        """Context manager: the program does ``place`` inside, and the previous activity afterwards."""
         before = self.place
         self.beat(place)
         try:

@@ -1,9 +1,8 @@
-"""Find steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
+"""Detect steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
 
 A value is a spike if it exceeds the median of the last steps by a number of deviations. The deviation is
 1.4826 times the median absolute deviation (MAD), which is the standard deviation for normally distributed
-values. It is at least 1 % of the median; otherwise every value would be a spike in a window of nearly equal
-values.
+values. It is at least 1 % of the median; otherwise any change would be a spike after nearly equal values.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from ppfleetx.config.sections.engine import SpikeConfig
 
 _MAD_TO_DEVIATION = 1.4826
 _LEAST_SHARE = 0.01
-_SAME = 1e-3  # relative; float32 sums in a different order differ by less
+_SAME = 1e-3  # relative tolerance; float32 sums in another order differ by less
 
 Repeat = Callable[[], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step whose loss or gradient norm jumped, and the reaction to it.
+    """A step whose loss or gradient norm jumped, and the reaction.
 
     Attributes:
         step: the optimizer step. It was taken only if ``action`` is ``repeated``.
@@ -152,7 +151,7 @@ class SpikeGuard:
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:
-        """Why the run must end after a spike; empty if it can continue."""
+        """Return the reason why the run must end after a spike, or "" if it can continue."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -162,11 +161,11 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint: JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state`. An empty state starts afresh."""
+        """Restore the result of :meth:`state`. An empty state resets the guard."""
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
         self._losses = deque(losses, maxlen=self._options.window)
@@ -174,9 +173,8 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed(self, loss: float, grad_norm: float) -> str | None:
-        """The name of the value that jumped on any rank, or None. Ranks must agree, because their sums may
-        differ in the last bit.
-        """
+        """Return the name of the value that jumped on any rank, or None. Ranks must agree explicitly, because
+        their sums may differ in the last bit."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

@@ -1,4 +1,5 @@
-"""Directories for the ranks' reports. Every access has a time limit, because the disk itself may hang."""
+"""Directories for the ranks' hang reports. Every access has a time limit, because the disk itself may
+hang."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ppfleetx.resilience.hang_report import Report, read_reports
 from ppfleetx.utils.files import atomic_write
 
 HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
-"""Directories under an output directory for training, evaluation and generation."""
+"""Subdirectories of an output directory for training, evaluation and generation."""
 PATIENCE_SECONDS = 5.0
 PRIVATE = 0o700
 _SUMMARY = "summary.txt"
@@ -24,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class ReportDir:
-    """One directory, created with ``mode``.
+    """One directory of reports, created with ``mode``.
 
     Accesses run in a separate thread, which may block forever. After an access that does not return in time,
     the directory is no longer used.
@@ -40,15 +41,14 @@ class ReportDir:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread. Call this early: Python starts no more threads once the process is ending."""
+        """Start the thread. Call this early, because Python starts no threads once the process is ending."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Whether a rank without progress has written a report after ``since`` (seconds since 1970). Such a
-        report asks the other ranks for theirs.
-        """
+        """Return whether a rank without progress has written a report after ``since`` (seconds since 1970).
+        Such a report requests reports from the other ranks."""
 
         def look() -> bool:
             if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
@@ -94,11 +94,11 @@ class ReportDir:
     def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
         """Call ``act`` in this directory's thread. Returns None if it fails or does not finish in time.
 
-        It is not called if another user has created the directory, or a link with its name, in a shared
-        place.
+        In a shared location, ``act`` is not called if another user has created the directory, or a link with
+        its name.
 
         Args:
-            creates: the directory is created if it does not exist.
+            creates: whether to create a missing directory.
         """
         if self._is_dead:
             return None

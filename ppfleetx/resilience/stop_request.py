@@ -12,11 +12,12 @@ _SET_BY_LAUNCHER = "PADDLE_TRAINER_ID"
 
 
 class StopRequest:
-    """Context in which the first SIGTERM or SIGINT is only a request to stop.
+    """Context manager in which the first SIGTERM or SIGINT only requests a stop. Its truth value says whether
+    to stop.
 
-    A second Ctrl-C ends the process at once. The ranks of a job get their signals at different moments and
-    must stop after the same step, so a signal received here (:attr:`signal_name`) does not count until the
-    ranks have agreed to stop.
+    A second Ctrl-C ends the process at once. The ranks of a job get signals at different moments and must
+    stop after the same step, so a signal received here (:attr:`signal_name`) has no effect until the ranks
+    have agreed to stop.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class StopRequest:
         return self._agreed
 
     def __enter__(self) -> Self:
-        # Python delivers signals to the main thread only; in other threads the host program decides.
+        # Python delivers signals only to the main thread; in other threads the host program handles them.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -43,11 +44,11 @@ class StopRequest:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if _SET_BY_LAUNCHER in os.environ and (self or self.signal_name) and self._previous:
-            # The launcher sends SIGTERM to one rank after the other, up to three times to each: it must not
-            # kill a rank that has stopped or finished and is about to exit.
+            # The launcher sends SIGTERM to each rank in turn, up to three times. It must not kill a rank that
+            # is exiting.
             self._previous[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in self._previous.items():
-            # A handler that Python did not install (Paddle's C++ handler) cannot be restored from here.
+            # Python cannot restore a handler installed from C++ (as Paddle does).
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,10 +1,10 @@
 """Find slow ranks by the time per step that each rank does not spend waiting for others.
 
-All ranks of a job take equally long for a step, because fast ranks wait for slow ones. They differ in their
-own time, the time in which they do *not* wait. If it is 1.3 s for the slowest rank and 1.0 s for the others,
-the job loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with the other ranks
-of its stage. A rank that is alone in its stage is compared with the other stages, and counts as slow if it
-takes 1.5 times as long.
+All ranks need the same time for a step, because fast ranks wait for slow ones. They differ in their own time,
+in which they do *not* wait. If the own time is 1.3 s for the slowest rank and 1.0 s for the others, the job
+loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with the other ranks of its
+stage. A rank that is alone in its stage is compared with the other stages, and counts as slow if it takes 1.5
+times as long.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 LEAST_COST = 0.05
-"""A slow rank is reported if it costs at least this share of a step."""
-_UNLIKE = 1.5  # tolerance toward other stages, which may have less work
+"""A slow rank is reported if it costs at least this fraction of a step."""
+_UNLIKE = 1.5  # tolerance in comparisons with other stages, which may have less work
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Stragglers:
     """The slow ranks of the last steps.
 
     Attributes:
-        cost: the share of the time that the job would save if the slowest rank were as fast as the median
-            one.
+        cost: the fraction of time that the job would save if the slowest rank were as fast as the median
+            rank.
         slowest: the slow ranks, slowest first.
     """
 
@@ -92,13 +92,14 @@ class StragglerTable:
 
     @property
     def own(self) -> list[int]:
-        """The sums of the arguments of :meth:`took` in microseconds, to send to the other ranks."""
+        """The arguments of the last :meth:`took` in microseconds, to send to the other ranks."""
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add :attr:`own` of all ranks, int64 ``[rank, 3]``, after ``step`` steps; all ranks call this.
+        """Add :attr:`own` of all ranks, int64 ``[rank, 3]``, after ``step`` steps. A collective.
 
-        Afterwards :attr:`found` is the result on all ranks; None if no comparison was due or no rank is slow.
+        Afterwards :attr:`found` is the result, the same on all ranks; None if no comparison was due or no
+        rank is slow.
         """
         self.found = None
         if not self._every or not times.any():
@@ -118,7 +119,8 @@ class StragglerTable:
 def find_stragglers(
     times: np.ndarray, stages: Sequence[int], hosts: Sequence[str], step: int, steps: int
 ) -> Stragglers | None:
-    """The slow ranks, from mean seconds ``[rank, (total, data, waited)]`` and the pipeline stages."""
+    """Find the slow ranks, from mean seconds ``[rank, (total, data, waited)]`` and the pipeline stages.
+    Returns None if no rank is slow."""
     total, data, waited = times.T
     own = np.maximum(total - waited, data)
     alone = [list(stages).count(stage) == 1 and len(stages) > 1 for stage in stages]

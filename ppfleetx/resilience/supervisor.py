@@ -1,4 +1,4 @@
-"""Restart a command that fails, without leaving any of its processes behind.
+"""Restart a command that fails, after all of its processes have ended.
 
 Paddle's launcher restarts its ranks only with an etcd server; without one, its ``--max_restart`` does
 nothing. The supervisor needs no server: it restarts the launcher. Ranks run in their own sessions and outlive
@@ -21,7 +21,7 @@ from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 
 _MAX_BACKOFF = 300.0
-_SETTLE_SECONDS = 1.0  # for processes to end by themselves, before a warning
+_SETTLE_SECONDS = 1.0  # time for processes to end by themselves before a warning is logged
 _FINAL = {
     EXIT_USER_ERROR: "a mistake that a restart does not correct",
     EXIT_INTERRUPTED: "Ctrl-C",
@@ -29,17 +29,17 @@ _FINAL = {
 
 
 class ProcessesRemainError(RuntimeError):
-    """Processes of an earlier start do not end. A new start would collide with them."""
+    """Processes of an earlier start do not end. A new start would conflict with them."""
 
 
 RESUME = "Engine.save_load.resume"
 
 
 def with_resume(command: Sequence[str]) -> list[str]:
-    """Add ``-o Engine.save_load.resume=auto`` to ``command``, unless it sets this key to resume already.
+    """Add ``-o Engine.save_load.resume=auto`` to ``command``, unless it already sets this key to resume.
 
     Raises:
-        ConfigError: ``command`` sets the key to something else, so that each restart would be a new run.
+        ConfigError: ``command`` sets the key to another value, so that each restart would be a new run.
     """
     overrides = [text.partition("=") for text in _overrides(command)]
     given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
@@ -70,7 +70,8 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
     """Run ``command`` until it succeeds, a signal stops it, or ``max_restarts`` is reached.
 
-    The command is restarted only after all processes of its last start have ended.
+    The command is restarted only after all processes of its last start have ended. Exit codes of user errors
+    and Ctrl-C are not restarted.
 
     Returns:
         The exit code of the last start.
@@ -133,7 +134,7 @@ def _end_rest(grace: float) -> None:
     while (running := descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
     if not running:
-        end_descendants(0)  # this only collects zombies
+        end_descendants(0)  # only collects zombies
         return
     log.warning(
         f"supervisor: the command has ended, but not {_processes(running)} below it: SIGTERM now, SIGKILL in "
@@ -151,7 +152,8 @@ def _processes(pids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
-    """Forward SIGTERM and SIGINT to the process group of the running command, and remember them."""
+    """Context manager: forward SIGTERM and SIGINT to the process group of the running command, and set
+    ``stop``."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

@@ -1,10 +1,10 @@
-"""A thread in each rank that notices when the run makes no progress, and lets all ranks explain why.
+"""A thread in each rank that detects a run without progress, and lets all ranks explain the cause.
 
-1. A rank that makes no progress for the timeout writes its report (``hang_report.py``).
-2. The other ranks see it and write their own reports, whatever they are doing.
-3. After a short wait each rank reads all reports (a frozen rank writes none) and combines them
-   (``hang_diagnosis.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise the
-   explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
+1. A rank that makes no progress for the timeout writes its report (``hang_report.py``). 2. The other ranks
+see it and write their own reports, whatever they are doing. 3. After a short wait each rank reads all reports
+(a frozen rank writes none) and combines them
+   (``hang_diagnosis.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise
+   the explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
 from ppfleetx.utils.peers import decide_end, is_end_decided
 
-_GATHERING = 0.25  # share of the timeout for which a rank waits for other ranks' reports,
-_GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # between these seconds
-_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core, per second
+_GATHERING = 0.25  # fraction of the timeout for which a rank waits for reports of other ranks,
+_GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # but at least and at most these seconds
+_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # fraction of a core, and bytes per second
 _COMPUTING = 3.0  # timeouts for which computing counts as progress
 _SAME_END_SECONDS = 60.0
 _RAM = Path("/dev/shm")  # noqa: S108 (its directory is private)
@@ -60,13 +60,13 @@ class Limits:
 
 
 def own_process() -> tuple[str, int, float]:
-    """The machine, process id and start time of this process, for :func:`remember_peers` on the other
+    """Return the machine, process id and start time of this process, for :func:`remember_peers` on the other
     ranks."""
     return machine(), os.getpid(), birth_of(os.getpid())
 
 
 class Watchdog:
-    """Watches this process."""
+    """Watches the progress of this process."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """The seconds since the last progress; 0 while ranks meet at the start, which has another time
+        """Return the seconds since the last progress; 0 during the rendezvous, which has another time
         limit."""
         if self._progress.place == MEETING:
             return 0.0
@@ -121,31 +121,29 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silence(self) -> float:
-        """The seconds since the last sign of life from the program or its communication, without the time in
-        which the whole process was stopped.
-        """
+        """Return the seconds since the last activity of the program or its communication, without time in
+        which the whole process was stopped."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
     @property
     def _patience_with_computing(self) -> float:
         """The seconds for which computing alone counts as progress. There is no limit during the start, which
-        may take long, or for a single process, which keeps no other process waiting.
-        """
+        may take long, or for a single process, which keeps no other process waiting."""
         limits = self._limits
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Do not count a sleep so long that the process or the whole job must have been stopped."""
+        """Exclude a sleep so long that the process or the whole job must have been stopped."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
             self._slept_until = now - max(silence - late, 0.0)
             self._excused = max(self._excused, now - max(quiet - late, 0.0))
         if late > self._patience(self._timeout):
-            self._seen_until = time.time()  # the other ranks have decided without this one
+            self._seen_until = time.time()  # the other ranks have decided without this rank
 
     def _watch(self) -> None:
         news_at = time.monotonic()
@@ -166,7 +164,7 @@ class Watchdog:
                 self._inquire(timeout, works)
 
     def _own_seconds(self) -> float:
-        """The CPU time of the watchdog itself, which does not count as progress."""
+        """Return the CPU time of the watchdog itself, which does not count as progress."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
 
@@ -280,7 +278,7 @@ class Watchdog:
             time.sleep(self._tick / 2)
 
     def _patience(self, timeout: float) -> float:
-        """The number of seconds to wait for the reports of the other ranks."""
+        """Return the number of seconds to wait for the reports of the other ranks."""
         return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
     def _print(self, text: str, explanation: Explanation, written: Sequence[Path]) -> None:
@@ -301,7 +299,7 @@ def _since(reports: Mapping[int, Report]) -> str:
 
 
 def readable(report: Report) -> str:
-    """A report as text: its facts, the last calls, and the stacks of all threads."""
+    """Format a report as text: its facts, the last calls, and the stacks of all threads."""
     lines = [
         f"rank {report.rank} of {report.world_size}, process {report.pid} on {report.host}",
         f"step {report.step}, {report.place} for {report.place_seconds:.1f} s, no progress for "
@@ -321,9 +319,8 @@ def readable(report: Report) -> str:
 
 
 def _beside(directory: Path) -> list[Path]:
-    """Directories on the local disk and in memory. The ranks of one machine find each other's reports there
-    if ``directory`` is on a dead or full disk.
-    """
+    """Return directories on the local disk and in memory, where the ranks of one machine find each other's
+    reports if ``directory`` is on a dead or full disk."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
     name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
     local = Path(tempfile.gettempdir())
@@ -338,7 +335,7 @@ def current() -> Watchdog | None:
 
 
 def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], None]) -> Watchdog | None:
-    """Start a watchdog that replaces any earlier one. Returns None if ``limits`` switch it off."""
+    """Start a watchdog that replaces any earlier one. Returns None if ``limits`` turn it off."""
     global _current
     finish()
     PROGRESS.begin()
