@@ -1,4 +1,4 @@
-"""End programs: errors become one message and an exit code."""
+"""The end of programs: errors become one message and an exit code."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ EXIT_HUNG = 4
 EXIT_NO_MEMORY = 5
 EXIT_DEVICE = 6
 EXIT_INTERRUPTED = 130
-EXIT_READER_GONE = 141  # the code that a shell reports for a program ended by SIGPIPE
+EXIT_READER_GONE = 141  # the exit code in a shell after SIGPIPE
 
 _SET_BY_LAUNCHER = "PADDLE_TRAINER_ID"
-# The launcher checks its ranks every second or two, shows the log of the first one that has ended, and ends
-# the others. It should find the rank that failed, not those that ended because of it.
+# The launcher checks its ranks every second or two, shows the log of the first rank that has ended, and ends
+# the others. It should find the rank that failed, not a rank that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
-# Seconds that this process may continue without communicating after another process was lost.
+# Seconds for which this process may run on after the loss of another process.
 _GRACE_SECONDS = 20.0
 
 
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a program's ``main`` and end the process with its exit code.
 
-    A :class:`UserError` or a missing library prints one message and ends with code 2, running out of memory
-    with 5, an error of the card with 6, and the end of another process of the job with 3, even if Paddle
-    wraps it in another error. When the reader of standard output is gone (``| head -1``), the program
-    ends silently with 141. Any other exception is a bug and keeps its traceback.
+    A :class:`UserError` or a missing library prints one message and ends with code 2. The other codes are 5
+    if memory ran out, 6 for an error of the card, and 3 if another process of the job ended, even if Paddle
+    wraps that error in another. If the reader of standard output is gone (``| head -1``), the program ends
+    silently with 141. Any other exception is a bug and keeps its traceback.
 
-    SIGTERM and SIGHUP end the process with a message after it has cleaned up, unless the program handles them
-    itself, as training handles SIGTERM. Characters that the encoding of standard output lacks are written as
-    escapes.
+    SIGTERM and SIGHUP end the process with a message after cleanup, unless the program handles them itself,
+    as training handles SIGTERM. Characters that standard output cannot encode are written as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -85,7 +84,7 @@ class _SignalCameError(BaseException):
     """Raised when a signal ends this process, so that ``finally`` blocks clean up."""
 
 
-_received: list[int] = []  # the number of the signal
+_received: list[int] = []  # signal numbers
 
 
 def _unwind_at_signals() -> None:
@@ -93,7 +92,7 @@ def _unwind_at_signals() -> None:
     (exit code 143 or 129 in a shell). A second signal ends it at once.
 
     Does nothing in the ranks of a job: they may wait for others in C++ code, where no Python handler runs,
-    and the launcher says why it ends them.
+    and the launcher reports why it ends them.
     """
     own, handled = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
 
@@ -101,7 +100,7 @@ def _unwind_at_signals() -> None:
         for one in handled:
             if signal.getsignal(one) is end:
                 signal.signal(one, signal.SIG_DFL)
-        if os.getpid() != own:  # forked from it
+        if os.getpid() != own:  # in a forked child
             os.kill(os.getpid(), number)
         _received.append(number)
         raise _SignalCameError
@@ -129,10 +128,10 @@ def _keep_exit_code() -> None:
 
 
 def _exit_code_of(error: Exception) -> int | None:
-    """Report an error that is not a bug of this program and return its exit code; None if it is a bug."""
+    """Report an error that is not a bug of this program and return its exit code. Returns None for a bug."""
     ended = ended_peer_in(error)
     if ended is not None and is_end_decided():
-        time.sleep(_GRACE_SECONDS)  # the thread that decided to end the process has reported why, and ends it
+        time.sleep(_GRACE_SECONDS)  # another thread has reported the reason and ends the process
     if ended is not None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
         if _SET_BY_LAUNCHER in os.environ:
@@ -141,7 +140,7 @@ def _exit_code_of(error: Exception) -> int | None:
         return EXIT_PEER_LOST
     if isinstance(error, OutOfMemoryError | DeviceError):
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.last_value = error  # the other processes of the job learn this as the reason why this one ends
+        sys.last_value = error  # sent to the other processes of the job as the reason why this one ends
         _keep_exit_code()
         return EXIT_NO_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_DEVICE
     if isinstance(error, BrokenPipeError) and _reader_has_gone():
@@ -161,7 +160,7 @@ def _wait_for_the_launcher() -> None:
 
 def _reader_has_gone() -> bool:
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # errors are reported unasked
+    poll.register(sys.stdout, 0)  # errors are always reported
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

@@ -2,10 +2,10 @@
 
     python -m ppfleetx.utils.cpu_launcher
 
-writes one file, ``ppfleetx_cpu_launcher.pth``, into the site-packages of this Python environment; ``make``
+writes a file ``ppfleetx_cpu_launcher.pth`` into the site-packages of this Python environment; ``make``
 does so for its own ``.venv``. To undo it, delete the file.
 
-In processes started as ``python -m paddle.distributed.launch``, and only there, it changes this:
+The file affects only processes started as ``python -m paddle.distributed.launch``:
 
 - ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
   ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
@@ -53,7 +53,7 @@ from ppfleetx.utils.processes import LAUNCHER_VARIABLE
 LAUNCHER = "paddle.distributed.launch"
 HOOK = "ppfleetx_cpu_launcher.pth"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Python runs only lines that begin with `import`. Without ppfleetx the environment must still work.
+# Python runs only lines that begin with `import`. The environment must still work without ppfleetx.
 _LINE = (
     f"import sys; '{LAUNCHER}' in sys.orig_argv and __import__('importlib.util', fromlist=['util'])"
     ".find_spec('ppfleetx') and __import__('ppfleetx.utils.cpu_launcher', fromlist=['x']).apply()\n"
@@ -63,26 +63,27 @@ _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _FOLLOW_SECONDS = 0.5
 _SAY_AFTER_SECONDS = 10.0  # seconds until the wait is reported
-_FOREIGN_SECONDS = 60.0  # seconds after which another program that answers is not expected to leave
+_FOREIGN_SECONDS = 60.0  # seconds after which a foreign program that answers is not expected to leave
 _CAUSES = (
     EXIT_HUNG,
     EXIT_NO_MEMORY,
     EXIT_DEVICE,
-)  # it may make other ranks end with other codes
-_SIGNALED = 128  # for a program ended by signal n, a shell reports 128 + n
+)  # may make other ranks end with other codes
+_SIGNALED = 128  # a shell reports 128 + n for a program ended by signal n
 
 _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Prepare this process if it is the launcher. Python may call this twice (lib and lib64)."""
+    """Prepare this process if it is the launcher. Idempotent, because Python may call it twice (lib and
+    lib64)."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Prepare this process, once, to be the launcher with these options."""
+    """Prepare this process, once, as the launcher with these options."""
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
@@ -93,7 +94,7 @@ def prepare(options: Sequence[str]) -> None:
 
 
 def launcher_options(argv: Sequence[str]) -> list[str] | None:
-    """The arguments after ``-m paddle.distributed.launch``; None if Python runs something else."""
+    """Return the arguments after ``-m paddle.distributed.launch``, or None if Python runs something else."""
     words = iter(range(1, len(argv)))
     for place in words:
         if argv[place] == "-m":
@@ -119,7 +120,7 @@ def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> N
 
 
 def install(site_packages: Path | None = None) -> Path:
-    """Write the file into ``site_packages`` (default: this environment's), and return its path."""
+    """Write the file to ``site_packages`` (default: this environment's), and return its path."""
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
@@ -142,9 +143,9 @@ def watch_launcher(argv: Sequence[str]) -> None:
 
 
 def option_of(argv: Sequence[str], name: str) -> str | None:
-    """The value of an option of the launcher; None if it is not given."""
+    """Return the value of an option of the launcher, or None if it is not given."""
     for place, word in enumerate(argv):
-        if word.endswith(".py"):  # the rest belongs to the program
+        if word.endswith(".py"):  # what follows are the program's arguments
             break
         if word == name:
             return argv[place + 1] if place + 1 < len(argv) else ""
@@ -154,7 +155,7 @@ def option_of(argv: Sequence[str], name: str) -> str | None:
 
 
 def _controller() -> Any:
-    """The launcher's controller, which handles its signals; None if there is none yet."""
+    """Return the launcher's controller, which handles its signals, or None if there is none yet."""
     controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
@@ -175,8 +176,9 @@ def _watch(limit: float) -> None:
 
 
 def _end_with_conventional_code() -> None:
-    """Set the launcher's exit code. After a signal: 0 if its ranks ended well, else 128 + signal. After a
-    failure: the code that explains it (a hang, no memory, a broken card), whichever rank has it."""
+    """Set the launcher's exit code. After a signal: 0 if its ranks ended without errors, else 128 + signal.
+    After a failure: the code that explains it (a hang, no memory, a broken card), from whichever rank has it.
+    """
     controller = _controller()
     if controller is None:
         return
@@ -198,7 +200,7 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling(codes: Sequence[int | None]) -> int:
-    """The exit code that explains the failure, not the code of a rank that the launcher ended."""
+    """Return the exit code that explains the failure, not the code of a rank that the launcher ended."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
@@ -224,9 +226,9 @@ class _Log:
         """
         containers = controller.pod.containers
         opened = getattr(containers[0], "_log_handler", None) if containers else None
-        with self._lock, contextlib.suppress(OSError, ValueError):  # it is being closed; no terminal
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the file or terminal may be closed
             if opened is not None and opened is not self._opened:
-                self._rest = os.fdopen(os.dup(opened.fileno()), "rb", buffering=0)  # with the same position
+                self._rest = os.fdopen(os.dup(opened.fileno()), "rb", buffering=0)  # shares the file position
                 self._opened = opened
             elif opened is None and self._rest is not None and hasattr(controller, "sigint"):
                 sys.stdout.flush()
@@ -238,11 +240,12 @@ class _Log:
 _log = _Log()
 
 
-# -- the nodes' meeting -----------------------------------------------------------------------
+# -- the rendezvous of the nodes ---------------------------------------------------------------
 
 
 def _watch_meeting(controller: Any, limit: float) -> None:
-    """Watch until the launcher starts its ranks; end it if it cannot or takes too long."""
+    """Watch until the launcher starts its ranks. End the launcher if it cannot start them or takes too
+    long."""
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -306,9 +309,8 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """A text that says what the launcher waits for, with advice, and whether another program answers
-        instead.
-        """
+        """Return a text that says what the launcher waits for, with advice, and whether a foreign program
+        answers instead."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -332,7 +334,7 @@ class _Meeting:
         return "Is the first node's launcher started, is the address right, does a firewall block it?"
 
     def _entries(self) -> list[dict[str, Any]]:
-        """The entries of the nodes that have arrived.
+        """Return the entries of the nodes that have arrived.
 
         Raises:
             OSError: nothing answers.

@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
 
 CPU, GPU, XPU = "cpu", "gpu", "xpu"
-"""Kinds of devices that Paddle's own builds support. Others need plugins."""
+"""Kinds of devices that Paddle's own builds support. All others need plugins."""
 NPU = "npu"
 """The name of Ascend cards in their plugin."""
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
-"""Environment variable with a directory of plugins that Paddle loads. The names of their files usually, but
-not always, name the device.
-"""
+"""Environment variable with a directory of plugins that Paddle loads. The file names usually, but not always,
+name the device."""
 _PLUGINS_FOLDER = "paddle_custom_device"
-# Found in Paddle's errors while it is imported.
+# Patterns in Paddle's errors during its import.
 _NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)")
 _NO_SUCH_PLACE = "use wrong place"
 _SELECTED = re.compile(r"FLAGS_selected_\w+")
@@ -35,9 +34,8 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def cpu_obstacle(dtype: str) -> str | None:
-    """The reason why this machine's CPU cannot compute in ``float16`` or ``bfloat16``; None if it can, once
-    the operators are compiled.
-    """
+    """Return the reason why this machine's CPU cannot compute in ``float16`` or ``bfloat16``, or None if it
+    can once the operators are compiled."""
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
     if not BFLOAT16 & flags_in(read_cpuinfo()):
@@ -46,7 +44,7 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Sentences, each naming a key whose value cannot run on the device.
+    """Return sentences, each naming a key whose value cannot run on the device.
 
     Args:
         cfg: a loaded configuration.
@@ -65,7 +63,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """The device that ``Global.device`` selects, given the installed Paddle.
+    """Return the device that ``Global.device`` selects, given the installed Paddle.
 
     Args:
         wanted: the value of ``Global.device``.
@@ -89,7 +87,7 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """Advice if Paddle does not support this kind of device, as the beginning of a sentence."""
+    """Return advice on how to install support for a kind of device, as the beginning of a sentence."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -100,7 +98,7 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Explain an error of importing Paddle, if a device caused it; None if the cause is another."""
+    """Explain an error during the import of Paddle, if a device caused it. Returns None for other causes."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -115,7 +113,7 @@ def refused_at_import(error: Exception) -> ConfigError | None:
 
 
 def no_such_card(variable: str, number: str) -> ConfigError:
-    """The error for a process that was given a card that does not exist."""
+    """Make the error for a process whose assigned card does not exist."""
     return ConfigError(
         "this process was given a card that this machine does not have or does not show: start as many "
         "processes as there are cards (--nproc)",
@@ -126,22 +124,22 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Whether the installed Paddle may support a kind of device; without Paddle, any may be supported."""
+    """Return whether the installed Paddle may support a kind of device. Without Paddle, any may be
+    supported."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Choose ``Global.device`` for a recipe that names a kind of card. A recipe for cards that the installed
-    Paddle does not support runs on the available device; then this also returns the reason.
-    """
+    """Choose ``Global.device`` for a recipe that names a kind of card. If the installed Paddle does not
+    support that kind, returns ``auto`` and the reason."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"
 
 
 def _kinds_of_cards() -> list[str]:
-    """The kinds of cards that installed builds and plugins support. ``auto`` takes the first."""
+    """Return the kinds of cards that installed builds and plugins support. ``auto`` selects the first."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
     # Names of directories, because reading the metadata of all packages takes a tenth of a second.
     packages = (file for place in sys.path for file in Path(place).glob("paddle[_-]custom[_-]*-info"))

@@ -16,14 +16,14 @@ from typing import IO
 
 from ppfleetx.config.errors import ConfigError
 
-_RANDOM_CHARACTERS = 8  # in the names that tempfile.mkstemp makes
+_RANDOM_CHARACTERS = 8  # random characters in names made by tempfile.mkstemp
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     """Open a temporary file beside ``path``; on success flush it to disk and rename it to ``path``.
 
-    Readers see the old file or the new one, never a part. On an exception the temporary file is removed.
+    Readers see either the old or the new file, complete. On an exception the temporary file is removed.
 
     Raises:
         OSError: the file cannot be written, or ``path`` is a device or pipe, which renaming would replace.
@@ -54,7 +54,7 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
     """Remove temporary files of :func:`atomic_write` that killed processes left beside these files of
     ``directory``.
 
-    No other process may be writing them.
+    No other process may be writing the files.
     """
     for name in names:
         for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
@@ -62,13 +62,14 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether ``path`` exists and is not an empty directory, so that new files would mix with old ones."""
+    """Return whether ``path`` exists and is not an empty directory, so that new files would mix with old
+    ones."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """The reason why ``directory``, which need not exist yet, cannot be written to; None if it can."""
-    # os.path.exists does not raise if a directory may not be read.
+    """Return the reason why ``directory``, which need not exist yet, is not writable, or None if it is."""
+    # Unlike Path.exists, os.path.exists does not raise for an unreadable directory.
     places = (directory.absolute(), *directory.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
@@ -79,7 +80,7 @@ def why_not_writable(directory: Path) -> str | None:
 
 
 def refuse_unwritable(directory: Path, key: str) -> None:
-    """Raise ConfigError, before any work is done, if the directory of option ``key`` cannot be written to."""
+    """Raise ConfigError, before any work is done, if the directory of option ``key`` is not writable."""
     rule = why_not_writable(directory)
     if rule is not None:
         raise ConfigError(rule, key=key, value=str(directory))
@@ -87,7 +88,8 @@ def refuse_unwritable(directory: Path, key: str) -> None:
 
 @contextlib.contextmanager
 def writing(key: str | None, path: str | Path, *, place: str | None = None) -> Iterator[None]:
-    """Turn an OSError inside into a ConfigError: the file or directory of ``key`` cannot be written."""
+    """Context manager: turn an OSError into a ConfigError that says that the file or directory of ``key``
+    cannot be written."""
     try:
         yield
     except OSError as error:
@@ -97,7 +99,7 @@ def writing(key: str | None, path: str | Path, *, place: str | None = None) -> I
 
 
 def refuse_as_new_file(path: Path, key: str) -> None:
-    """Raise ConfigError if the file of option ``key`` exists, or its directory does not."""
+    """Raise ConfigError if the file of option ``key`` exists, or if its directory does not."""
     if path.exists():
         raise ConfigError("the file exists already; nothing is overwritten", key=key, value=path)
     if not path.parent.is_dir():
@@ -106,8 +108,7 @@ def refuse_as_new_file(path: Path, key: str) -> None:
 
 def put_aside(path: Path) -> Path:
     """Rename a file to the first free name of ``name.1.suffix``, ``name.2.suffix``, ..., and return the new
-    path.
-    """
+    path."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     return path.rename(aside)
@@ -125,12 +126,12 @@ def fsync_dir(path: str | Path) -> None:
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
     """Hold ``path`` as a lock file, or raise ``refusal`` if another process still holds it after ``seconds``.
 
-    The system releases the lock when the process dies, however it dies; the empty file stays.
+    The system releases the lock when the process dies, even after a kill. The empty file remains.
     """
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:
         while True:
-            # A record lock: unlike flock's, a forked child does not inherit it.
+            # A record lock, which unlike a lock of flock is not inherited by a forked child.
             try:
                 fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

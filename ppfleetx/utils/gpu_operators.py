@@ -1,8 +1,7 @@
 """The operators that ppfleetx runs on a card: a committed table, recorded by ``make operators``.
 
-``gpu_operators.json`` beside this module has one line per kernel: the element types that ppfleetx uses it
-with, and the types that Paddle registers for GPUs and for Ascend. This module only reads files; callers query
-Paddle.
+``gpu_operators.json`` has one line per kernel: the element types that ppfleetx uses it with, and the types
+that Paddle registers for GPUs and for Ascend. This module only reads files; callers query Paddle.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
 """Backends, in Paddle's registry, that run on a GPU."""
 _HALF = ("float16", "bfloat16")
 PLUGIN_BACKENDS = ("CUSTOM",)
-"""Backends of kernels that Paddle has for the devices of all plugins."""
+"""Backends of kernels that Paddle provides for the devices of all plugins."""
 
 _GPUS_ALONE = ("flash", "fused_", "linear_v2", "rms_norm", "all_reduce")
 _IN_FLOAT32 = {
     *((f"{name}{end}", dtype) for name in ("dropout", "relu") for end in ("", "_grad") for dtype in _HALF),
-    ("searchsorted", "int32"),  # of flashmask
+    ("searchsorted", "int32"),  # for flashmask
 }
 
 
@@ -59,18 +58,18 @@ def used_kernels() -> dict[str, Kernel]:
 
 
 def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
-    """The kernels of the table that ppfleetx uses on the device of a plugin, and their types.
+    """Return the kernels that ppfleetx uses on the device of a plugin, and their types.
 
-    Flash attention, fused operators and products with biases run on GPUs only, ``all_reduce`` is left to the
-    host's process groups, and ``ppfleetx.distributed.device.lacks_kernel`` lists types computed in float32
-    instead.
+    Flash attention, fused operators and products with biases run only on GPUs. ``all_reduce`` is left to the
+    host's process groups. Types for which ``ppfleetx.distributed.device.lacks_kernel`` selects float32 are
+    left out.
     """
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
     return {name: tuple(t for t in types if (name, t) not in _IN_FLOAT32) for name, types in asked.items()}
 
 
 def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:
-    """The element types that a build has for a GPU, or for other ``backends``.
+    """Return the element types that a build has for a GPU, or for other ``backends``.
 
     Args:
         keys: the keys of one kernel in ``paddle.base.core._get_registered_phi_kernels("function")``, such as
@@ -82,8 +81,7 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
     """Describe, in one sentence per key, the operations that a run on Ascend computes on the host, with
-    copies, because the plugin has no kernel. ``docs/devices/ascend.md`` has the full list.
-    """
+    copies, because the plugin has no kernel. ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

@@ -1,4 +1,4 @@
-"""Find installed libraries, and tell the user what to install if one is missing."""
+"""Find installed libraries, and tell the user how to install a missing one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARIES = {
     "tokenizers": "tokenizers",
     "zstandard": "zstandard",
 }
-"""The name of the distribution for each import name, for requirements.txt without Paddle."""
+"""The distribution name for each import name: the requirements without Paddle."""
 
 
 class NotInstalledError(UserError):
@@ -28,7 +28,7 @@ FOR_GPUS = (
     "paddlepaddle-gpu 3.3.x for your CUDA from Paddle's own package index, as PaddlePaddle's installation "
     "page says (the general index has version 2.6 only)"
 )
-"""What to install on a machine with GPUs."""
+"""The package to install on a machine with GPUs."""
 
 
 def version_of(distribution: str) -> str | None:
@@ -39,7 +39,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
-    """Advice for the user about a failed import; None if it is a bug of the program."""
+    """Return advice for the user about a failed import, or None if the failure is a bug of the program."""
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(

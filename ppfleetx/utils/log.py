@@ -1,6 +1,6 @@
-"""The program's one logger, in FleetX's line format.
+"""The program's logger, with FleetX's line format.
 
-``[2022-07-27 12:40:00,833] [    INFO] - message`` on stdout; colors only on a terminal.
+``[2022-07-27 12:40:00,833] [ INFO] - message`` on stdout; colors only on a terminal.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
 
 
 def get_logger() -> logging.Logger:
-    """The logger ``ppfleetx``, which has no handler until a program calls :func:`configure_logging`."""
+    """Return the logger ``ppfleetx``, which has no handler until a program calls
+    :func:`configure_logging`."""
     return logging.getLogger("ppfleetx")
 
 
 def configure_logging(*, quiet: bool = False) -> logging.Logger:
-    """Give the logger its stdout handler. With ``quiet``, for all but the main rank, only warnings are
-    shown.
-    """
+    """Add the logger's stdout handler. With ``quiet``, for ranks other than the main rank, only warnings are
+    shown."""
     logger = get_logger()
     logger.handlers.clear()
     handler = _Handler(_Stdout())
@@ -31,11 +31,11 @@ def configure_logging(*, quiet: bool = False) -> logging.Logger:
 
 
 class _Handler(logging.StreamHandler):
-    """A handler that lets the program end, without a report, when the reader of a pipe is gone."""
+    """A handler that lets the program end silently when the reader of a pipe is gone."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging's name
         if isinstance(sys.exception(), BrokenPipeError):
-            raise  # this is called while it is being handled
+            raise  # re-raises the exception being handled
         super().handleError(record)
 
 

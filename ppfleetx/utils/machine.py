@@ -16,7 +16,8 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 AVX512 = frozenset({"avx512f", "avx512dq", "avx512bw", "avx512vl"})
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
-"""Either of them multiplies bfloat16 numbers and sums in float32."""
+"""CPU flags of instructions that multiply bfloat16 numbers and accumulate in float32. Either one is
+enough."""
 _MEMINFO, _MAPS = Path("/proc/meminfo"), Path("/proc/self/maps")
 _HUGE_PAGE = 2 << 20
 _SMALLEST = _HUGE_PAGE // 8  # bytes; smaller blocks are not worth a huge page
@@ -24,22 +25,22 @@ _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages now, whatever the 
 
 
 def read_cpuinfo(path: Path = CPUINFO) -> str:
-    """The kernel's description of the first CPUs; empty if there is none."""
+    """Return the start of the kernel's CPU description, or "" if there is none."""
     return path.read_text(errors="replace")[:16384] if path.exists() else ""
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """The instruction sets of the first CPU in ``cpuinfo``, by the kernel's names."""
+    """Return the instruction sets of the first CPU in ``cpuinfo``, by the kernel's names."""
     return frozenset(cpuinfo.partition("flags")[2].partition("\n")[0].split())
 
 
 def available_cpus() -> int:
-    """The number of CPUs that this process may run on (its affinity, not the machine's total)."""
+    """Return the number of CPUs that this process may run on (its affinity, not the machine's total)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_fraction() -> float:
-    """The share of the machine's memory that is available; 1 if unknown."""
+    """Return the fraction of the machine's memory that is available; 1 if unknown."""
     kibibytes = _numbers(_MEMINFO)
     return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
 
@@ -50,7 +51,8 @@ def available_bytes() -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers in a file of ``/proc`` with lines like ``NAME: NUMBER kB``; empty if it cannot be read."""
+    """Return the numbers in a ``/proc`` file with lines like ``NAME: NUMBER kB``, or nothing if it cannot be
+    read."""
     try:
         words = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -59,10 +61,10 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to keep a block of memory that is read often in pages of 2 MiB.
+    """Ask Linux to back a block of memory by huge pages of 2 MiB.
 
-    A core then reads matrices up to a fifth faster, small ones up to a third. The pages at the ends of the
-    block are included if they belong to the process. Does nothing if the system cannot do it.
+    A core then reads matrices up to a fifth faster, and small ones up to a third. The pages at the ends of
+    the block are included if they belong to the process. Does nothing if the system does not support this.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
@@ -87,7 +89,7 @@ def back_process_by_huge_pages() -> None:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface.
+    """Return the IPv4 address of a network interface.
 
     Raises:
         OSError: there is no such interface, or it has no address.
@@ -97,7 +99,7 @@ def interface_address(name: str) -> str:
 
 
 def interface_flags(name: str) -> int:
-    """The flags of a network interface (linux/if.h).
+    """Return the flags of a network interface (linux/if.h).
 
     Raises:
         OSError: there is no such interface.
@@ -121,7 +123,8 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """Why a process of this machine does not respond, as a verb phrase; empty if it runs normally."""
+    """Return the reason why a process of this machine does not respond, as a verb phrase; "" if it runs
+    normally."""
     if not Path("/proc/self/stat").exists():
         return ""
     fields = _stat(pid)
@@ -131,7 +134,7 @@ def state_of(pid: int, born: float) -> str:
 
 
 def birth_of(pid: int) -> float:
-    """The start time of a process, in clock ticks since the machine booted; 0 if unknown."""
+    """Return the start time of a process, in clock ticks since the machine booted; 0 if unknown."""
     fields = _stat(pid)
     return float(fields[19]) if fields else 0.0
 
@@ -143,7 +146,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def machine() -> str:
-    """An identifier of this machine and container."""
+    """Return an identifier of this machine and container."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -161,7 +164,7 @@ def memory() -> dict[str, int]:
 
 
 def _queued_seconds() -> float:
-    """Seconds for which the main thread was ready and waited for a core."""
+    """Return the seconds for which the main thread was ready and waited for a core."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -180,9 +183,8 @@ class WorkMeter:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Whether the process, since the last call, used ``share`` of a core (or was ready to), and whether
-        it moved ``size`` bytes a second.
-        """
+        """Return whether the process, since the last call, used at least ``share`` of a core (or was ready
+        to), and whether it moved at least ``size`` bytes per second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

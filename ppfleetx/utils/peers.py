@@ -25,17 +25,17 @@ _START_SECONDS = 600.0
 
 
 def start_timeout() -> float:
-    """The number of seconds that the nodes, and then the ranks, of a job wait for each other at the start
-    (``PPFLEETX_START_TIMEOUT``, default 600).
+    """Return the number of seconds that the nodes, and then the ranks, of a job wait for each other at the
+    start (``PPFLEETX_START_TIMEOUT``, default 600).
 
     Raises:
-        ConfigError: the variable is not a positive number.
+        ConfigError: the variable is not a number of at least 1.
     """
     return seconds_in(START_VARIABLE, _START_SECONDS, least=1.0)
 
 
 def seconds_in(variable: str, default: float, *, least: float = 0.0) -> float:
-    """Read a number of seconds from an environment variable; 0 is allowed if ``least`` is 0.
+    """Read a number of seconds from an environment variable.
 
     Raises:
         ConfigError: the variable is not a number, or is less than ``least``.
@@ -76,14 +76,13 @@ def end_with_peers(grace: float, exit_code: int) -> None:
 
 
 def may_end_process() -> bool:
-    """Whether this process may be ended: it runs one of our programs, not a user's."""
+    """Return whether this process may be ended: it runs one of ppfleetx's programs, not a user's."""
     return _state.grace is not None
 
 
 def decide_end() -> None:
-    """Record that a thread is about to end this process, so that later errors of other threads count as
-    consequences.
-    """
+    """Record that a thread is about to end this process, so that later errors in other threads are treated as
+    consequences."""
     _state.is_ending = _state.is_decided = True
 
 
@@ -111,13 +110,13 @@ def note_raised(error: Ended) -> Ended:
     return error
 
 
-_STORE_LOST = "TCP connection reset by peer"  # it may be inside a ValueError of Paddle
+_STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Paddle
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """The error that names the process whose end caused ``error``; None if there is none.
+    """Return the error that names the process whose end caused ``error``, or None.
 
-    Paddle turns an error in the backward pass of a ``PyLayer`` into an OSError that quotes it.
+    Paddle turns an error in the backward pass of a ``PyLayer`` into an OSError that quotes the error.
     """
     for one in _chain(error):
         if isinstance(one, PeerEndedError):

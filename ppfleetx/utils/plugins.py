@@ -1,7 +1,7 @@
-"""Plugins: the user's own modules that register callbacks, optimizers, layers and the like.
+"""Plugins: the user's own modules that register callbacks, optimizers, layers and so on.
 
-``--plugin`` or ``PPFLEETX_PLUGINS`` names them. They are imported once, before the configuration is
-validated, so that it may use the names that they register.
+Named by ``--plugin`` or ``PPFLEETX_PLUGINS``. They are imported once, before the configuration is validated,
+so that the configuration may use the registered names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppfleetx.utils.process_env import loading_paddle, prepare_process
 def import_named_plugins(names: Iterable[str] = ()) -> None:
     """Import the plugins of ``PPFLEETX_PLUGINS`` (module names separated by commas) and ``names``.
 
-    Afterwards the variable names all of them, for processes that this one starts.
+    Afterwards the variable names all of them, for child processes.
 
     Raises:
         ConfigError: a plugin cannot be imported.
@@ -56,7 +56,7 @@ def _import(name: str, named_by: str) -> None:
                 value=name,
             ) from error
         raise _failed(error, name, named_by) from error
-    except (Exception, SystemExit) as error:  # a script that was meant to be run may call sys.exit
+    except (Exception, SystemExit) as error:  # a plugin that was written as a script may call sys.exit
         raise _failed(error, name, named_by) from error
     note_plugin(name)
 

@@ -1,9 +1,8 @@
-"""Settings for speed on CPUs that must be in place before Paddle's first matrix product.
+"""Settings for speed on CPUs, which must be made before Paddle's first matrix product.
 
-Paddle's MKL chooses its code by the CPU's vendor and uses SSE on AMD. glibc's malloc returns large blocks to
-the kernel after every operator, and the kernel zeroes them again. This module corrects both, according to the
-CPU's flags, unless the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` switches this off.
-``docs/numerics.md`` has measurements.
+Paddle's MKL chooses its code path by the CPU's vendor and uses SSE on AMD. glibc's malloc returns large
+blocks to the kernel after every operator, and the kernel zeroes them again. This module corrects both, unless
+the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` disables it. ``docs/numerics.md`` has measurements.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ppfleetx.utils.processes import end_with_launcher
 
 SWITCH = "PPFLEETX_TUNE_CPU"
 
-# glibc malloc.h: parameter numbers of mallopt(3), and the variables that set the same things.
+# glibc malloc.h: parameter numbers of mallopt(3), by the equivalent environment variables.
 _MALLOC = {
     "MALLOC_MMAP_MAX_": (-4, 0),
     "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1),
@@ -46,11 +45,8 @@ _TOO_LATE = (
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
-    """The MKL code path for a CPU, given ``/proc/cpuinfo``: "7" for AVX-512, "5" for AVX2, None for MKL's own
-    choice.
-
-    Only AMD needs this.
-    """
+    """Return the MKL code path for a CPU, given ``/proc/cpuinfo``: "7" for AVX-512, "5" for AVX2, None for
+    MKL's own choice. Only AMD needs this."""
     if "AuthenticAMD" not in cpuinfo:
         return None
     flags = flags_in(cpuinfo)
@@ -60,9 +56,7 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """The number of math threads of this process: the machine's CPUs divided by the number of ranks on this
-    node.
-    """
+    """Return the number of math threads of this process: available CPUs divided by the ranks on this node."""
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
@@ -73,7 +67,7 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process, and let a rank end with its launcher. Call this before importing
+    """Apply the settings to this process, and make a rank end with its launcher. Call this before importing
     Paddle.
 
     After the import only malloc can be set, and the first such call logs a warning.
@@ -94,7 +88,7 @@ def prepare_process(*, device: str = "cpu") -> str:
         if device == "cpu":
             done += [_set_threads(), _set_contiguous_copies()]
     elif _said is None:
-        # FLAGS_use_stride_kernel must not change now: Paddle would end at the first strided tensor.
+        # Changing FLAGS_use_stride_kernel now would make Paddle crash at the first strided tensor.
         done = [_set_malloc()]
         if device == "cpu":
             get_logger().warning(_TOO_LATE)
@@ -132,17 +126,17 @@ def _set_threads() -> str:
 
 def _set_contiguous_copies() -> str:
     # With strided views, Paddle's CPU kernels copy a transposed tensor element by element, up to 70 times
-    # slower than the transpose kernel that is used without them.
+    # slower than the transpose kernel that is used without strided views.
     return _set("FLAGS_use_stride_kernel", "0")
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether a variable was set by the user rather than by an earlier call."""
+    """Return whether a variable was set by the user rather than by an earlier call."""
     return os.environ.get(name) not in (None, _ours.get(name))
 
 
 def _set(name: str, value: str) -> str:
-    """Set a variable unless the user has; returns a text for the log."""
+    """Set a variable unless the user has set it. Returns a text for the log."""
     if _is_theirs(name):
         return f"{name}={os.environ[name]} (yours)"
     os.environ[name] = _ours[name] = value
@@ -150,10 +144,10 @@ def _set(name: str, value: str) -> str:
 
 
 def _set_by_launcher(name: str) -> bool:
-    """Whether Paddle's launcher, not the user, has set the variable.
+    """Return whether Paddle's launcher, not the user, has set the variable.
 
-    The launcher imports Paddle, which sets OMP_NUM_THREADS=1 for itself and so for its ranks. The kernel
-    shows the environment with which the launcher was started.
+    The launcher imports Paddle, which sets OMP_NUM_THREADS=1 in the launcher's environment, which its ranks
+    inherit. The kernel still shows the environment with which the launcher was started.
     """
     if "PADDLE_LOCAL_SIZE" not in os.environ:
         return False
@@ -168,10 +162,10 @@ def import_paddle() -> None:
     """Import Paddle, without the banner that it prints whenever OMP_NUM_THREADS is not 1.
 
     The banner warns of ranks that share cores, which :func:`thread_count` prevents. All other output of the
-    import is passed on. Does nothing if Paddle is already imported.
+    import is kept. Does nothing if Paddle is already imported.
 
     Raises:
-        NotInstalledError: there is no Paddle.
+        NotInstalledError: Paddle is not installed.
     """
     if "paddle" in sys.modules:
         return
@@ -184,14 +178,15 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context for code that may import Paddle. Paddle is then imported as by :func:`import_paddle`."""
+    """Context manager for code that may import Paddle. Paddle is then imported as by
+    :func:`import_paddle`."""
     if "paddle" in sys.modules:
         yield
         return
     said, on_sigterm = io.StringIO(), signal.getsignal(signal.SIGTERM)
     try:
         with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports(), _held_interrupt():
-            # This is printed on every machine without a compiler cache, but we compile nothing.
+            # Printed on every machine without a compiler cache, but nothing is compiled here.
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
     except (ValueError, RuntimeError, OSError) as error:
@@ -210,9 +205,8 @@ def loading_paddle() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """Context in which the first Ctrl-C takes effect only at the end, because it would become an
-    ``ImportError`` while Paddle loads. A second Ctrl-C takes effect at once.
-    """
+    """Context manager that delays the first Ctrl-C to the end, because it would become an ``ImportError``
+    while Paddle loads. A second Ctrl-C takes effect at once."""
     before, came = signal.getsignal(signal.SIGINT), []
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -233,14 +227,14 @@ def _held_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quick_imports() -> Iterator[None]:
-    """Context in which importing Paddle takes 1.7 seconds of CPU time instead of 2.2 (Xeon, 2.5 GHz).
+    """Context manager that makes importing Paddle faster: 1.7 s of CPU time instead of 2.2 s (Xeon, 2.5 GHz).
 
     Every command and every rank imports Paddle first, so half a second is worth two tricks:
 
-    - Garbage collection is off, and later ignores imported objects: modules, functions and classes are not
-      garbage, but there are so many that examining them takes time.
+    - Garbage collection is off during the import, and ignores the imported objects afterwards. Modules,
+      functions and classes are never garbage, but there are so many that examining them takes time.
     - ``httpx``, which Paddle imports, does not find its command line program ``httpx._main``, and so does not
-      import libraries for drawing on a terminal. Afterwards ``httpx._main`` can be imported as usual.
+      import terminal libraries. Afterwards ``httpx._main`` can be imported as usual.
     """
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules
@@ -261,7 +255,7 @@ def _undo_root_logging(stream: io.StringIO) -> None:
     """Remove the root logger's handler that Paddle installed while stderr was ``stream``.
 
     Messages of other libraries would be lost in this handler. Without a handler, Python prints warnings and
-    errors.
+    errors to stderr.
     """
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:

@@ -1,7 +1,7 @@
-"""End processes together: a rank with its launcher, and everything below a supervisor.
+"""End processes jointly: a rank with its launcher, and all descendants of a supervisor.
 
-Nothing else would end a rank after a ``kill -9`` of its launcher. This works on Linux; on other systems most
-of it has no effect.
+Otherwise a rank would outlive a ``kill -9`` of its launcher. This works on Linux; most functions have no
+effect on other systems.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 LAUNCHER_VARIABLE = "PPFLEETX_LAUNCHER_PID"
-_SET_BY_LAUNCHER = "PADDLE_RANK_IN_NODE"  # only the launcher sets it
+_SET_BY_LAUNCHER = "PADDLE_RANK_IN_NODE"  # set only by the launcher
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 _LOOK_AT_PARENT_SECONDS = 1.0
-_SAVE_SECONDS = 60.0  # seconds for a rank to finish its step and save
+_SAVE_SECONDS = 60.0  # time for a rank to finish its step and save
 
 _watched: set[int] = set()
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -35,8 +35,8 @@ _AFTER_KILL_SECONDS = 30.0
 def end_with_launcher() -> None:
     """Send this process SIGTERM, and later SIGKILL, when the launcher that started it is gone.
 
-    On SIGTERM a training run stops after its step and saves. Does nothing in a process that no launcher
-    started, or when called again.
+    On SIGTERM a training run stops after its step and saves. Idempotent. Does nothing in a process that no
+    launcher started.
     """
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
@@ -44,7 +44,7 @@ def end_with_launcher() -> None:
     parent = os.getppid()
     given = os.environ.get(LAUNCHER_VARIABLE, "")
     launcher = int(given) if given.isdigit() else parent
-    if launcher == parent:  # for when no shell script runs between the two
+    if launcher == parent:  # not if a shell script runs between the two
         end_child_with_parent()
     threading.Thread(target=_watch, args=(launcher, launcher == parent), name="launcher", daemon=True).start()
 
@@ -66,7 +66,7 @@ def _watch(launcher: int, is_parent: bool) -> None:
 
 def _wait_for_end(pid: int, is_parent: bool) -> None:
     with contextlib.suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(pid)) as process:
-        if not is_parent or os.getppid() == pid:  # and no other process has got its number
+        if not is_parent or os.getppid() == pid:  # check that no other process has reused the number
             end = select.poll()
             end.register(process, select.POLLIN)
             end.poll()
@@ -86,17 +86,17 @@ def process_exists(pid: int) -> bool:
     return True
 
 
-# -- the processes below this one -------------------------------------------------------
+# -- descendants of this process --------------------------------------------------------
 
 
 def adopt_orphans() -> None:
-    """Keep descendants below this process when the processes in between end (PR_SET_CHILD_SUBREAPER)."""
+    """Make this process the parent of descendants whose own parents end (PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:
-    """The running descendants of this process, without zombies."""
+    """Return the running descendants of this process, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> list[int]:
-    """Send SIGTERM to all descendants, and SIGKILL to the ones that still run ``grace`` seconds later.
+    """Send SIGTERM to all descendants, and SIGKILL to those that still run ``grace`` seconds later.
 
     Returns:
         The descendants that did not end even then, because the kernel holds them.

@@ -1,4 +1,4 @@
-"""A progress bar on terminals and in notebooks, and nowhere else."""
+"""A progress bar for terminals and notebooks. Elsewhere nothing is shown."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ProgressBar:
             self._drawing.stop()
 
     def advance(self, amount: float, text: str | None = None) -> None:
-        """Add ``amount``; ``text`` replaces the text at the end of the line."""
+        """Add ``amount``. ``text`` replaces the text at the end of the line."""
         if self._drawing is not None:
             self._drawing.advance(amount, text)
 
@@ -106,7 +106,7 @@ class _NotebookLine:
 
 
 class _TerminalBar:
-    """A progress bar of ``rich``. Other output goes above it."""
+    """A progress bar of ``rich``. Other output is printed above the bar."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._progress = _make_progress(unit)
@@ -123,7 +123,7 @@ class _TerminalBar:
         self._progress.update(self._task, advance=amount, **fields)
 
 
-def _make_progress(unit: str):  # rich is imported only here, so that --help stays quick
+def _make_progress(unit: str):  # rich is imported only here, so that --help stays fast
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text

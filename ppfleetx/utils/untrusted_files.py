@@ -1,4 +1,4 @@
-"""Read files that a user or another program wrote; failures become one sentence that names the file."""
+"""Read files that a user or another program wrote. Errors become one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _KINDS = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISCHR: "a
 
 @contextmanager
 def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes.
+    """Context manager: open a file for reading bytes.
 
     Raises:
-        error: the file does not exist, is not a file, or cannot be opened, or cannot be read within the
-            block.
+        error: the file does not exist, is not a file, or cannot be opened or read.
     """
     file_status(path, error)
     try:
@@ -33,7 +32,7 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """The status of a file.
+    """Return the status of a file.
 
     Raises:
         error: the file does not exist, or is a directory, a pipe (which may have no writer) or a device.
@@ -50,7 +49,7 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """Turn an OSError within the block (or the decorated function) into ``error``, which names the file."""
+    """Context manager or decorator: turn an OSError into ``error``, which names the file."""
     try:
         yield
     except OSError as reason:
@@ -58,7 +57,8 @@ def os_errors(error: type[UserError]) -> Iterator[None]:
 
 
 def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = CheckpointError) -> bytes:
-    """The content of a file. Raises ``error`` like :func:`opened`, and for more than ``max_bytes``."""
+    """Return the content of a file. Raises ``error`` as :func:`opened` does, and if the file is longer than
+    ``max_bytes``."""
     with opened(path, error) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -69,12 +69,13 @@ def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = Chec
 def read_json(
     path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, error: type[UserError] = CheckpointError
 ) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``error`` as :func:`read_bounded` and :func:`parse_json` do."""
+    """Return the object in a JSON file. Raises ``error`` as :func:`read_bounded` and :func:`parse_json`
+    do."""
     return parse_json(read_bounded(path, max_bytes, error), str(path), error)
 
 
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
-    """The object in JSON text.
+    """Return the object in JSON text.
 
     Raises:
         error: the text is not JSON (NaN and infinities are not), is not an object, or has a key twice.
