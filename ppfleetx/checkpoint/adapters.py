@@ -93,7 +93,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     """
     output = Path(output)
     if is_taken(output):
-        raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
+        raise CheckpointError(f"--output {output} exists already; name a new or empty directory")
     refuse_unwritable(output, "--output")
     with naming("CHECKPOINT", path):
         trained = read_ppfleetx(path, masters=True, few_bits=True)

@@ -93,8 +93,8 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
         return
     if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
         raise CheckpointError(
-            f"{target} is there already, and this run did not make it (or not everything in it) or was "
-            "started from it: it is not replaced. Move it away, or save into another directory "
+            f"{target} exists already. It is not replaced, because this run did not save it (or not all of "
+            "its files), or was started from it. Move it away, or save into another directory "
             "(Engine.save_load.output_dir)"
         )
     names = (target.with_name(f"{target.name}.damaged{number or ''}") for number in count())

@@ -104,7 +104,7 @@ class SharedSave:
             if self._ctx.world_size == 1:
                 name = step_directory(*self._at)
                 what = f"checkpoint {name} could not be written to {self._output_dir}: {outcome[1]}"
-            raise CheckpointError(f"{what}. Earlier checkpoints are as they were.")
+            raise CheckpointError(f"{what}. Earlier checkpoints are unchanged.")
         return [result for result, _ in outcomes]
 
     @property
@@ -265,8 +265,8 @@ class HostCopier:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Return slices of a copy, and a function that makes the copy. Call the function once, from any
-        thread.
+        """Return slices that refer to a future copy, and a function that makes the copy. Call the function
+        once, from any thread.
 
         The copy of a tensor on a device is queued now, before any operation that changes the tensor. Only the
         writing thread waits for it.
@@ -291,8 +291,8 @@ class HostCopier:
                 self._kept = [np.empty_like(array) for array in live]
             except MemoryError as error:
                 raise CheckpointError(
-                    "there is no memory for a copy of the state; with Engine.save_load.async_save=False "
-                    "none is made"
+                    "there is not enough memory for a copy of the state; "
+                    "Engine.save_load.async_save=False saves without a copy"
                 ) from error
         for target, source in zip(self._kept, live, strict=True):
             np.copyto(target, source)

@@ -140,7 +140,7 @@ def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
     item = NUMPY_OF_DTYPE[entry.dtype].itemsize
     for piece in entry.slices:
         if piece.file not in files:
-            return f"it lies in {shown(piece.file)}, which is not listed"
+            return f"it is in {shown(piece.file)}, which is not listed"
         if not len(piece.offset) == len(piece.shape) == len(entry.shape):
             return "a slice has another number of dimensions than the tensor"
         extents = zip(piece.offset, piece.shape, entry.shape, strict=True)
@@ -283,7 +283,7 @@ def read_sealed(path: Path) -> dict[str, str] | None:
 
 
 def seal(**fields: str | int) -> bytes:
-    """Make the content of a sealed file: `key value` lines, the last of which is the CRC-32 of the others."""
+    """Make the content of a sealed file: `key value` lines, followed by the CRC-32 of these lines."""
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 

@@ -84,7 +84,7 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
 
 
 def _copy_neighbors(checkpoint: Checkpoint, output: Path) -> None:
-    """Copy the tokenizer and the configuration that are in the same directory as the checkpoint."""
+    """Copy the tokenizer and the configuration beside the checkpoint."""
     source = find_tokenizer_dir(checkpoint.path)
     if source is not None:
         copy_tokenizer(source, output / TOKENIZER_DIR)

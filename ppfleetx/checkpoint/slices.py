@@ -114,9 +114,8 @@ def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> b
     """Return whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once, in linear
     time.
 
-    The corners of a box, with signs that alternate with the number of far coordinates, determine its
-    indicator function. The boxes tile the array if and only if the sum of their signed corners equals the
-    array's signed corners.
+    Each box contributes its corners with alternating signs (inclusion-exclusion). The boxes tile the array if
+    and only if all signed corners sum to those of the array itself.
     """
     ends: Counter[Index] = Counter()
     whole = ((0,) * len(shape), tuple(shape))

@@ -101,7 +101,7 @@ def save_checkpoint(
         why = housekeeping.describe_os_error(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(
             f"checkpoint {name} could not be written to {output_dir}: {why}. "
-            "Earlier checkpoints are as they were."
+            "Earlier checkpoints are unchanged."
         ) from error
 
 
@@ -153,7 +153,7 @@ def write_rank(
     problems = list(damage_of(staged, entries.values())) if verify else []
     if problems:
         more = f", and {counted(len(problems) - 1, 'more piece')}" if len(problems) > 1 else ""
-        raise CheckpointError(f"what is read back is not what was written: {problems[0]}{more}")
+        raise CheckpointError(f"the data read back is not the data written: {problems[0]}{more}")
     return RankIndex(files, list(entries.values()))
 
 

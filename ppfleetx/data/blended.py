@@ -34,9 +34,9 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     """Return the corpus of each sample, int16 [size], and the sample's number within that corpus, int64
     [size].
 
-    Sample k is taken from the corpus that is furthest below its weight: the one with the largest ``weight *
-    max(k, 1) - taken``, or the first of several. Weights must sum to 1. Megatron-LM's ``helpers.cpp`` uses
-    the same rule in double precision, so both produce the same order.
+    Sample k is taken from the corpus with the largest ``weight * max(k, 1) - taken`` (the first one on ties).
+    Weights must sum to 1. Megatron-LM's ``helpers.cpp`` uses the same rule in double precision, so both
+    produce the same order.
     """
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
@@ -71,13 +71,12 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """Choose the corpora for ``num_blocks`` blocks of steps, starting at step ``first``. ``taken`` counts the
-    samples taken from each corpus before that step.
+    """Choose the corpora for ``num_blocks`` blocks of steps from step ``first`` on. ``taken`` counts the
+    earlier samples of each corpus.
 
-    The rule is sequential, but the choices soon become independent of the starting counts. So all blocks are
-    computed in parallel, from guessed starting counts for every block but the first. Each block whose guess
-    differs from the end of the previous block is computed again, until none differs. The result is exact,
-    usually after two or three rounds.
+    The rule is sequential, but its choices soon become independent of the starting counts. So all blocks are
+    computed in parallel from guessed starting counts, and a block is computed again until its starting counts
+    equal the final counts of the previous block. The result is exact, usually after two or three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_near_shares(weights, step) for step in steps.tolist()])

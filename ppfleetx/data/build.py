@@ -53,7 +53,7 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run reads from a split. It determines the size of the index maps.
+    """Return the number of samples that a run reads from a split.
 
     Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters. Test: global batch x
     test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, because each evaluation
@@ -75,11 +75,10 @@ def build_dataloader(
 ) -> DataLoader:
     """Build the loader of ``Data.<mode>`` for one data rank. Raises the errors of `build_dataset`.
 
-    Train is infinite: it starts at ``consumed_samples``, and starts over after the last sample. Eval and Test
-    read the first ``eval_iters`` (``test_iters``) global batches, the same in every pass over the loader, so
-    losses can be compared. With ``sampler.drop_last: False`` they read at most the whole split once; padding
-    samples with a zero loss mask fill the last batch. Eval and Test of text datasets are always read
-    completely, with the same padding.
+    Train starts at ``consumed_samples`` and never ends: the first sample follows the last. Eval and Test read
+    the first ``eval_iters`` (``test_iters``) global batches in every pass, so losses are comparable. With
+    ``sampler.drop_last: False`` they read the split at most once, and padding samples with loss mask 0 fill
+    the last batch. Eval and Test of text datasets are always read completely and padded in the same way.
     """
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)

@@ -28,9 +28,8 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of these sections with their checksums, at the level of
-    ``Data.<mode>.dataset.verify``. Logs one line that says how much was compared and which corpora have no
-    checksums.
+    """Compare the corpora of the sections ``modes`` with their checksums, at the level of
+    ``Data.<mode>.dataset.verify``. Logs how much was compared and which corpora have no checksums.
 
     Raises DataError if a corpus is damaged, if the checksums belong to another corpus, or if ``verify`` is
     full and there are no checksums.

@@ -93,7 +93,7 @@ def _damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is damaged, or not a file of NumPy's: {error}") from error
+        raise DataError(f"{path} is damaged, or not a NumPy file: {error}") from error
 
 
 def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
@@ -106,7 +106,7 @@ def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.n
         raise DataError(f"{path}: lens add up to {total:,}, ids has {counted(tokens.shape[0], 'token', ',')}")
     if not runs_from_zero(boundaries, lengths.shape[0]):
         sequences = counted(lengths.shape[0], "sequence", ",")
-        raise DataError(f"{path} is damaged: docs does not run from 0 to the {sequences} without falling")
+        raise DataError(f"{path} is damaged: docs does not increase from 0 to {sequences}")
 
 
 def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:

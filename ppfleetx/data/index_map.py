@@ -36,7 +36,7 @@ _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this sh
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The number of epochs that a split is read to yield the requested samples.
+    """The number of epochs that yield the requested samples.
 
     Attributes:
         tokens_per_epoch: tokens of the split.

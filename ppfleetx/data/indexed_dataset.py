@@ -137,7 +137,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """Return the smallest dtype in which Megatron-LM would store ids of a vocabulary of this size (without
+    """Return the smallest dtype in which Megatron-LM stores ids of a vocabulary of this size (without
     padding)."""
     small = vocab_size is not None and vocab_size < 65500
     return np.dtype("<u2") if small else np.dtype("<i4")

@@ -108,11 +108,11 @@ class Packed:
 
 @paddle.no_grad()
 def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` of one type into one flat tensor and make them views of it. Returns the flat tensor.
+    """Move ``tensors`` of one type into one flat tensor, and make them views of it. Returns the flat tensor.
 
     Each view starts at a multiple of :data:`ALIGNMENT`, with zeros in the gaps, and the old memory is freed.
-    A single tensor is returned unchanged. Results never need to be copied back, and twice the memory is
-    needed only during the move. ``tensors`` must not be views of other tensors.
+    A single tensor is returned unchanged. The move itself needs twice the memory. ``tensors`` must not be
+    views of other tensors.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
@@ -156,8 +156,8 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``. The gradient of each rank's summand is the gradient of the sum, not
-    multiplied by the number of ranks. Use this if all ranks compute the same result from the sum."""
+    """Sum ``tensor`` over ``group``, if all ranks compute the same result from the sum. The gradient of each
+    rank's summand is the gradient of the sum, not multiplied by the number of ranks."""
     return _SumOfRanks.apply(tensor, group)
 
 

@@ -2,8 +2,7 @@
 
 The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage). They do not depend
 on earlier computation, on whether the run was resumed, on the number of evaluations, or on the pipeline rank
-of the stage. So generator states are not saved, which Paddle 3.3.1 could do for its CPU generator only with
-pickle.
+of the stage. So dropout needs no saved generator states.
 
 There are two streams. The *default* stream is for activations that tensor-parallel ranks replicate, whose
 dropout masks must be equal. The *sliced* stream is for activations that are split between these ranks. Both

@@ -106,7 +106,7 @@ class Line:
         try:
             return json.loads(line)
         except ValueError:
-            raise ConnectionAbortedError(errno.EPROTO, "it sends something else than JSON") from None
+            raise ConnectionAbortedError(errno.EPROTO, "it sends something other than JSON") from None
 
     def close(self) -> None:
         self.connection.close()
@@ -255,7 +255,7 @@ class _Reception:
                 return False
             name = self._came[self._numbers[line]].name
             raise RendezvousError(
-                f"{name} ended before all had come ({error.strerror})",
+                f"{name} ended before all had connected ({error.strerror})",
                 "look at its log (workerlog.N of its machine)",
             ) from error
         return True if said is None else self._admit(line, said)
@@ -288,15 +288,15 @@ class _Reception:
         return ranks_text(numbers)
 
     def _incomplete(self, missing: Sequence[int], seconds: float) -> RendezvousError:
-        text = f"{self._listed(missing)} did not come to {self._where} within {seconds:g} s"
+        text = f"{self._listed(missing)} did not connect to {self._where} within {seconds:g} s"
         refused = [*dict.fromkeys(self._refused)]
         refused += [f"{origin}, which connected and sent nothing" for origin in self._strangers.values()]
         if refused:
             text += f"; turned away: {'; '.join(refused)}"
         return RendezvousError(
             text,
-            "start all of them, with the same address to meet at, and let them through a firewall; of one "
-            "that was started, look at its log (workerlog.N of its machine)",
+            "start all of them with the same address, and let them through a firewall; if one was started, "
+            "look at its log (workerlog.N of its machine)",
         )
 
 
@@ -327,7 +327,7 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
     except (OSError, KeyError, TypeError, ValueError) as error:
         line.close()
         raise RendezvousError(
-            f"{first} ended before all had come, or what answers there is something else: {error}",
+            f"{first} ended before all had connected, or what answers there is something else: {error}",
             "look at its log; does another program hold that port?",
         ) from error
     line.close()

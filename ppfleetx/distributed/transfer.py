@@ -56,9 +56,9 @@ def note_micro_batch() -> None:
 def read(tensor: paddle.Tensor) -> np.ndarray:
     """Return the tensor's contents once the device has computed them.
 
-    Unlike ``Tensor.numpy``, this does not wait for all streams of a card, such as messages that are not
-    needed yet. The card may still have most of a step to compute, so each micro batch that it reaches is
-    reported to the watchdog, which would otherwise stop runs with long steps.
+    Unlike ``Tensor.numpy``, this does not wait for all streams of a card, such as pending messages. Each
+    micro batch that the card reaches meanwhile is reported to the watchdog, which would otherwise stop runs
+    with long steps.
     """
     with RECORD.reading():
         while _begun:

@@ -40,9 +40,9 @@ class SlowRank:
 
     def __str__(self) -> str:
         usual = (
-            f"other pipeline stages take {self.usual:.3f} s together, and may have less work"
+            f"other pipeline stages take {self.usual:.3f} s in total, and may have less work"
             if self.alone
-            else f"usually {self.usual:.3f} s together"
+            else f"usually {self.usual:.3f} s in total"
         )
         return (
             f"rank {self.rank} on {self.host} (data {self.data:.3f} s, computing {self.compute:.3f} s a "

@@ -70,8 +70,8 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
     """Run ``command`` until it succeeds, a signal stops it, or ``max_restarts`` is reached.
 
-    The command is restarted only after all processes of its last start have ended. Exit codes of user errors
-    and Ctrl-C are not restarted.
+    A restart waits until all processes of the last start have ended. User errors and Ctrl-C are not followed
+    by a restart.
 
     Returns:
         The exit code of the last start.

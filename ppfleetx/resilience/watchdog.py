@@ -122,7 +122,7 @@ class Watchdog:
 
     def _silence(self) -> float:
         """Return the seconds since the last activity of the program or its communication, without time in
-        which the whole process was stopped."""
+        which the whole process was suspended."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
@@ -136,7 +136,7 @@ class Watchdog:
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Exclude a sleep so long that the process or the whole job must have been stopped."""
+        """Do not count a sleep so long that the process or the whole job must have been suspended."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silence(), self._quiet()

@@ -2,26 +2,26 @@
 
     python -m ppfleetx.utils.cpu_launcher
 
-writes a file ``ppfleetx_cpu_launcher.pth`` into the site-packages of this Python environment; ``make``
-does so for its own ``.venv``. To undo it, delete the file.
+writes a file ``ppfleetx_cpu_launcher.pth`` to the site-packages of this Python environment; ``make`` does so
+for its own ``.venv``. To undo it, delete the file.
 
 The file affects only processes started as ``python -m paddle.distributed.launch``:
 
 - ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
   ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
   Paddle starts one process for each, so the variable is set to the value of ``--devices``.
-- The launcher's waits end. Where its nodes meet (``--master``), Paddle's waits forever for a node that does
-  not come, at an address where nothing answers, and at a port that another program holds.
-- Its exit code says what happened. Paddle's exits with the bare number of a signal: 2 after Ctrl-C, which is
-  also ppfleetx's code for a user's mistake.
-- After Ctrl-C it shows the first rank's last lines, such as where the run was saved. Paddle's closes the log.
+- Waiting for other nodes (``--master``) has a time limit. Paddle's launcher waits forever for a missing node,
+  at an address where nothing answers, and at a port that another program holds.
+- The exit code says what happened. Paddle's launcher exits with the bare number of a signal: 2 after Ctrl-C,
+  which is also ppfleetx's code for a user error.
+- After Ctrl-C, the last lines of the first rank's log are printed, such as where the run was saved. Paddle's
+  launcher closes the log.
 
-A thread and an exit handler do the last three. Nothing in Paddle is replaced.
+A thread and an exit handler implement the last three. Nothing in Paddle is replaced.
 
-Why a ``.pth`` file: Python runs the ``import`` lines of such files at start, in every process of the
-environment. There is no other way to run code before Paddle's launcher without a command of our own, and
-commands with ``paddle.distributed.launch`` should work unchanged on every machine. In all other processes,
-the line only compares one word.
+Python runs the ``import`` lines of ``.pth`` files at start, in every process of the environment. This is the
+only way to run code before Paddle's launcher without a command of our own, so that existing commands work
+unchanged. In all other processes, the line only compares one word.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ class _Meeting:
             ValueError, http.client.HTTPException: the program that answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:
-            raise ValueError("it is no launcher")
+            raise ValueError("it is not a launcher")
         found = map(json.loads, self._ask(f"/{self._controller.job.id}/info").values())
         return [entry for entry in found if isinstance(entry, dict)]
 
@@ -354,7 +354,7 @@ class _Meeting:
                 return {}
             answer = json.loads(response.read(1 << 20))
             if not isinstance(answer, dict):
-                raise ValueError("it is no launcher")
+                raise ValueError("it is not a launcher")
             return answer
 
 

@@ -95,7 +95,7 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
     Args:
         sentence: the message to print if this process is ended.
-        say_goodbye: called just before the process ends, to tell the other processes.
+        say_goodbye: a function that informs the other processes, called just before the process ends.
     """
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True

@@ -1,7 +1,7 @@
 """Plugins: the user's own modules that register callbacks, optimizers, layers and so on.
 
-Named by ``--plugin`` or ``PPFLEETX_PLUGINS``. They are imported once, before the configuration is validated,
-so that the configuration may use the registered names.
+The modules named by ``--plugin`` or ``PPFLEETX_PLUGINS`` are imported once, before the configuration is
+validated, so that the configuration may use the registered names.
 """
 
 from __future__ import annotations

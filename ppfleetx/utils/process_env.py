@@ -146,8 +146,8 @@ def _set(name: str, value: str) -> str:
 def _set_by_launcher(name: str) -> bool:
     """Return whether Paddle's launcher, not the user, has set the variable.
 
-    The launcher imports Paddle, which sets OMP_NUM_THREADS=1 in the launcher's environment, which its ranks
-    inherit. The kernel still shows the environment with which the launcher was started.
+    The launcher imports Paddle, which sets OMP_NUM_THREADS=1, and its ranks inherit the variable. The kernel
+    still shows the environment with which the launcher was started.
     """
     if "PADDLE_LOCAL_SIZE" not in os.environ:
         return False

@@ -136,7 +136,7 @@ def test_no_memory_for_the_copy(tmp_path, monkeypatch):
     monkeypatch.setattr("ppfleetx.checkpoint.manager.np.empty_like", fail)
     save(manager, 1)
     manager.wait_for_copy()
-    with pytest.raises(CheckpointError, match=r"no memory for a copy .*async_save=False"):
+    with pytest.raises(CheckpointError, match=r"not enough memory for a copy .*async_save=False"):
         manager.wait()
 
 

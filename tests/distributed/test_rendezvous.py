@@ -94,7 +94,7 @@ def test_who_does_not_come_is_named_to_all_who_came(point) -> None:
         meeting.come(number, 5)
     told = meeting.end()
     for number in (0, 2):
-        assert f"ranks 1, 3, 4 did not come to 127.0.0.1:{point[1]} within 1.5 s" in told[number]
+        assert f"ranks 1, 3, 4 did not connect to 127.0.0.1:{point[1]} within 1.5 s" in told[number]
 
 
 def test_members_without_numbers_are_counted_as_they_come(point) -> None:
@@ -127,7 +127,7 @@ def test_a_member_that_ends_meanwhile_is_named_at_once(point) -> None:
     time.sleep(0.3)
     connection.close()
     told = meeting.end(within=8)
-    assert all("rank 2 ended before all had come" in told[number] for number in (0, 1))
+    assert all("rank 2 ended before all had connected" in told[number] for number in (0, 1))
 
 
 def test_two_jobs_at_one_place_are_distinguished(point) -> None:

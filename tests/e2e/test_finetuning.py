@@ -299,5 +299,5 @@ def test_what_cannot_be_merged(full, adapters, tmp_path):
         merge_lora(full[0], tmp_path / "merged")
     with pytest.raises(CheckpointError, match=r"holds no model tensor head\.weight"):
         merge_lora(adapters[0], tmp_path / "merged", full[0])
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         merge_lora(adapters[0], full[0])

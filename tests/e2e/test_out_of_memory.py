@@ -33,5 +33,5 @@ def test_it_ends_with_one_message(tool: Tool, tmp_path: Path) -> None:
     assert done.returncode == 5, done.stderr
     [line] = [line for line in done.stderr.splitlines() if "error:" in line]
     assert line.startswith("error: out of memory (between two steps, step 2): Fail to alloc memory of 4")
-    assert "What should hold it at the worst moment: " in done.stderr
+    assert "Predicted memory at the peak: " in done.stderr
     assert "Traceback" not in done.stderr

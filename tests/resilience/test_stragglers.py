@@ -14,7 +14,7 @@ def test_the_rank_that_does_not_wait_is_the_slow_one():
     assert abs(found.cost - 0.3) < 1e-9
     assert str(found) == (
         "slow ranks cost 30% of the last 100 steps: rank 2 on b (data 0.400 s, computing 0.600 s a step; "
-        "usually 0.700 s together)"
+        "usually 0.700 s in total)"
     )
 
 
@@ -32,5 +32,5 @@ def test_a_rank_that_is_alone_in_its_stage_is_compared_with_other_stages():
     slow = np.array([[1.0, 0.1, 0.6], [1.0, 0.1, 0.0]])
     assert str(find_stragglers(slow, [0, 1], HOSTS[1:3], 200, 100)) == (
         "slow ranks cost 60% of the last 100 steps: rank 1 on b (data 0.100 s, computing 0.900 s a step; "
-        "other pipeline stages take 0.400 s together, and may have less work)"
+        "other pipeline stages take 0.400 s in total, and may have less work)"
     )

@@ -185,8 +185,8 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
             delete_checkpoint(path)
     if staying := sorted(path.name for path in step_directories(output_dir)):
         get_logger().warning(
-            f"not deleted in {output_dir}: {', '.join(staying)}. Kept are checkpoints that this run starts "
-            "from, that the earlier run did not save, or that hold other files too"
+            f"not deleted in {output_dir}: {', '.join(staying)}. A run keeps checkpoints that it starts "
+            "from, that the earlier run did not save, or that have additional files"
         )
     if earlier is None:
         return

@@ -123,7 +123,7 @@ def _holders_and_savings(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
         for part, size in sorted(parts.items(), key=lambda item: -item[1])
         if size > _WORTH_SHOWING * memory.total
     ]
-    yield f"What should hold it at the worst moment: {', '.join(shown)}; together {bytes_text(memory.total)}."
+    yield f"Predicted memory at the peak: {', '.join(shown)}; in total {bytes_text(memory.total)}."
     savings = memory_savings(prediction)[:_MOST_SAVINGS]
     if not savings:
         yield "No setting alone saves much: this run needs more devices (ppfleetx plan ranks what fits)."

@@ -156,8 +156,7 @@ class Window:
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """Return TFLOP/s and MFU at this speed for a step with the full batch size, if known. During a batch
-        size rampup, steps have fewer tokens."""
+        """Return TFLOP/s and MFU of a step with the full batch size at this speed, if known."""
         if run.utilization is None:
             return {}
         num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len

@@ -2,9 +2,8 @@
 
 As documented by transformers, templates can use ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
 ``continue``, ``generation`` blocks, ``tojson`` without HTML escapes, ``raise_exception`` and
-``strftime_now``. A template comes with a model, from an unknown author. Jinja's sandbox keeps the template
-away from Python. The limits stop a template that loops forever or builds a huge text, but not a determined
-attacker.
+``strftime_now``. The author of a template is unknown, so Jinja's sandbox denies access to Python, and limits
+stop a template that loops forever or builds a huge text. They do not stop a determined attacker.
 """
 
 from __future__ import annotations

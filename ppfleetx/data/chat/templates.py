@@ -90,7 +90,7 @@ class ChatTemplate:
             return CompiledTemplate(self.source)
         except (TemplateError, TemplateLimitError) as error:
             line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
-            raise DataError(f"{self.place} is no chat template: {line}{error}") from error
+            raise DataError(f"{self.place} is not a valid chat template: {line}{error}") from error
 
     def render(
         self,
@@ -137,7 +137,7 @@ class ChatTemplate:
         if isinstance(error, AskedToStopError):
             return f"{self.place} refuses the conversation: {error}"
         if isinstance(error, SecurityError):
-            return f"{self.place} reaches for what a template may not have: {error}"
+            return f"{self.place} uses what templates may not access: {error}"
         return f"{self.place} fails on this conversation: {error}"
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -240,7 +240,7 @@ class _Turns:
                 found = self._marked(number)
             except (ChatError, ValueError) as error:
                 raise ChatError(
-                    f"{self._template.place} does not tell where it writes message {number}: put "
+                    f"{self._template.place} does not show where it writes message {number}: put "
                     "{% generation %} and {% endgeneration %} around what the assistant says"
                 ) from error
         return found
@@ -290,8 +290,8 @@ class _Turns:
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Return the offset in ``text``, the text before an answer's content, at which the generation prompt
-        ends."""
+        """Return where the generation prompt ends in ``text``, which is everything before an answer's
+        content."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

@@ -215,7 +215,7 @@ _function: Callable[[Any], Any] | None = None  # set in each worker by _start_wo
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
-    """Context manager whose value yields ``(item, function(item))`` for each item, in order.
+    """Context manager: yields an iterator over ``(item, function(item))``, in the order of ``items``.
 
     The function is sent to each worker only once. With ``workers=1``, everything runs in this process.
     Workers end when the context is left or this process is killed. If a worker dies, the iterator raises

@@ -26,8 +26,8 @@ from ppfleetx.utils.untrusted_files import opened
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Concatenate several pairs into one pair. Raises DataError if there is no input, an input is damaged,
-    dtypes differ, or the output is one of the inputs or exists and ``overwrite`` is False."""
+    """Concatenate several corpora into one corpus. Raises DataError if there is no input, an input is
+    damaged, dtypes differ, or the output is one of the inputs or exists and ``overwrite`` is False."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")

@@ -104,7 +104,7 @@ def _find(source: Path) -> dict[str, str]:
         wanted = {f"wiki.{split}.{ending}" for ending in _ENDINGS}
         fitting = sorted(name for name in names if name.rpartition("/")[2] in wanted)
         if len(fitting) > 1:
-            raise DataError(f"{source}: holds {' and '.join(fitting[:3])}; leave one of them")
+            raise DataError(f"{source}: holds {' and '.join(fitting[:3])}; keep only one of them")
         if fitting:
             found[split] = fitting[0]
     if not found:
@@ -139,4 +139,4 @@ def _decoded(file: io.BufferedIOBase, place: str) -> Iterator[str]:
     try:
         yield from io.TextIOWrapper(file, encoding="utf-8", newline="\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{place} is no UTF-8 text ({error.reason})") from error
+        raise DataError(f"{place} is not UTF-8 text ({error.reason})") from error

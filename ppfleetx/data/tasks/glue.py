@@ -122,11 +122,11 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read ``{directory}/{part}.tsv``, or the corresponding original file.
+    """Read ``{directory}/{part}.tsv``, or the corresponding original file. Most test files have no labels;
+    read them with ``with_labels=False``.
 
-    ``with_labels`` is False for test files, most of which have no labels. Raises DataError, with file and
-    line, if the file is missing, is not UTF-8 or has no labels, or if a line has a wrong number of fields or
-    an unknown label.
+    Raises DataError, with file and line, if the file is missing, is not UTF-8 or has no labels, or if a line
+    has a wrong number of fields or an unknown label.
     """
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
@@ -209,7 +209,7 @@ def _label(task: GlueTask, text: str, place: str) -> float:
     except ValueError:
         score = -1.0
     if not 0.0 <= score <= _HIGHEST_SCORE:
-        raise DataError(f"{place}: the score {shown(text)} is no number from 0 to {_HIGHEST_SCORE:g}")
+        raise DataError(f"{place}: the score {shown(text)} is not a number from 0 to {_HIGHEST_SCORE:g}")
     return score
 
 

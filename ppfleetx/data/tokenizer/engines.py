@@ -168,7 +168,8 @@ class TokenizersEngine:
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Return everything in the file content ``written`` that determines the ids, as JSON data."""
+        """Return the parts of ``written``, the content of ``tokenizer.json``, that determine the ids, as JSON
+        data."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 

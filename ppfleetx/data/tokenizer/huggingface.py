@@ -157,7 +157,7 @@ class SideFiles:
             return _token(value, special=True)
         content = value.get("content") if isinstance(value, dict) else None
         if not isinstance(content, str):
-            raise DataError(f"{self.place}/{CONFIG}: {key} is no token: {shown(value)}")
+            raise DataError(f"{self.place}/{CONFIG}: {key} is not a token: {shown(value)}")
         special = value.get("special") is True
         return _token(content, special=special) | {k: value[k] for k in _FLAGS if type(value.get(k)) is bool}
 

@@ -65,7 +65,7 @@ class ByteStreamDecoder:
 
 class TextStreamDecoder:
     """Like `ByteStreamDecoder`, for tokens whose text depends on earlier tokens: a leading space is dropped,
-    and a character may be written as bytes, ``<0xE4><0xBD><0xA0>``. ``after`` are the ids that precede the
+    and a character may consist of byte tokens, ``<0xE4><0xBD><0xA0>``. ``after`` are the ids that precede the
     decoded ids."""
 
     def __init__(
@@ -375,10 +375,10 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer on ``texts``, which are read once and not stored. The same texts give
     the same tokenizer.
 
-    Ids are assigned as in GPT-2: the bytes, the merges in the order learned, then the special tokens, of
-    which the first is the end-of-document token. There are fewer than ``vocab_size`` ids if no remaining pair
-    of neighbors occurs ``min_frequency`` times. Raises DataError if ``vocab_size`` is too small or there is
-    no text.
+    Ids are assigned as in GPT-2: the bytes, the merges in the order learned, then the special tokens. The
+    first special token is the end-of-document token. There are fewer than ``vocab_size`` ids if no remaining
+    pair of neighbors occurs ``min_frequency`` times. Raises DataError if ``vocab_size`` is too small or there
+    is no text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers

@@ -37,7 +37,7 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
     not supported or the memory is not contiguous."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise CommError(f"no communication of {tensor.dtype} tensors")
+        raise CommError(f"tensors of {tensor.dtype} cannot be communicated")
     if not tensor.is_contiguous():
         raise CommError(f"the memory of a tensor of shape {list(tensor.shape)} is not contiguous")
     count = math.prod(tensor.shape)
@@ -67,7 +67,7 @@ class TensorMemory:
             return tensor_array(tensor)
         if not self.takes_strided:
             raise CommError(
-                f"a strided tensor of shape {list(tensor.shape)} is to be communicated, which NCCL refuses"
+                f"a strided tensor of shape {list(tensor.shape)} cannot be communicated: NCCL refuses it"
             )
         # Not Tensor.contiguous(), which would move the tensor itself to new memory, away from its base
         # tensor.

@@ -35,9 +35,9 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Rendezvous with all other ranks of the job and connect to each of them. Raises ConfigError if this
-    process cannot listen on ``address``, StartError if a rank does not arrive, does not answer or has the
-    wrong token."""
+    """Connect to all other ranks of the job, whose addresses are exchanged in a rendezvous. Raises
+    ConfigError if this process cannot listen on ``address``, StartError if a rank does not arrive, does not
+    answer or has the wrong token."""
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
     except OSError as error:
@@ -96,7 +96,6 @@ def _accept(
     expected: Collection[tuple[int, int]],
     connected: dict[tuple[int, int], Peer],
 ) -> None:
-    """Accept the ``expected`` connections from higher ranks, and reject all others."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while not connected.keys() >= set(expected) and time.monotonic() < deadline:
         try:

@@ -116,7 +116,7 @@ class Mesh:
     def _has_undelivered(self) -> bool:
         """Return whether a peer's kernel has not yet acknowledged everything sent.
 
-        If the process ended before, its kernel would answer arriving messages with a reset, and data in
+        If the process exited too early, its kernel would answer arriving messages with a reset, and data in
         flight would be lost, including the closing message.
         """
         with self.state:

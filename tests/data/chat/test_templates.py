@@ -138,7 +138,7 @@ HOSTILE = {
     "globals": ("{{ raise_exception.__globals__['os'] }}", "unsafe"),
     "attr": ("{{ ('' | attr('__class__')).__mro__ }}", "unsafe"),
     "format string": ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
-    "change": ("{{ messages.append(1) }}", "reaches for what a template may not have"),
+    "change": ("{{ messages.append(1) }}", "uses what templates may not access"),
     "file": ("{% include '/etc/passwd' %}", "fails"),
     "import": ("{% import 'os' as os %}{{ os.listdir() }}", "fails"),
     "undefined": ("{{ nothing.at.all }}", "'nothing' is undefined"),

@@ -77,7 +77,7 @@ def test_whether_a_file_has_labels_is_said_by_the_file(tmp_path, task):
         ("SST2", "sentence\tlabel\na\t1\nb\n", r"dev\.tsv:3: 1 field instead of 2"),
         ("SST2", "sentence\tlabel\na\tgood\n", r"dev\.tsv:2: unknown label 'good'; SST-2 has 0, 1"),
         ("RTE", "sentence\tlabel\na\t1\n", r"dev\.tsv:1: the header of RTE must name sentence1, "),
-        ("STSB", f"{STSB}\tscore\n" + "0\t" * 9 + "5.5", r"dev\.tsv:2: the score '5\.5' is no number"),
+        ("STSB", f"{STSB}\tscore\n" + "0\t" * 9 + "5.5", r"dev\.tsv:2: the score '5\.5' is not a number"),
         ("SST2", "sentence\tlabel\n", r"holds no example"),
         ("CoLA", "", r"holds no example"),
         ("SST2", b"sentence\tlabel\n\xff\t1", r"dev\.tsv:2: this is not UTF-8 text"),

@@ -52,8 +52,8 @@ class Callback:
 
     def on_spike(self, run: Run, spike: Spike) -> None:
         """Called after a step that ``Engine.spike`` classified as a spike. If the run went back to a
-        checkpoint (``spike.to_step``), ``run.state`` is that of the checkpoint. :meth:`load_state` has been
-        called then."""
+        checkpoint (``spike.to_step``), ``run.state`` is that of the checkpoint, and :meth:`load_state` has
+        been called."""
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
         """Called every ``Engine.straggler_freq`` steps if slow ranks cost the job more than 5 % of the step

@@ -100,7 +100,7 @@ def _checked(callback: Any, name: str) -> Callback:
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """Yield the name for the state, and the item, of each callback, with groups expanded.
+    """Yield (name under which the state is saved, item) for each callback, with groups expanded.
 
     A name that occurs again with other options gets a number: ``csv``, ``csv#2``.
     """
