@@ -51,9 +51,8 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
 
     ``path`` is a step directory, a rank directory in a step directory, an output directory, or the file
     ``latest`` or ``best`` of an output directory. An output directory resolves to the checkpoint named in
-    ``latest``, or without that file to the newest complete checkpoint. For FleetX checkpoints, ``path`` is a
-    directory with ``model.pdparams``, a directory of rank directories that contain it, or an output directory
-    (last step).
+    ``latest``, else to the newest complete checkpoint. A FleetX checkpoint is a directory with
+    ``model.pdparams``, a directory of such rank directories, or an output directory (last step).
 
     Checks the marker, manifest, file sizes and headers, and with ``verify`` all data. Raises CheckpointError
     if there is no good checkpoint; the message names the newest good checkpoint, or says how to convert a

@@ -135,7 +135,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _list_templates(source: Path, target: Path) -> None:
-    """Move the templates of ``additional_chat_templates/`` into ``tokenizer_config.json``."""
     names = (TOKENIZER_CONFIG, CHAT_TEMPLATE)
     texts = {name: (target / name).read_text("utf-8") for name in names if (target / name).is_file()}
     listed = with_named_templates(texts, source)

@@ -2,8 +2,8 @@
 
 Each rank writes its slices; rank 0 writes the manifest. In a background save, a thread copies the state
 during the next forward and backward passes, which only read parameters and optimizer state, and then writes
-the copy. `wait_for_copy` is called before the optimizer update, which changes the state. Ranks communicate
-only in the main thread, so that these collectives cannot interleave with the collectives of training.
+the copy. `wait_for_copy` is called before the optimizer update. Ranks communicate only in the main thread, so
+that collectives of saving and training cannot interleave.
 """
 
 from __future__ import annotations

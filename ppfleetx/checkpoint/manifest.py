@@ -173,14 +173,14 @@ class Manifest:
     """The content of manifest.json.
 
     Attributes:
-        step, epoch: the number of finished optimizer steps and passes over the data.
+        step, epoch: number of finished optimizer steps and passes over the data.
         files: by path relative to the checkpoint, with `/`.
         tensors: by (kind, name, state).
         state: the trainer's state (progress, RNG, scaler, schedule, ...): any JSON value.
         ranks: for each rank, its directory and its coordinates in the plan.
-        vocab_size: the vocabulary size without padding, for tensors with a `vocab_dim`.
+        vocab_size: vocabulary size without padding, for tensors with a `vocab_dim`.
         fingerprints: hashes that identify tokenizer and data.
-        run: the run that saved the checkpoint; None for conversions and older versions.
+        run: run that saved the checkpoint; None for conversions and older versions.
         documents: configuration and tokenizer files (`checkpoint/documents.py`), by path; older versions have
             none.
     """

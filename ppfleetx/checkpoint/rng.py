@@ -1,7 +1,7 @@
 """States of random number generators as JSON, for one process and for all ranks of a job.
 
-The states of Python and NumPy are numbers. Paddle's `GeneratorState` has a seed, an offset and the text form
-of its mt19937-64 engine, through `__getstate__` and `__setstate__`.
+Paddle's `GeneratorState` has a seed, an offset and the text form of its mt19937-64 engine, which are read and
+written through `__getstate__` and `__setstate__`.
 """
 
 from __future__ import annotations

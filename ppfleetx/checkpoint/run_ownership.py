@@ -1,8 +1,8 @@
 """Ownership of checkpoints: a run deletes and replaces only its own checkpoints.
 
-A run gets a random id when it starts. The id is stored in the manifests of the run's checkpoints and in the
-file `run_id` of the output directory. A run that resumes in that directory keeps the id. A checkpoint without
-an id belongs to no run.
+A run gets a random id when it starts, and keeps it when it resumes in the same output directory. The id is
+stored in the manifests of its checkpoints and in the file `run_id` of the output directory. A checkpoint
+without an id belongs to no run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Ownership:
     """The rights of a run in its output directory.
 
     Attributes:
-        keep_max: the number of its own checkpoints that the run keeps besides the best one; None: all.
-        spared: the step directories, with links resolved, that the run was started from; it never deletes or
+        keep_max: number of its own checkpoints that the run keeps besides the best one; None: all.
+        spared: step directories, with links resolved, that the run was started from; it never deletes or
             replaces them.
     """
 

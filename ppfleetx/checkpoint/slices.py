@@ -51,11 +51,11 @@ class TensorSlice:
 
     Attributes:
         dtype: element type, a key of NUMPY_OF_DTYPE.
-        offset, shape: the box of this slice in the global tensor.
+        offset, shape: box of this slice in the global tensor.
         data: an array of `shape`, or a function that makes it when needed, so that only one copy is in memory
             at a time. bfloat16 is stored as bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
-        vocab_dim: the dimension of (padded) vocabulary entries, if there is one.
+        vocab_dim: dimension of (padded) vocabulary entries, if there is one.
         is_live: whether the array is the tensor's own memory, so that the next update changes it.
         fetch: a function that starts a copy from the device and returns a function that waits for it. The
             next update does not change the copy. None if only ``data`` is available.

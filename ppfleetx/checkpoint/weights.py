@@ -38,10 +38,10 @@ class Weights:
     """A model's parameters, read one at a time.
 
     Attributes:
-        place: the source of the weights, for messages.
+        place: source of the weights, for messages.
         tensors: by canonical name, in any order, with or without vocabulary padding.
-        model, generation: the keys of these sections that the source defines.
-        vocab_size: the size of the vocabulary without padding; None if unknown.
+        model, generation: keys of these sections that the source defines.
+        vocab_size: size of the vocabulary without padding; None if unknown.
         epoch, step: progress of the training; 0 for formats that do not record it.
         source: facts about the source (any JSON), to keep in the checkpoint's state.
         notes: warnings about how the source was read, one sentence each.

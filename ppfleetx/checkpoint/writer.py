@@ -68,8 +68,8 @@ def save_checkpoint(
 
     Args:
         tensors: slices that together cover every tensor.
-        documents: the content of each document (`checkpoint/documents.py`), by path.
-        ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints
+        documents: content of each document (`checkpoint/documents.py`), by path.
+        ownership: run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints
             beyond `keep_max` are deleted. None: the checkpoint belongs to no run, and no checkpoint is
             replaced or deleted.
         max_file_bytes: files are split at tensor boundaries so as not to exceed this.

@@ -141,9 +141,9 @@ class BlendOrder:
 
     Attributes:
         decisive: everything that determines the order, for fingerprints.
-        shares: the weight of each corpus, for messages.
-        dataset_index: the corpus of each sample, int16 [n].
-        dataset_sample_index: the number of each sample within its corpus, int64 [n].
+        shares: weight of each corpus, for messages.
+        dataset_index: corpus of each sample, int16 [n].
+        dataset_sample_index: number of each sample within its corpus, int64 [n].
     """
 
     decisive: list

@@ -167,8 +167,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return the dataset's section, the tokenizer (checked against the model's vocabulary), and the multiple
-    to which sequence lengths are padded."""
+    """Return the dataset's section, the checked tokenizer, and the multiple to which sequence lengths are
+    padded."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -202,8 +202,8 @@ def _place(cfg: RunConfig, key: str) -> str:
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """Return the end-of-document id of the section, or else of the tokenizer. The tokenizer is loaded only if
-    an option needs the id."""
+    """Return the section's end-of-document id, or else the tokenizer's, which is loaded only if an option
+    needs the id."""
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id

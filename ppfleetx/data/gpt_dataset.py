@@ -58,7 +58,7 @@ class SampleOptions:
         reset_position_ids: whether positions restart at 0 after each end of document.
         reset_attention_mask: whether a token attends only to its own document.
         eod_mask_loss: whether positions with the end-of-document token as input have no loss.
-        vocab_size: the vocabulary size without padding; an id outside it is an error. None: no check.
+        vocab_size: vocabulary size without padding; an id outside it is an error. None: no check.
     """
 
     sequence_length: int
@@ -84,8 +84,8 @@ class GPTDataset:
 
     Args:
         num_samples, at_least: see `plan_epochs`.
-        name: the name of the split, for messages.
-        cache_dir: the directory of the index maps. None: ``cache`` beside the corpus.
+        name: name of the split, for messages.
+        cache_dir: directory of the index maps. None: ``cache`` beside the corpus.
 
     Raises:
         DataError: the split is empty or shorter than one sample.

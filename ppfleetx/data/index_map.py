@@ -2,11 +2,11 @@
 
 The sequences of a split, repeated for E epochs and shuffled (`document_index`), form one stream of tokens.
 Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so consecutive samples share one
-token. `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
-The rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``, vectorized.
+token. `sample_index` holds the start of each sample, `shuffle_index` the order in which samples are read. The
+rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``, vectorized.
 
-The maps are cached on disk under a key that hashes everything that determines the arrays. Concurrent builders
-write identical files, so it does not matter which rename comes last.
+The maps are cached on disk under a hash of everything that determines them. Concurrent builders write
+identical files, so the order of their renames does not matter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EpochPlan:
     Attributes:
         tokens_per_epoch: tokens of the split.
         sequence_length: tokens of a sample.
-        num_epochs: the smallest number of epochs with enough tokens.
+        num_epochs: smallest number of epochs with enough tokens.
         separate_final_epoch: whether the last epoch is shuffled separately and read after all others.
     """
 
@@ -66,7 +66,7 @@ class IndexMaps:
     Attributes:
         document_index: sequence ids in the order of the token stream, int32 [E * sequences].
         sample_index: (position in `document_index`, token offset) of each start, int32 or int64 [S + 1, 2].
-        shuffle_index: the sample read at each step, uint32 or int64 [S].
+        shuffle_index: sample read at each step, uint32 or int64 [S].
     """
 
     document_index: np.ndarray

@@ -56,11 +56,11 @@ class TokenStore:
     """Base class of all corpus formats: sequences of tokens, concatenated in a flat array.
 
     Attributes:
-        prefix: the path without its suffix, as the user gave it; used in messages.
-        sizes: the number of tokens of each sequence, int32 [N].
-        byte_offsets: the start of each sequence in the flat array, in bytes, int64 [N].
+        prefix: path without its suffix, as the user gave it; used in messages.
+        sizes: number of tokens of each sequence, int32 [N].
+        byte_offsets: start of each sequence in the flat array, in bytes, int64 [N].
         document_indices: document boundaries counted in sequences, int64 [documents + 1].
-        dtype: the dtype of the stored tokens.
+        dtype: dtype of the stored tokens.
     """
 
     def __init__(
@@ -294,8 +294,8 @@ class IndexedDatasetWriter:
         """Append many documents with any number of sequences each.
 
         Args:
-            flat_tokens: the tokens of all sequences, concatenated.
-            lengths: the number of tokens of each sequence.
+            flat_tokens: tokens of all sequences, concatenated.
+            lengths: number of tokens of each sequence.
             boundaries: for each document, the number of sequences up to and including its last.
 
         Raises:

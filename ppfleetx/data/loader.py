@@ -27,13 +27,13 @@ class GlobalBatchSampler:
     number of data ranks), so D and b do not affect which samples a step trains on.
 
     Args:
-        consumed_samples: the number of samples already used. Every iteration starts after them.
+        consumed_samples: number of samples already used. Every iteration starts after them.
         size_at: for a batch size that changes, a function from consumed samples to the size of the next
             step. None: the size is always B.
-        tail: the behavior at the end of the dataset. ``"wrap"``: batches never end; the first sample follows
-            the last (position modulo total), and a batch may hold both. ``"drop"``: the last incomplete batch
-            is left out. ``"pad"``: it is filled up with index -1, whose sample has a zero loss mask.
-        shuffle_seed: the seed of the order. Every pass over the dataset has its own permutation, drawn from
+        tail: behavior at the end of the dataset. ``"wrap"``: the first sample follows the last (position
+            modulo total), without end. ``"drop"``: leave out the last incomplete batch. ``"pad"``: fill it
+            with index -1, whose sample has loss mask 0.
+        shuffle_seed: seed of the order. Every pass over the dataset has its own permutation, drawn from
             (seed, number of the pass). None: the dataset's own order.
 
     Raises:

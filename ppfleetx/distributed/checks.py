@@ -67,8 +67,8 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
     """Check that ranks with the same data rank read the same batch and, if ``distinct``, that different data
-    ranks read different batches. ``digests`` has one digest per rank. On failure, raises CheckFailedError on
-    every rank, with two rank numbers."""
+    ranks read different batches. ``digests`` has one digest per rank. Raises CheckFailedError on every rank,
+    with two rank numbers."""
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = ctx.plan.data_rank(rank)
@@ -89,8 +89,8 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
-    """Check that no two data ranks read the same sample in a step. On failure, raises CheckFailedError on
-    every rank, with the sample and two rank numbers."""
+    """Check that no two data ranks read the same sample in a step. Raises CheckFailedError on every rank,
+    with the sample and two rank numbers."""
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
     for rank, ids in enumerate(of_rank):
@@ -110,8 +110,7 @@ Held = tuple[str, "Tensor", Any]
 
 def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
     """Check that all replicas of a tensor are bitwise equal: across dp, sharding, sep and mp, and across
-    pipeline stages for tied weights. On failure, raises CheckFailedError on every rank, with tensors and rank
-    numbers."""
+    pipeline stages for tied weights. Raises CheckFailedError on every rank, with tensors and rank numbers."""
     if ctx.world_size == 1:
         return
     mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
@@ -154,10 +153,10 @@ class NonFinitePlace:
 
     Attributes:
         in_forward: whether it appeared in the output of a layer, rather than in a gradient.
-        index: the number of the layer in the model.
+        index: number of the layer in the model.
         parameter: in the backward pass, the parameter with the gradient. In the forward pass, a parameter of
             the layer that is itself not finite, or "".
-        micro_batch: the number of the micro batch, from 0; None if unknown.
+        micro_batch: number of the micro batch, from 0; None if unknown.
     """
 
     in_forward: bool

@@ -1,8 +1,8 @@
 """Random streams that depend on the training step, not on the history of the process.
 
-The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage). They do not depend
-on earlier computation, on whether the run was resumed, on the number of evaluations, or on the pipeline rank
-of the stage. So dropout needs no saved generator states.
+The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage). They are the same if
+the run was resumed or evaluated in between, and on any pipeline rank. So dropout needs no saved generator
+states.
 
 There are two streams. The *default* stream is for activations that tensor-parallel ranks replicate, whose
 dropout masks must be equal. The *sliced* stream is for activations that are split between these ranks. Both

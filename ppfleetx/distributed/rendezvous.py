@@ -2,8 +2,8 @@
 names and addresses of all.
 
 CPU process groups use this instead of Paddle's TCPStore, which waits in C++ for missing ranks and cannot name
-them. ``ppfleetx doctor`` uses the same rendezvous and keeps the connections. Every wait has a time limit, and
-its error names the address and the missing processes.
+them. ``ppfleetx doctor`` uses it too, and keeps the connections. Every wait has a time limit, and its error
+names the address and the missing processes.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Member:
     """A process of the job.
 
     Attributes:
-        name: the name in messages.
-        number: the number in the job; 0 is the listening process. None: numbered on arrival.
+        name: name in messages.
+        number: number in the job; 0 is the listening process. None: numbered on arrival.
         address: an address at which other processes can connect to this process later, if needed.
     """
 
@@ -133,7 +133,7 @@ class Members:
     """All processes of the job, after the rendezvous.
 
     Attributes:
-        number: the number of this process.
+        number: number of this process.
         names, addresses: names and addresses of all processes, by number.
         token: 256 random bits that prove that a connection belongs to this job.
         lines: open connections: in the first process to all others, in another process to the first.

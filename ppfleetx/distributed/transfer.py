@@ -2,7 +2,7 @@
 
 ``paddle.to_tensor`` of an ordinary array blocks the host, because it copies from pageable memory. Here all
 arrays of a micro batch are copied at once, through pinned memory if Paddle supports it, queued behind the
-device's other work. Results are copied back in the same way. On a CPU there is nothing to wait for.
+device's other work. Results are copied back in the same way.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
-    """Concatenate the arrays' bytes. Returns the bytes and the offset of each array."""
     offsets, end = begins_of([array.nbytes for array in arrays.values()], itemsize=1)
     begins = dict(zip(arrays, offsets, strict=True))
     flat = np.zeros(-(-end // ALIGNMENT) * ALIGNMENT, np.uint8)

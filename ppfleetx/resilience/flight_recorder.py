@@ -22,13 +22,13 @@ class Call:
     """A call of a collective or of a point-to-point message.
 
     Attributes:
-        operation: the name of the operation, without the stream.
-        group: the process group.
-        number: the number of earlier calls of the group: collectives, or messages to or from the same peer.
-        peer: the rank in the group that receives or sends the message; -1 for a collective.
+        operation: name of the operation, without the stream.
+        group: process group.
+        number: number of earlier calls of the group: collectives, or messages to or from the same peer.
+        peer: rank in the group that receives or sends the message; -1 for a collective.
         shape, dtype: shape and type of this rank's input tensor, if there is one.
         begun, ended: times in seconds of the monotonic clock; ``ended`` is 0.0 while the call runs.
-        task: the return value of the call, which knows whether a background operation is done.
+        task: return value of the call, which knows whether a background operation is done.
         asks: whether the call only polls other ranks, which does not count as progress.
     """
 
@@ -69,9 +69,9 @@ class CallRecord:
             know the task.
         join_device: a function called in a thread before the thread asks tasks whether they are done.
         names: names of groups ("mp") by Paddle's group id.
-        waited: the seconds that this process has waited for other ranks, if the backend measures them.
+        waited: seconds that this process has waited for other ranks, if the backend measures them.
         reads: whether the program waits for its device, and therefore for all collectives on it.
-        failed, failure: the last call that raised an error, or whose task did, and the error.
+        failed, failure: last call that raised an error, or whose task did, and the error.
     """
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ class Explanation:
     """The conclusion from all reports.
 
     Attributes:
-        sentence: the explanation.
-        missing: the ranks that the others wait for, if known.
+        sentence: explanation.
+        missing: ranks that the others wait for, if known.
         silent: ranks without a report.
         goes_on: ranks that make progress. If there are any, the job is slow but does not hang.
     """
@@ -262,7 +262,6 @@ def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
 
 
 def _last_common(one: Report, other: Report) -> str:
-    """Return the last collective, of any group, that both ranks have called."""
     theirs = {(call.group_id, call.number) for call in other.calls if call.peer < 0}
     for call in reversed(one.calls):
         if call.peer < 0 and (call.group_id, call.number) in theirs:

@@ -40,9 +40,9 @@ class CallNote:
             rank of the job, -1 for a collective.
         group: the group's name and ranks, e.g. "the mp group [0..3]".
         group_id: Paddle's number of the group, the same on all ranks.
-        ranks: the ranks of the group, numbered within the job.
-        shape: the shape of this rank's tensor, if there is one.
-        seconds_ago: the time from the start of the call to the report.
+        ranks: ranks of the group, numbered within the job.
+        shape: shape of this rank's tensor, if there is one.
+        seconds_ago: time from the start of the call to the report.
         state: ``done``, ``called`` (it returned and continues in the background) or ``in the call``.
     """
 
@@ -77,23 +77,23 @@ class Report:
     """The report of one rank.
 
     Attributes:
-        rank, world_size: the rank's number, and the number of ranks in the job.
-        written: the time of the report, in seconds since 1970.
-        step, place: the step and activity of the program since ``place_seconds`` before the report.
-        quiet_seconds: the time since the rank's last progress.
-        timeout: the seconds without progress after which the rank counts as hung.
+        rank, world_size: number of this rank, and number of ranks in the job.
+        written: time of the report, in seconds since 1970.
+        step, place: step and activity of the program since ``place_seconds`` before the report.
+        quiet_seconds: time since the rank's last progress.
+        timeout: seconds without progress after which the rank counts as hung.
         works: whether the rank moves data, or has been computing for less than the limit.
         computes: whether the rank computes, for any length of time.
         where: file, line and function where the main thread is, or the thread that it waits for.
-        importing: the module that is being imported, if any.
-        waits_for: the call that the main thread waits for, or that failed.
-        failure: the error that ended this rank, or "".
+        importing: module that is being imported, if any.
+        waits_for: call that the main thread waits for, or that failed.
+        failure: error that ended this rank, or "".
         lost: whether ``failure`` says that another rank has ended.
-        counts: the number of calls that this rank has begun. The key ``5`` counts collectives of the group
-            with id 5, ``5>2`` its messages to rank 2, and ``5<2`` its messages from rank 2.
-        calls: the last calls, oldest first.
-        peers: the state in the kernel of the job's other processes on this machine, if it explains why they
-            do not respond: "is stopped", "has ended".
+        counts: number of calls that this rank has begun. The key ``5`` counts collectives of the group with
+            id 5, ``5>2`` messages to rank 2 in this group, and ``5<2`` messages from rank 2.
+        calls: last calls, oldest first.
+        peers: state in the kernel of the job's other processes on this machine, if it explains why they do
+            not respond: "is stopped", "has ended".
         killed_for_memory: number of processes that the kernel has killed for lack of memory since the run
             began.
         memory: sizes of memory in bytes.
@@ -191,7 +191,7 @@ def capture_report(
 
     Args:
         quiet: seconds since the last progress.
-        failed: the error that ends the rank.
+        failed: error that ends the rank.
         timeout, works, computes, lost: see :class:`Report`.
     """
     record.join_device()

@@ -11,8 +11,8 @@ class Progress:
     """Activity and time of the last progress, written by the program and read by another thread.
 
     Attributes:
-        place: the current activity of the program, e.g. "reading data".
-        step: the optimizer step; None before the first.
+        place: current activity of the program, e.g. "reading data".
+        step: optimizer step; None before the first.
         since: time of the last progress, in seconds of the monotonic clock.
         is_under_way: whether a step has been done, so that later steps should take about as long.
     """

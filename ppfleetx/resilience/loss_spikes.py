@@ -28,8 +28,8 @@ class Spike:
     """A step whose loss or gradient norm jumped, and the reaction.
 
     Attributes:
-        step: the optimizer step. It was taken only if ``action`` is ``repeated``.
-        what: the value that jumped, ``loss`` or ``grad_norm``; ``loss`` if both did.
+        step: optimizer step. It was taken only if ``action`` is ``repeated``.
+        what: value that jumped, ``loss`` or ``grad_norm``; ``loss`` if both did.
         loss, grad_norm: loss and gradient norm of the step.
         median, deviation: median and deviation of ``what`` over the window; None if the value is not finite.
         action: ``skip``, ``rewind``, ``stop``, or ``repeated`` if the step was repeated and was no spike
@@ -96,9 +96,9 @@ class Spike:
         """Return a copy of the spike with its outcome.
 
         Args:
-            to_step: the step that the run went back to; None if it did not go back, which turns a rewind into
+            to_step: step that the run went back to; None if it did not go back, which turns a rewind into
                 a skip.
-            samples: the samples of the step.
+            samples: samples of the step.
         """
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)

@@ -31,7 +31,7 @@ class ReportDir:
     the directory is no longer used.
 
     Attributes:
-        seconds: the CPU time of the thread.
+        seconds: CPU time of the thread.
     """
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:

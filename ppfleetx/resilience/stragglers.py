@@ -1,10 +1,9 @@
 """Find slow ranks by the time per step that each rank does not spend waiting for others.
 
 All ranks need the same time for a step, because fast ranks wait for slow ones. They differ in their own time,
-in which they do *not* wait. If the own time is 1.3 s for the slowest rank and 1.0 s for the others, the job
-loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with the other ranks of its
-stage. A rank that is alone in its stage is compared with the other stages, and counts as slow if it takes 1.5
-times as long.
+in which they do *not* wait. If it is 1.3 s for the slowest rank and 1.0 s for the others, the job loses 0.3 s
+per step. A rank is compared with the other ranks of its pipeline stage, which have the same work. A rank that
+is alone in its stage is compared with the other stages, and counts as slow if it takes 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class SlowRank:
 
     Attributes:
         data, compute: time waiting for data, and the rest of its own time.
-        usual: the own time of the median rank; with two ranks, the own time of the faster one.
+        usual: own time of the median rank; with two ranks, the own time of the faster one.
         alone: whether it is the only rank of its pipeline stage, and is compared with other stages.
     """
 
@@ -55,9 +54,9 @@ class Stragglers:
     """The slow ranks of the last steps.
 
     Attributes:
-        cost: the fraction of time that the job would save if the slowest rank were as fast as the median
+        cost: fraction of time that the job would save if the slowest rank were as fast as the median
             rank.
-        slowest: the slow ranks, slowest first.
+        slowest: slow ranks, slowest first.
     """
 
     step: int

@@ -1,8 +1,8 @@
 """Restart a command that fails, after all of its processes have ended.
 
 Paddle's launcher restarts its ranks only with an etcd server; without one, its ``--max_restart`` does
-nothing. The supervisor needs no server: it restarts the launcher. Ranks run in their own sessions and outlive
-a launcher that is killed, but the supervisor finds them because they are its descendants.
+nothing. The supervisor needs no server: it restarts the launcher. Ranks outlive a launcher that is killed,
+because they have their own sessions, but the supervisor finds them as its descendants.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 1. A rank that makes no progress for the timeout writes its report (``hang_report.py``). 2. The other ranks
 see it and write their own reports, whatever they are doing. 3. After a short wait each rank reads all reports
 (a frozen rank writes none) and combines them
-   (``hang_diagnosis.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise
-   the explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
+   (``hang_diagnosis.py``). If a rank still works, the job is only slow and continues. Otherwise the
+   explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def run_tool(main: Callable[[], int | None]) -> None:
     """Run a program's ``main`` and end the process with its exit code.
 
     A :class:`UserError` or a missing library prints one message and ends with code 2. The other codes are 5
-    if memory ran out, 6 for an error of the card, and 3 if another process of the job ended, even if Paddle
-    wraps that error in another. If the reader of standard output is gone (``| head -1``), the program ends
-    silently with 141. Any other exception is a bug and keeps its traceback.
+    if memory ran out, 6 for an error of the card, 3 if another process of the job ended (even if Paddle wraps
+    that error in another), and 141, without a message, if the reader of standard output is gone (``| head
+    -1``). Any other exception is a bug and keeps its traceback.
 
     SIGTERM and SIGHUP end the process with a message after cleanup, unless the program handles them itself,
     as training handles SIGTERM. Characters that standard output cannot encode are written as escapes.

@@ -48,7 +48,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
     Args:
         cfg: a loaded configuration.
-        device: the kind of device of the run.
+        device: kind of device of the run.
     """
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
@@ -66,8 +66,8 @@ def expected_device(wanted: str, place: str | None = None) -> str:
     """Return the device that ``Global.device`` selects, given the installed Paddle.
 
     Args:
-        wanted: the value of ``Global.device``.
-        place: the place where it was set, for messages.
+        wanted: value of ``Global.device``.
+        place: place where it was set, for messages.
 
     Raises:
         ConfigError: no installed build or plugin of Paddle supports that kind of card.

@@ -126,7 +126,7 @@ def fsync_dir(path: str | Path) -> None:
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
     """Hold ``path`` as a lock file, or raise ``refusal`` if another process still holds it after ``seconds``.
 
-    The system releases the lock when the process dies, even after a kill. The empty file remains.
+    The system releases the lock even if the process is killed. The empty file remains.
     """
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:

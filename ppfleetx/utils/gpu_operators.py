@@ -33,9 +33,9 @@ class Kernel:
     """One kernel of the table.
 
     Attributes:
-        used: the element types that it runs with, usually of its first operand.
-        gpu: the element types that Paddle registers for a GPU.
-        npu: the element types that Ascend's plugin registers, or that Paddle registers for the devices of all
+        used: element types that it runs with, usually of its first operand.
+        gpu: element types that Paddle registers for a GPU.
+        npu: element types that Ascend's plugin registers, or that Paddle registers for the devices of all
             plugins.
     """
 
@@ -72,7 +72,7 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
     """Return the element types that a build has for a GPU, or for other ``backends``.
 
     Args:
-        keys: the keys of one kernel in ``paddle.base.core._get_registered_phi_kernels("function")``, such as
+        keys: keys of one kernel in ``paddle.base.core._get_registered_phi_kernels("function")``, such as
             ``(GPU, Undefined(AnyLayout), float32)``.
     """
     parts = (key.strip("() ").split(", ") for key in keys)

@@ -61,10 +61,10 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to back a block of memory by huge pages of 2 MiB.
+    """Ask Linux to back a block of memory by huge pages of 2 MiB, including the pages at its ends if they
+    belong to the process. Does nothing if the system does not support this.
 
-    A core then reads matrices up to a fifth faster, and small ones up to a third. The pages at the ends of
-    the block are included if they belong to the process. Does nothing if the system does not support this.
+    A core then reads matrices up to a fifth faster, and small ones up to a third.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:

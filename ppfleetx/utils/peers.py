@@ -69,8 +69,7 @@ _state = _State()
 def end_with_peers(grace: float, exit_code: int) -> None:
     """End this process ``grace`` seconds after the loss of a peer, whatever it is doing.
 
-    Usually the process ends earlier, with the error that its next communication raises. But it may compute
-    for hours before it communicates again.
+    Usually its next communication raises an error earlier, but it may compute for hours before.
     """
     _state.grace, _state.exit_code = grace, exit_code
 
@@ -94,7 +93,7 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
     """Record that a peer is gone and the job cannot continue. Called once, from any thread.
 
     Args:
-        sentence: the message to print if this process is ended.
+        sentence: message to print if this process is ended.
         say_goodbye: a function that informs the other processes, called just before the process ends.
     """
     if _state.grace is not None and not _state.is_ending:

@@ -1,8 +1,8 @@
 """Settings for speed on CPUs, which must be made before Paddle's first matrix product.
 
-Paddle's MKL chooses its code path by the CPU's vendor and uses SSE on AMD. glibc's malloc returns large
-blocks to the kernel after every operator, and the kernel zeroes them again. This module corrects both, unless
-the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` disables it. ``docs/numerics.md`` has measurements.
+Paddle's MKL uses SSE on AMD, and glibc's malloc returns large blocks to the kernel after every operator,
+which zeroes them again. This module corrects both, unless the user has set the variables.
+``PPFLEETX_TUNE_CPU=0`` disables it. ``docs/numerics.md`` has measurements.
 """
 
 from __future__ import annotations
@@ -227,9 +227,8 @@ def _held_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quick_imports() -> Iterator[None]:
-    """Context manager that makes importing Paddle faster: 1.7 s of CPU time instead of 2.2 s (Xeon, 2.5 GHz).
-
-    Every command and every rank imports Paddle first, so half a second is worth two tricks:
+    """Context manager that makes importing Paddle faster: 1.7 s of CPU time instead of 2.2 s (Xeon, 2.5 GHz),
+    in every command and every rank.
 
     - Garbage collection is off during the import, and ignores the imported objects afterwards. Modules,
       functions and classes are never garbage, but there are so many that examining them takes time.

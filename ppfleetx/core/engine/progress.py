@@ -19,14 +19,14 @@ class TrainState:
     """Progress of a run, in whole steps.
 
     Attributes:
-        step: the number of steps done, including skipped ones.
-        consumed_samples: the number of samples of the training order that have been used.
-        epoch: the number of completed passes over the training split.
-        evaluated_step: the step of the last complete evaluation. An interrupted evaluation is repeated when
+        step: number of steps done, including skipped ones.
+        consumed_samples: number of samples of the training order that have been used.
+        epoch: number of completed passes over the training split.
+        evaluated_step: step of the last complete evaluation. An interrupted evaluation is repeated when
             the run continues.
-        skipped_steps: the number of steps that were spikes or whose gradients overflowed. Their samples are
+        skipped_steps: number of steps that were spikes or whose gradients overflowed. Their samples are
             used up, but weights and learning rate did not change.
-        best, best_step: the best value so far of the metric ``Engine.save_load.keep_best``, and its step.
+        best, best_step: best value so far of the metric ``Engine.save_load.keep_best``, and its step.
         spikes: statistics of the last steps for ``Engine.spike``; empty if it is off.
     """
 

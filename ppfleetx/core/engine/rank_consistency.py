@@ -34,7 +34,7 @@ class Watch:
 
     Attributes:
         pace_of_ranks: compares the step times of the ranks.
-        counts: the sum of ``StepRunner.count`` over the job, from the last :meth:`before_step`.
+        counts: sum of ``StepRunner.count`` over the job, from the last :meth:`before_step`.
     """
 
     def __init__(

@@ -48,10 +48,10 @@ class Start:
 
     Attributes:
         resumes: whether optimizer, schedule, data position and random generators are restored too.
-        state: the progress to start with.
-        base_fingerprint: the fingerprint of the frozen weights, once they are loaded from
+        state: progress to start with.
+        base_fingerprint: fingerprint of the frozen weights, once they are loaded from
             ``Model.lora.base``.
-        found_by: the configuration key that led to the checkpoint.
+        found_by: configuration key that led to the checkpoint.
     """
 
     options: SaveLoadConfig

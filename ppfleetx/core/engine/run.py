@@ -50,23 +50,23 @@ class StepRecord:
     """The results of one optimizer step.
 
     Attributes:
-        step: the number of the step, from 1.
-        epoch: the pass over the training split that this step belongs to, from 0.
-        batch: the index of the step within that pass, from 0.
-        loss: the mean over all tokens of the job in this step.
-        lr, weight_decay: the values used in this step.
-        grad_norm: the gradient norm before clipping.
-        num_valid_tokens: the number of tokens with a loss.
-        num_tokens: the number of tokens of the whole job in this step, valid or not.
-        batch_size: the number of sequences of the whole job in this step.
+        step: number of the step, from 1.
+        epoch: pass over the training split that this step belongs to, from 0.
+        batch: index of the step within that pass, from 0.
+        loss: mean over all tokens of the job in this step.
+        lr, weight_decay: values used in this step.
+        grad_norm: gradient norm before clipping.
+        num_valid_tokens: number of tokens with a loss.
+        num_tokens: number of tokens of the whole job in this step, valid or not.
+        batch_size: number of sequences of the whole job in this step.
         data_size: number of data ranks, which read different samples.
         reader_cost: seconds spent waiting for data.
         batch_cost: seconds of the whole step, including waiting.
         loss_scale: factor of the loss (float16); None without loss scaling.
         skipped: whether the gradients overflowed, so that nothing was updated.
-        metrics: the metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of
+        metrics: metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of
             one corpus of a blend (``Engine.log_source_loss``).
-        pruned: the pruned fraction of the pruned matrices; None without ``Compress.Prune``.
+        pruned: pruned fraction of the pruned matrices; None without ``Compress.Prune``.
     """
 
     step: int
@@ -105,11 +105,11 @@ class EvalRecord:
     """The result of one evaluation after ``step`` steps.
 
     Attributes:
-        loss: the mean over ``num_valid_tokens`` (for a classifier, over examples).
+        loss: mean over ``num_valid_tokens`` (for a classifier, over examples).
         ppl: perplexity; None for a classifier.
         metrics: the task's metrics by name.
         outputs: a classifier's outputs, ``[examples, outputs]`` in the order of the file.
-        name: the name of the evaluation set, if ``Data.Eval.sets`` names several.
+        name: name of the evaluation set, if ``Data.Eval.sets`` names several.
     """
 
     step: int

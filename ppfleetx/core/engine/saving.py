@@ -33,8 +33,8 @@ class Saver:
     ``Engine.save_load.async_save``, in the background.
 
     All ranks must call the methods in the same order, and a CheckpointError is the same on all of them. With
-    ``on_save_error: stop`` it is raised at once. With ``continue``, errors are logged; only a failure of the
-    last save is raised, at the end of the run, because then the result is not saved.
+    ``on_save_error: stop`` it is raised at once. With ``continue``, errors are logged, and only a failure of
+    the last save is raised, at the end of the run.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ class Wandb(_Continued):
     Args:
         output_dir: the run's directory; the files are in ``wandb/`` there.
         project, entity, group: see ``wandb.init``.
-        name: the name of the run; None: the name of ``output_dir``.
+        name: name of the run; None: the name of ``output_dir``.
         mode: ``offline``, ``online`` or ``disabled``; None: ``WANDB_MODE``, else ``offline``.
-        dir: the directory to write to instead of ``output_dir``.
+        dir: directory to write to instead of ``output_dir``.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class MLflow(_Continued):
     """Logs to MLflow, by default to local files.
 
     Args:
-        uri: the URI of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.
-        experiment: the name of the experiment, which is created if necessary.
-        name: the name of the run; None: the name of ``output_dir``.
+        uri: URI of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.
+        experiment: name of the experiment, which is created if necessary.
+        name: name of the run; None: the name of ``output_dir``.
     """
 
     def __init__(

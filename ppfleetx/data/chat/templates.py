@@ -2,8 +2,8 @@
 
 Templates are read from the same places as in Hugging Face transformers: ``chat_template.jinja`` in the
 tokenizer's directory, with further templates in ``additional_chat_templates/``, or else ``chat_template`` in
-``tokenizer_config.json``, a text or a list of named templates. The rendered text is the same as that of
-``apply_chat_template``; ``tests/goldens/make_hf_chats.py`` compares both.
+``tokenizer_config.json``, a text or a list of named templates. The rendered text equals that of
+``apply_chat_template`` (``tests/goldens/make_hf_chats.py``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ChatTemplate:
     """A chat template and the special tokens that it uses.
 
     Attributes:
-        source: the Jinja source.
+        source: Jinja source.
         special_tokens: texts of tokens by the names that templates use: ``bos_token``, ``eos_token``, ...
         place: the template's origin, for messages.
         stops: texts that end an answer, in addition to the end tokens.
@@ -212,9 +212,9 @@ def render_with_answers(
 
     A template with ``{% generation %}`` blocks marks the turns itself. Otherwise, the span of a turn is the
     difference between two renderings: with the turn, and without it but with a generation prompt. Some
-    templates write an earlier turn differently once more turns follow (Qwen3 and DeepSeek-R1 drop its
-    reasoning). In this case the turn is located in the whole conversation, by a placeholder. Raises the
-    errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
+    templates change earlier turns once more turns follow (Qwen3 and DeepSeek-R1 drop their reasoning). Such a
+    turn is located in the whole conversation, by a placeholder. Raises the errors of
+    :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
     """
     if template.marks_answers:
         return template.render_spans(messages, **variables)

@@ -49,9 +49,9 @@ class ChunkResult:
     Attributes:
         tokens: for each key, the tokens of all documents in the dtype of the output.
         lengths: for each key, the number of tokens of each document, int32.
-        num_seen: the number of lines, paragraphs or files.
-        skipped: the number of skipped documents, by kind of problem.
-        places: the positions (from 0) of the first skipped documents, by kind of problem.
+        num_seen: number of lines, paragraphs or files.
+        skipped: number of skipped documents, by kind of problem.
+        places: positions (from 0) of the first skipped documents, by kind of problem.
     """
 
     tokens: dict[str, bytes] = field(default_factory=dict)
@@ -285,9 +285,9 @@ class Report:
     Attributes:
         num_documents: documents written for each key.
         num_tokens: tokens of all keys, including end-of-document tokens.
-        num_text_bytes: the length of the texts in UTF-8.
+        num_text_bytes: length of the texts in UTF-8.
         seconds, cpu_seconds: wall-clock time, and CPU time of all processes.
-        outputs: the prefixes of the output pairs.
+        outputs: prefixes of the output pairs.
     """
 
     num_documents: int = 0
@@ -332,10 +332,9 @@ def preprocess(
     """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``, one pair for each key of the JSON
     objects (plain text has the key "text").
 
-    Documents keep the order of the input. Documents that are empty, not text, or longer than
-    ``max_document_bytes`` are skipped, counted and reported; with ``strict`` they raise an error. The output
-    files appear only at the end; a failed or interrupted run leaves no files. Raises DataError for bad input,
-    existing output, no documents, or a worker that died.
+    Documents keep their order. Documents that are empty, not text, or longer than ``max_document_bytes`` are
+    skipped, counted and reported; with ``strict`` they raise an error. A failed or interrupted run leaves no
+    files. Raises DataError for bad input, existing output, no documents, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

@@ -25,7 +25,7 @@ class _Ends:
 
     Attributes:
         first, last: functions that return the offset after the first or last delimiter; 0 if there is none.
-        overlap: the number of bytes of a delimiter that may be at the end of the previous block.
+        overlap: number of bytes of a delimiter that may be at the end of the previous block.
     """
 
     first: Callable[[bytes], int]
@@ -127,7 +127,7 @@ class Chunk:
     Attributes:
         data: whole documents of one file. None for the kind "file": the worker reads ``paths`` itself. None
             for other kinds: the chunk is one document that is too long.
-        num_disk_bytes: the size on disk (compressed, if the files are), for the progress bar.
+        num_disk_bytes: size on disk (compressed, if the files are), for the progress bar.
     """
 
     kind: Kind

@@ -94,7 +94,6 @@ def _prepare(
 
 
 def _find(source: Path) -> dict[str, str]:
-    """Find the file of each split, in the folder or at any depth in the zip file."""
     if source.is_dir():
         names = [path.name for path in source.iterdir() if path.is_file()]
     else:

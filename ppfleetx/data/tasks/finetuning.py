@@ -112,7 +112,7 @@ class RecordDataset:
     """Base class of the datasets in this file.
 
     Attributes:
-        length_multiple: the loader cuts the samples of a step to a multiple of this length.
+        length_multiple: loader cuts the samples of a step to a multiple of this length.
         fingerprint: a hash of everything that determines the samples.
     """
 
@@ -230,8 +230,8 @@ class PromptResponseDataset(RecordDataset):
     """Prompts with responses, for causal language modeling with a loss on the response only.
 
     A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). Prompt
-    and response are tokenized separately; special tokens in their text become their ids. The loss includes
-    the response and the end-of-document token.
+    and response are tokenized separately, including special tokens in their text. The loss includes the
+    end-of-document token.
 
     A sample that is too long loses the beginning of its prompt, but not BOS, until one token is left, and
     then the end of its response. If the prompt has no token, the sample begins with the end-of-document
@@ -303,11 +303,10 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
 class ChatDataset(RecordDataset):
     """Conversations, for causal language modeling with a loss on the assistant's turns only.
 
-    A record has one of the forms in `ppfleetx.data.tasks.finetuning`. The chat template writes BOS and the
-    end of each turn. A conversation that is too long loses its oldest turns, but not the system message. If a
-    single question with its answer is still too long, its end is cut off. Raises DataError, with file and
-    line, if the file is missing or a record is not a conversation with an answer; ConfigError if the template
-    does not exist.
+    The chat template writes BOS and the end of each turn. A conversation that is too long loses its oldest
+    turns, but not the system message; a single exchange that is too long loses its end. Raises DataError,
+    with file and line, if the file is missing or a record is not a conversation with an answer; ConfigError
+    if the template does not exist.
     """
 
     @os_errors(DataError)

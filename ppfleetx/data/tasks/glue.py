@@ -28,9 +28,9 @@ class GlueTask:
 
     Attributes:
         title: GLUE's name of the task, used for the submission file.
-        texts, label: the column headers of the texts and of the label.
-        labels: the possible labels in the order of the classes; empty if the label is a number from 0 to 5.
-        headerless: the column numbers, for files without a header.
+        texts, label: column headers of the texts and of the label.
+        labels: possible labels in the order of the classes; empty if the label is a number from 0 to 5.
+        headerless: column numbers, for files without a header.
         has_bad_rows: whether the official train and dev files have rows with a wrong number of fields, which
             are skipped.
         original: for each part, the file in the dataset that GLUE took the task from. It is read if there is
@@ -109,8 +109,8 @@ class GlueExamples:
     """The examples of one file.
 
     Attributes:
-        texts: the one or two texts of each example.
-        labels: the class number (or score) of each example; None if labels were not read.
+        texts: one or two texts of each example.
+        labels: class number (or score) of each example; None if labels were not read.
         digest: a hash of the file.
     """
 
@@ -170,7 +170,6 @@ def _file(task: GlueTask, directory: Path, part: str) -> Path:
 
 
 def _rows(path: Path, see: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
-    """Yield the nonempty lines of a file as (line number, line)."""
     for number, line in read_lines(path, see):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")

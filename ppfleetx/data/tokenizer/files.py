@@ -64,10 +64,10 @@ class TokenizerFiles:
     """The files of a tokenizer.
 
     Attributes:
-        definition: the content of ``tokenizer.json``.
+        definition: content of ``tokenizer.json``.
         has_definition: whether ``tokenizer.json`` exists. If not, ``definition`` was made from ``vocab.json``
             and ``merges.txt``.
-        side_texts: the texts of the `SIDE_FILES` in the directory, by name.
+        side_texts: texts of the `SIDE_FILES` in the directory, by name.
     """
 
     definition: dict[str, Any]

@@ -1,9 +1,9 @@
 """Interpret a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
 
-``tokenizer.json`` alone is not enough: transformers adds the tokens in ``tokenizer_config.json``,
-``special_tokens_map.json`` and ``added_tokens.json``, and some of its tokenizer classes replace parts of
-``tokenizer.json``. `as_transformers` does the same as ``AutoTokenizer`` of transformers 5 for GPT-2 and
-Llama; ``tests/data/tokenizer/test_tokenizer_hf.py`` compares the ids.
+transformers adds tokens from ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``
+to ``tokenizer.json``, and some of its tokenizer classes replace parts of it. `as_transformers` does the same
+as ``AutoTokenizer`` of transformers 5 for GPT-2 and Llama; ``tests/data/tokenizer/test_tokenizer_hf.py``
+compares the ids.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ class TransformersTokenizer:
     """A tokenizer as ``AutoTokenizer`` loads it.
 
     Attributes:
-        definition: the content of ``tokenizer.json``.
-        bos_token, eos_token: the texts of BOS and EOS; None if no file names them.
-        before, after: the ids added before and after a text.
-        named: the texts of all named tokens.
+        definition: content of ``tokenizer.json``.
+        bos_token, eos_token: texts of BOS and EOS; None if no file names them.
+        before, after: ids added before and after a text.
+        named: texts of all named tokens.
     """
 
     definition: dict[str, Any]

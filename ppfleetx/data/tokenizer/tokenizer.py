@@ -108,11 +108,10 @@ class TextStreamDecoder:
 class Tokenizer:
     """A tokenizer read from files.
 
-    There are two ways to encode. `encode` treats everything as plain text: ``<|endoftext|>`` is encoded like
-    any other characters, and no token is added at either end. Corpora are prepared in this way.
-    `encode_prompt` does the same as Hugging Face's ``AutoTokenizer`` with the same directory: special tokens
-    in the text become their ids, and the post-processor adds its own tokens, such as BOS.
-    `encode_continuation` encodes text that follows a prompt.
+    `encode` treats everything as plain text: ``<|endoftext|>`` is encoded like any other characters, and no
+    token is added at either end. It is used to prepare corpora. `encode_prompt` does the same as Hugging
+    Face's ``AutoTokenizer`` with the same directory: special tokens in the text become their ids, and the
+    post-processor adds its own tokens, such as BOS. `encode_continuation` encodes text that follows a prompt.
 
     ``eod_token`` ends a document and is used as padding. None: the ``eos_token`` of the files, else
     ``<|endoftext|>``. Raises DataError if the files are damaged or neither library supports them.

@@ -149,7 +149,6 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
 
 
 def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
-    """Answer the :func:`_dial` of another rank. Returns the peer and the role of the connection."""
     connection.settimeout(_STRANGER_SECONDS)
     peer = Peer(-1, connection)
     is_known = hmac.compare_digest(_receive_bytes(peer, len(token)), token)

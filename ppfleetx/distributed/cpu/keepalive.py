@@ -2,8 +2,8 @@
 
 On a connection that carries data, the loss can go unnoticed for 15 minutes, and a slow reader looks like a
 lost host. So each pair of ranks on different hosts has a second, idle connection with TCP keepalive probes.
-The kernel answers probes even while the process computes, saves, is stopped or waits for a lock, so a slow
-rank is never mistaken for a lost host.
+The kernel answers probes even while the process computes, is stopped or waits for a lock, so a slow rank is
+never mistaken for a lost host.
 """
 
 from __future__ import annotations

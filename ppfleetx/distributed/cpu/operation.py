@@ -202,9 +202,9 @@ class Progress:
     Sending and summing release the GIL, so the program computes meanwhile. The thread advances any operation
     that is ready, of any group, so groups cannot deadlock by waiting for each other.
 
-    A program may begin any number of operations. Reductions need memory for received data, so at most
-    :data:`STARTED_SUMS` of them are started per group, in order; other operations start at once. There is
-    always progress, because the oldest unfinished operation is started on every member.
+    Reductions need memory for received data, so at most :data:`STARTED_SUMS` of them are started per group,
+    in order; other operations start at once. There is always progress, because the oldest unfinished
+    operation is started on every member.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """The connections of one rank of a CPU job, and its operations in progress. Every wait has a time limit.
 
-Each pair of ranks has one connection, shared by all process groups. One reader thread per connection reads
-all the time. A send therefore never waits for the receiver's program, and no order of sends and receives can
-deadlock. Collectives with ``sync_op=False`` run in another thread (``operation.py``), so their messages are
-sent while the program computes.
+Each pair of ranks has one connection, shared by all process groups, and a thread that always reads from it.
+So a send never waits for the receiver's program, and no order of sends and receives can deadlock. Collectives
+with ``sync_op=False`` run in another thread, so their messages are sent while the program computes.
 
 ``handshake.py`` makes the connections, ``wire.py`` defines their frames, ``operation.py`` matches messages
 with receives, and ``keepalive.py`` detects lost hosts. None of these modules depends on Paddle: they handle
@@ -50,7 +49,7 @@ class Mesh:
     """This rank's connections to all other ranks, and its operations in progress.
 
     Attributes:
-        blocked_on: the operation that the program is waiting for, or None.
+        blocked_on: operation that the program is waiting for, or None.
     """
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:

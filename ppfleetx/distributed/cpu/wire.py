@@ -86,7 +86,7 @@ class Peer:
 
     Attributes:
         name: rank and address, for messages.
-        watch: the second, idle connection to a rank on another host.
+        watch: second, idle connection to a rank on another host.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
