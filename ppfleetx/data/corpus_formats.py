@@ -106,7 +106,7 @@ def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.n
         raise DataError(f"{path}: lens add up to {total:,}, ids has {counted(tokens.shape[0], 'token', ',')}")
     if not runs_from_zero(boundaries, lengths.shape[0]):
         sequences = counted(lengths.shape[0], "sequence", ",")
-        raise DataError(f"{path} is damaged: docs does not increase from 0 to {sequences}")
+        raise DataError(f"{path} is damaged: docs must run from 0 to {sequences} and never decrease")
 
 
 def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
