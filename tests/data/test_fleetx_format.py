@@ -67,7 +67,7 @@ def test_both_formats_give_the_same_samples(toy_documents, toy_prefix: str, tmp_
         ({"ids": IDS[:-1]}, "lens add up to 10, ids has 9"),
         ({"ids": IDS.astype(float)}, "flat array of integers"),
         ({"lens": np.array([3, -1, 3, 5])}, "sequence 1 has a negative length"),
-        ({"docs": np.array([0, 3])}, "docs does not run from 0"),
+        ({"docs": np.array([0, 3])}, "docs must run from 0"),
         (
             {"docs": np.array([0, 3, 1, 4])},
             r"x_idx\.npz is damaged: docs must run from 0 to 4 sequences",
@@ -123,7 +123,7 @@ def test_paths_find_their_corpora(write_corpus, tmp_path: Path) -> None:
 
 def test_a_conversion_that_fails_blames_the_input_and_leaves_nothing(tmp_path: Path) -> None:
     write(tmp_path, docs=np.array([0, 3, 1, 4]))
-    with pytest.raises(DataError, match=r"x_idx\.npz is damaged: docs does not run"):
+    with pytest.raises(DataError, match=r"x_idx\.npz is damaged: docs must run"):
         convert(tmp_path / "x", tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
     prefix = write(tmp_path)

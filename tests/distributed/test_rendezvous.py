@@ -101,7 +101,7 @@ def test_members_without_numbers_are_counted_as_they_come(point) -> None:
     meeting = Meeting(point)
     meeting.come(None, 3, "node a", first=True)
     meeting.come(None, 3, "node b")
-    assert "1 of 2 others did not come" in meeting.end()["node b"]
+    assert "1 of 2 others did not connect" in meeting.end()["node b"]
     meeting = Meeting(point)
     meeting.come(None, 2, "node a", first=True)
     meeting.come(None, 2, "node b")
@@ -140,7 +140,7 @@ def test_two_jobs_at_one_place_are_distinguished(point) -> None:
     told = meeting.end()
     assert "number 1 is there already: two jobs meet at" in told["again"]
     assert "has 3 members, not 2" in told["other size"] and "--nnodes" in told["other size"]
-    assert all(words in told[0] for words in ("rank 2 did not come", "turned away: ", "again: number 1"))
+    assert all(words in told[0] for words in ("rank 2 did not connect", "turned away: ", "again: number 1"))
 
 
 def test_a_port_in_use(point, listener) -> None:
@@ -180,5 +180,5 @@ def test_cpu_ranks_end_with_a_start_error(point, monkeypatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{point[1]}")
     monkeypatch.setenv(START_VARIABLE, "1")
-    with pytest.raises(StartError, match=r"^rank 0: rank 1 did not come .*PPFLEETX_START_TIMEOUT"):
+    with pytest.raises(StartError, match=r"^rank 0: rank 1 did not connect .*PPFLEETX_START_TIMEOUT"):
         meet(0, 2, ("127.0.0.1", 1))

@@ -140,6 +140,6 @@ def test_a_rank_that_has_reported_before_the_first_one_lets_it_look_on(monkeypat
 
 def test_a_rank_that_never_ends_is_not_waited_for_once_the_first_has_looked(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "_END_SECONDS", 0.2)
-    launch.leave_report([fail("meeting", "rank 1 did not come", "")], 2, str(tmp_path), 0)
+    launch.leave_report([fail("meeting", "rank 1 did not connect", "")], 2, str(tmp_path), 0)
     with (tmp_path / "log").open("wb") as log:
         assert launch._run(["sleep", "60"], dict(os.environ), log.fileno(), 60.0, tmp_path) == signal.SIGTERM

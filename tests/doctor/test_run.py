@@ -93,7 +93,7 @@ def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", free_port()))
     rows = by_name(examine_job(Target(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
     assert rows["meeting"].status is Status.FAIL and rows["meeting"].group == "processes"
-    assert "rank 1 did not come" in rows["meeting"].found and "python" in rows
+    assert "rank 1 did not connect" in rows["meeting"].found and "python" in rows
 
 
 def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch):

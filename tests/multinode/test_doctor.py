@@ -101,7 +101,7 @@ def test_a_first_node_that_nothing_gets_through_to_is_named_before_anything_star
     jobs = [doctor(node, first, timeout=4) for node in nodes]
     (code, at_first), (other_code, at_second) = reports(jobs, 60)
     assert code == other_code == 1
-    assert "1 of 1 others did not come" in failures(at_first)["nodes", "--master"]["found"]
+    assert "1 of 1 others did not connect" in failures(at_first)["nodes", "--master"]["found"]
     blocked = failures(at_second)["nodes", "--master"]
     where = f"the first machine at {first.address}:{MASTER_PORT}"
     assert f"no connection to {where} within 4 s: nothing comes back" in blocked["found"]

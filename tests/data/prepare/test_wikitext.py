@@ -80,6 +80,6 @@ def test_what_is_no_wikitext(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "empty/wiki.train.tokens").write_text(" = only a heading = \n")
     refused(tmp_path / "empty", "holds no text")
     (tmp_path / "empty/wiki.train.tokens").write_bytes(b"\xff\xfe")
-    refused(tmp_path / "empty", "no UTF-8")
+    refused(tmp_path / "empty", "not UTF-8")
     (tmp_path / "empty/wiki.train.tokens").write_text("three words here")
     refused(tmp_path / "empty", "too few for a window of 100", length=100)
