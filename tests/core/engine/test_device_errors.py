@@ -49,7 +49,7 @@ def test_one_message_says_what_holds_the_memory_and_what_would_not(kind):
     assert first.startswith("out of memory (")
     assert first.endswith("Cannot allocate 2.000000GB memory on GPU 0, 30.1GB memory has been allocated.")
     assert re.fullmatch(
-        r"Predicted memory at the peak: (\w+ [\d.]+ [GM]iB, )+\w+ [\d.]+ [GM]iB; together .*",
+        r"Predicted memory at the peak: (\w+ [\d.]+ [GM]iB, )+\w+ [\d.]+ [GM]iB; in total .*",
         holds,
     )
     assert "activations" in holds and "optimizer" in holds
