@@ -1,4 +1,4 @@
-"""Evaluators, which compute and accumulate results over the batches of an evaluation."""
+"""Evaluators compute and accumulate results over the batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppfleetx.data.loader import MicroBatch
 
 
 class Metric(NamedTuple):
-    """A metric of a step or an evaluation: a sum over all micro batches and ranks, and its count."""
+    """A metric: its sum over all micro batches and ranks, and the count to divide the sum by."""
 
     total: float
     count: float
@@ -24,11 +24,11 @@ class Metric(NamedTuple):
 
 
 class EvalOutput(NamedTuple):
-    """The result of one evaluation batch over the whole job.
+    """The loss and metrics of one evaluation batch, summed over all ranks.
 
     Attributes:
-        loss: sum of the loss over all tokens or examples that count.
-        count: their number.
+        loss: sum of the loss over the tokens (for a classifier, examples) that the loss mask keeps.
+        count: number of these tokens or examples.
         metrics: the task's metrics, by name.
     """
 
@@ -42,11 +42,11 @@ class Measured:
     """The result of an evaluation, the same on all ranks.
 
     Attributes:
-        loss: mean loss over the tokens or examples that count.
-        count: number of tokens or examples that count.
+        loss: mean loss over the tokens (for a classifier, examples) that the loss mask keeps.
+        count: number of these tokens or examples.
         ppl: perplexity of a language model; None for a classifier.
-        metrics: the task's metrics, by name.
-        outputs: outputs of a classifier, ``[examples, outputs]`` in the order of the file.
+        metrics: mean of each of the task's metrics, by name.
+        outputs: outputs of a classifier, ``[examples, outputs]``, in the order of the data file.
     """
 
     loss: float
@@ -57,13 +57,13 @@ class Measured:
 
 
 class Evaluator(Protocol):
-    """Accumulates the results of one evaluation. All ranks of a job call its methods together."""
+    """Accumulates the results of one evaluation. Every method is a collective: all ranks of a job call it."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
         """Add one batch; ``runner`` is a :class:`~ppfleetx.parallel.step.StepRunner`."""
 
     def result(self) -> Measured | None:
-        """Return the result over all batches; None if nothing counted."""
+        """Return the result over all batches; None if the loss mask kept no token or example."""
 
 
 class TokenLoss:
@@ -72,7 +72,7 @@ class TokenLoss:
         self._metrics: dict[str, Metric] = {}
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Evaluate a global batch and add its loss."""
+        """Evaluate a global batch and add its loss and metrics."""
         found = runner.eval_step(micro_batches)
         self._loss_sum, self._count = self._loss_sum + found.loss, self._count + found.count
         for name, (total, count) in found.metrics.items():
@@ -80,7 +80,7 @@ class TokenLoss:
             self._metrics[name] = Metric(before.total + total, before.count + count)
 
     def result(self) -> Measured | None:
-        """Return the mean over all batches; None if no token counted."""
+        """Return the mean over all batches; None if the loss mask kept no token."""
         if self._count == 0:
             return None
         loss = self._loss_sum / self._count
@@ -89,7 +89,7 @@ class TokenLoss:
 
 
 def perplexity(loss: float) -> float:
-    """``exp(loss)``; infinity if a float cannot hold it, NaN for NaN."""
+    """Return ``exp(loss)``: infinity if the result overflows a float, NaN for NaN."""
     try:
         return math.exp(loss)
     except OverflowError:

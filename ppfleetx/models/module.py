@@ -1,4 +1,4 @@
-"""The interface of a task: its stages, its outputs and its loss."""
+"""The interface of a task: the stages of its model, forward pass, loss and evaluation."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 Tensors = dict[str, paddle.Tensor]
-"""A micro batch on the device, by name."""
+"""The tensors of a micro batch on the device, by name."""
 
 
 class BasicModule(ABC):
-    """A task on a model, independent of how it is parallelized.
+    """A task on a model, independent of the parallel plan.
 
-    A pipeline runs the stages itself and calls :meth:`loss` on the last one; a single process calls
+    A pipeline runs the stages itself and calls :meth:`loss` after the last stage; a single process calls
     :meth:`forward` and then :meth:`loss`. These methods must not keep state between calls.
     """
 
     loss_in_pieces = False
-    """Whether :meth:`loss` only passes ``outputs`` to the factory's ``token_loss`` or ``token_scores``.
-    ``Model.loss_chunks`` needs this, because it makes them
-    :class:`~ppfleetx.nn.chunked_loss.LogitsInPieces`."""
+    """Whether :meth:`loss` does nothing with ``outputs`` except pass them to the factory's ``token_loss`` or
+    ``token_scores``. ``Model.loss_chunks`` greater than 1 requires this, because ``outputs`` are then
+    :class:`~ppfleetx.nn.chunked_loss.LogitsInPieces` instead of a tensor."""
 
     metrics: tuple[str, ...] = ()
-    """Names of all metrics that :meth:`loss` and the layers of the model report, the same on all ranks."""
+    """Names of the metrics that :meth:`loss` reports, the same on all ranks. Metrics of the model's layers
+    are declared here or by the architecture."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
 
     def count(self, batch: MicroBatch) -> float:
-        """Return this micro batch's share of the divisor of the step's loss.
+        """Return the number of tokens (for a classifier, examples) of a micro batch that count in the loss.
 
-        It is called on the host, before the first forward pass. The default is the number of tokens (for a
-        classifier, examples) that count.
+        A step divides its summed loss by the sum of these numbers over all micro batches and ranks. The
+        method runs on the host, before the first forward pass.
         """
         return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod
     def stages(self, factory: LayerFactory) -> list[Stage]:
-        """The model as named stages, first to last, with layers made by ``factory``."""
+        """Return the model as named stages, first to last, with layers made by ``factory``."""
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
         """Return the last stage's output for a micro batch, ``[s, b, V]`` for a language model.
@@ -66,22 +67,23 @@ class BasicModule(ABC):
 
     @abstractmethod
     def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """Return the loss of one micro batch, as a sum, with its metrics.
+        """Return the loss of one micro batch, as a sum over tokens or examples, and its metrics.
 
         Args:
-            outputs: result of :meth:`forward`; depending on the plan, its columns may be sliced.
+            outputs: result of :meth:`forward`; under tensor parallelism, this rank's columns of the logits.
             batch: tensors of the micro batch.
-            factory: the factory of the plan; its ``token_loss`` and ``token_scores`` know how logits are
-                sliced.
+            factory: the layer factory of the parallel plan; its ``token_loss`` and ``token_scores`` handle
+                sliced logits.
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
-        """Return a new evaluator for one evaluation. Without ``has_labels``, only outputs are needed."""
+        """Return a new evaluator for one evaluation. Without ``has_labels``, only model outputs are computed,
+        no loss."""
         return TokenLoss()
 
 
 class WrappedTask(BasicModule):
-    """A task that delegates to ``task`` everything a subclass does not override."""
+    """A task that forwards each call to another task, ``task``. A subclass overrides what differs."""
 
     def __init__(self, task: BasicModule) -> None:
         super().__init__(task.cfg)

@@ -1,4 +1,4 @@
-"""All stages of a model in one process."""
+"""A model with all its stages in one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StagedModel(nn.Layer):
     """A model that runs its stages in sequence.
 
     Args:
-        seed: seed of the initial weights; None: none are drawn, because a checkpoint provides them.
-        empty: whether to build parameters without memory.
+        seed: seed of the initial weights; None leaves them unset, because a checkpoint will be loaded.
+        empty: whether to create parameters without allocating memory.
     """
 
     def __init__(self, stages: Sequence[Stage], seed: int | None = 0, *, empty: bool = False) -> None:
@@ -35,10 +35,10 @@ class StagedModel(nn.Layer):
 
         Args:
             tokens: ``[b, s]`` int64.
-            position_ids: ``[b, s]`` int64; None: they are counted from the length of the cache.
+            position_ids: ``[b, s]`` int64; None: consecutive positions, starting at the length of the cache.
             document_start: ``[b, s]`` int32, the first absolute position that each position may attend to;
                 None: no limit.
-            cache: keys and values of earlier positions, extended by this call.
+            cache: keys and values of earlier positions. This call appends to the cache.
         """
         if position_ids is None:
             past = 0 if cache is None else cache.length

@@ -1,8 +1,8 @@
-"""AdamW: one kernel call for each parameter, or one for all float32 parameters of a group.
+"""AdamW: one kernel call per parameter, or one fused call for all float32 parameters of a group.
 
-On a GPU, the kernel for one parameter is launched a dozen times per block, mostly for vectors that finish
-before the next launch arrives. ``fused_adam_`` takes lists of tensors, and on a GPU packs up to 60 of them,
-or 320 chunks, into one launch. In both cases each state is one tensor per parameter.
+On a GPU, calls per parameter are dominated by launch overhead, because most parameters of a block are small
+vectors. ``fused_adam_`` packs up to 60 tensors, or 320 chunks, into one launch. In both cases each parameter
+has its own state tensors.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ppfleetx.optims.rule import ParamView, Rule, StateSpec, as_tensor
 _CHUNK = 1 << 16
 """The number of elements that one block of threads processes."""
 _LARGEST = (1 << 31) - 1
-"""The fused kernel counts a tensor's elements in 32 bits."""
+"""Most elements of a tensor, because the fused kernel counts them in 32 bits."""
 STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
 Powers = tuple[float, float]
 
 
 class AdamW(Rule):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * decay * p, then Adam's step.
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019): p -= lr * decay * p, then Adam's step.
 
-    16-bit parameters are updated one by one, because the single kernel also rounds them and the fused kernel
-    cannot.
+    16-bit parameters are updated one at a time, because only the single-tensor kernel also writes the rounded
+    parameter.
     """
 
     rounds = True
@@ -66,8 +66,8 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Read the powers of both betas if they are not cached. A GPU kernel uses the first parameter's
-        for all."""
+        """Cache the powers of both betas for parameters seen the first time. The fused kernel on a GPU uses
+        the powers of its first parameter for all, so parameters in one call must agree."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -113,8 +113,10 @@ def fused_adamw(
 ) -> None:
     """Apply one step of AdamW to float32 tensors in place.
 
-    ``lr`` has one element. ``states`` are first and second moments, and the powers of both betas, with one
-    element each. Their exponent is the number of steps begun.
+    Args:
+        lr: learning rate ``[1]``.
+        states: four sequences of one tensor per parameter: first moments, second moments, and the powers of
+            both betas ``[1]``. Before the first step, each power is the beta itself.
     """
     moments1, moments2, powers1, powers2 = states
     _C_ops.fused_adam_(
@@ -140,8 +142,8 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Both betas to the power of the step count, read from the states; 0 on a CPU, whose kernel reads the
-    powers of each parameter itself."""
+    """Read the powers of both betas from the states. On a CPU return 0 without reading, because its kernel
+    uses each parameter's own powers."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

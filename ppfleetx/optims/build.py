@@ -1,4 +1,4 @@
-"""Build the optimizer of the configuration's `Optimizer` section."""
+"""Build the optimizer from the configuration section ``Optimizer``."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def build_optimizer(
     num_layers: int = 0,
     width_multiplier: float = 1.0,
 ) -> Optimizer:
-    """Build the optimizer of section `Optimizer` over (canonical name, parameter) pairs; frozen ones
-    (`stop_gradient`) are left out.
+    """Build the optimizer of section ``Optimizer`` for (canonical name, parameter) pairs. Frozen parameters
+    (``stop_gradient``) are ignored.
 
     Args:
-        num_layers: blocks of the whole model, for layer-wise decay.
-        width_multiplier: the width divided by that of the base model (``Model.mup_base_width``).
+        num_layers: number of blocks of the whole model, for layer-wise learning-rate decay.
+        width_multiplier: model width divided by the width of the base model (``Model.mup_base_width``).
 
     Raises:
-        ConfigError: the optimizer is unknown, or differs from its registered kind.
+        ConfigError: the optimizer is not registered, or keeps another number of states than registered.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)
@@ -54,8 +54,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """The parameter groups of section ``Optimizer``: first the groups of the key ``groups``, then the
-    groups of the registered optimizer, for the other parameters."""
+    """Return the parameter groups of section ``Optimizer``: first those of the key ``groups``, then those of
+    the registered optimizer for all other parameters."""
     groups = []
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
@@ -72,8 +72,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """The parameter groups of the registered optimizer, which is either one rule for all parameters or a
-    function that returns groups."""
+    """Return the parameter groups of the registered optimizer, which is either one rule for all parameters or
+    a function that returns groups."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

@@ -1,4 +1,5 @@
-"""Trials of the optimizer's fused operators. Each is compared with plain operators on a few tensors."""
+"""Trials of the optimizer's fused operators: each is compared with unfused operators on a few small
+tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Try steps with and without decay against the kernel for one tensor."""
+    """Compare fused AdamW, with and without weight decay, with the kernel for one tensor."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]
@@ -36,7 +37,8 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """A parameter, its moments and its powers. The powers are in host memory, as in Paddle's optimizers."""
+    """Return (parameter, two moments, two powers) for each value. The powers are in host memory, as in
+    Paddle's optimizers."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

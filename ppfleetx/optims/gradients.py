@@ -1,13 +1,12 @@
-"""A parameter's gradient: ``grad``, or the float32 ``main_grad`` of a 16-bit parameter; and its clipping.
+"""Access to gradients, and clipping by the global norm.
 
-A 16-bit parameter may keep its gradient in float32 in ``main_grad`` (the attribute that Paddle's own
-optimizers use); ``grad`` is then empty between backward passes. All code that reads, sums, scales or drops a
-gradient uses this module.
+The gradient of a parameter is ``grad`` or, for a 16-bit parameter whose gradient is accumulated in float32,
+``main_grad`` (the attribute that Paddle's optimizers use); ``grad`` is then empty between backward passes.
+All code that reads, sums, scales or drops a gradient uses this module.
 
-Gradients are clipped by their global L2 norm. Paddle's own kernel computes the squared norm of each gradient
-in float32. (On a CPU it runs at memory speed and sums in blocks, so 40 million elements lose no digits; a
-plain dot product loses three.) The squared norms of all parameters are added in float64, so the sum does not
-depend on the grouping of parameters.
+Squared norms are computed by Paddle's kernel in float32, which sums in blocks and so stays accurate for large
+tensors, and are added over parameters in float64, so that the result does not depend on how parameters are
+grouped.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ from paddle import Tensor, _C_ops
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 
 _SMALL = 1 << 16
-"""A gradient with fewer elements takes less time for its norm than for the launch on a GPU."""
+"""Gradients with fewer elements are concatenated for the norm, because a kernel launch on a GPU takes longer
+than their norm."""
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """Return the gradient as a contiguous tensor, to read or change in place; None if the parameter has none.
 
-    The backward pass may produce a strided gradient, which collectives and operators that write into lists of
-    tensors cannot handle. In this case Paddle moves the tensor itself.
+    The backward pass may produce a strided gradient, which collectives and multi-tensor kernels cannot
+    handle. ``contiguous`` then makes the parameter's own gradient contiguous.
     """
     main = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if main is None else main
@@ -36,7 +36,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def complete_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient, or create zeros if no pass produced one."""
+    """Return the gradient; create zeros if no backward pass produced one."""
     gradient = gradient_of(parameter)
     if gradient is not None:
         return gradient
@@ -48,19 +48,21 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def expects_gradient(parameter: Tensor) -> bool:
-    """Whether a step computes with the parameter. All ranks agree, whatever their data."""
+    """Return whether a step uses the parameter. The answer is the same on all ranks and does not depend on
+    data."""
     return not getattr(parameter, "is_idle", False)
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Free the gradient. It is not set to zero, so the next backward pass writes without adding."""
+    """Free the gradient. It is removed rather than zeroed, so that the next backward pass need not add to
+    it."""
     if getattr(parameter, "main_grad", None) is not None:
         parameter.main_grad = None
     parameter.clear_gradient(False)
 
 
 def add_to_main_gradient(parameter: Tensor) -> None:
-    """Add ``grad`` to the float32 ``main_grad``, and drop it. A float32 parameter keeps its ``grad``."""
+    """Add ``grad`` to the float32 ``main_grad``, and drop ``grad``. Does nothing for a float32 parameter."""
     if parameter.grad is None or parameter.dtype == paddle.float32:
         return
     with paddle.no_grad():
@@ -71,11 +73,11 @@ def add_to_main_gradient(parameter: Tensor) -> None:
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
-    """Return :func:`complete_gradient` and remove it from the parameter. The next backward pass makes a
-    new one."""
+    """Return :func:`complete_gradient` and remove it from the parameter. The next backward pass creates a new
+    gradient."""
     gradient = complete_gradient(parameter)
     if getattr(parameter, "main_grad", None) is None:
-        # Dropping empties the tensor that `grad` returns, so another tensor must hold the memory.
+        # Dropping the gradient empties the tensor that `grad` returned, so share its memory with another one.
         taken = paddle.empty(gradient.shape, gradient.dtype)
         gradient._share_buffer_to(taken)
         gradient = taken
@@ -84,13 +86,15 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to the parameter's gradient; if there is none, use the tensor itself."""
+    """Add ``gradient`` to the parameter's gradient. If the parameter has none, ``gradient`` becomes it
+    without a copy."""
     with paddle.no_grad():
         there = gradient_of(parameter)
         if there is not None:
             there.add_(gradient)
         elif gradient.dtype == parameter.dtype:
-            # Set `grad` the first time only: its setter copies, and makes the host wait for the card.
+            # Use the setter of `grad` the first time only, because it copies and synchronizes with the
+            # device.
             holder = parameter._grad_value()
             if holder is None:
                 parameter.grad = gradient
@@ -104,9 +108,9 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
-    """The sum of squares of all gradients, a float64 tensor of shape [].
+    """Return the sum of squares of all gradients, a float64 tensor of shape [].
 
-    A parameter that occurs twice (tied) counts once; a parameter without a gradient counts as zero.
+    A parameter that is listed twice (tied) counts once; a parameter without a gradient counts as zero.
     """
     squares = squares_of(list(_gradients(params)), ops)
     if not squares:
@@ -115,7 +119,7 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return squared norms of shape [] whose sum is the squared norm of all ``gradients``."""
+    """Return squared norms of shape [] that add up to the squared norm of all ``gradients``."""
     small = [grad for grad in gradients if grad.size < _SMALL]
     if len(small) > 1 and ops.takes("grad_norm", *small):
         joined = paddle.concat([grad.reshape([-1]) for grad in small])
@@ -127,7 +131,7 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
     """Multiply all ``gradients`` by ``factor`` in place."""
     with paddle.no_grad():
         if len(gradients) > 1 and ops.takes("grad_scale", *gradients):
-            # The operator divides, like mixed precision does by the loss scale.
+            # The operator divides by its argument, a loss scale.
             _C_ops.check_finite_and_unscale_(list(gradients), paddle.full([1], 1.0 / factor))
             return
         for gradient in gradients:
@@ -137,11 +141,12 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
 def scale_to_norm(
     params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
 ) -> None:
-    """Scale all gradients in place so that their global norm, given as ``norm``, is at most ``max_norm``.
+    """Clip: scale all gradients in place so that their global norm, given as ``norm``, is at most
+    ``max_norm``.
 
-    The factor is ``max_norm / (norm + 1e-6)``, applied if it is below 1 (Megatron). If ``max_norm`` is None
-    or 0, the gradients do not change. A norm that is not finite does not change them either: the caller
-    decides whether to skip the step or stop, and scaling would hide the bad gradient.
+    The factor is ``max_norm / (norm + 1e-6)``, applied if it is below 1 (Megatron). Gradients stay unchanged
+    if ``max_norm`` is None or 0, or if ``norm`` is not finite: the caller decides what to do with such a
+    step, and scaling would hide the bad gradient.
     """
     if not max_norm or not math.isfinite(norm):
         return

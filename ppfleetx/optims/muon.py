@@ -1,6 +1,5 @@
-"""Muon updates matrices with their orthogonalized momentum (Jordan et al., 2024), everything else with
-AdamW.
-"""
+"""Muon (Jordan et al., 2024): updates matrices with their orthogonalized momentum, all other parameters with
+AdamW."""
 
 from __future__ import annotations
 
@@ -41,14 +40,15 @@ COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
         (2.7215, -3.0494, 1.3169),
     ],
 }
-"""(a, b, c) of each iteration (Jordan et al., 2024; Amsel et al., 2025; Boissin et al., 2025)."""
+"""Coefficients (a, b, c) of each Newton-Schulz iteration (Jordan et al., 2024; Amsel et al., 2025; Boissin et
+al., 2025)."""
 
 
 class Muon(Rule):
-    """p -= lr * (decay * p + scale * O), with O the orthogonalized momentum of each matrix.
+    """The update p -= lr * (decay * p + scale * O), where O is the orthogonalized momentum of a matrix.
 
-    A fused weight counts as several matrices: queries, keys and values, or gate and up. Each expert is a
-    matrix, too.
+    A fused weight (queries, keys and values, or gate and up) is updated as several matrices, and each expert
+    as one matrix.
     """
 
     states = (StateSpec("momentum"),)
@@ -86,7 +86,8 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Compute the change of a part ``[..., in, runs, width]``, as one matrix or one for each head."""
+        """Orthogonalize a part ``[..., in, runs, width]`` of a fused weight, as one matrix or, with
+        ``head_dim``, as one matrix per head."""
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
         *batch, rows, runs, width = piece.shape
@@ -101,10 +102,11 @@ class Muon(Rule):
 
 
 def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilon: float) -> Tensor:
-    """Move the singular values of each matrix in ``[..., m, n]`` near 1, and keep its singular vectors.
+    """Move the singular values of each matrix in ``[..., m, n]`` close to 1 and keep its singular vectors.
 
-    After the end of the table of coefficients it begins again; ``polar_express`` repeats its last row.
-    ``epsilon`` is the smallest norm to divide by.
+    With more steps than rows in the table of coefficients, the table repeats from the start; for
+    ``polar_express`` the last row repeats. ``epsilon`` is a lower bound of the norm that the matrix is
+    divided by.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()

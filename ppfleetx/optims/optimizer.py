@@ -1,8 +1,8 @@
-"""An optimizer: groups of named parameters, each with a rule, and the states that the rules keep.
+"""An optimizer: groups of named parameters, each with an update rule, and the states that the rules keep.
 
-Parameters and states have canonical names, so nothing here depends on the plan. ``optims/gradients.py`` gives
-access to gradients. The caller passes learning rate and weight decay with each step; there is no scheduler
-inside.
+Parameters and states have canonical names, so nothing here depends on the parallel plan.
+``optims/gradients.py`` gives access to gradients. The caller passes learning rate and weight decay to each
+step; the optimizer has no scheduler.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ StateKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class UpdatePlace:
-    """Where an optimizer's states live, and how it finds groups of ranks.
+    """Where optimizer states are stored and updated, and how the optimizer finds process groups.
 
     Attributes:
         multi_precision: whether to keep float32 master weights of 16-bit parameters.
-        on_host: whether to keep all state in host memory and update there.
-        fused: whether to update many parameters in one kernel, if the rule has one.
-        group_of: a function that returns this rank's group along an axis, or None if there is no other rank
-            along it.
+        on_host: whether to keep all states in host memory and update there.
+        fused: whether rules may update many parameters in one kernel.
+        group_of: returns this rank's process group along an axis; None if the axis has one rank.
     """
 
     multi_precision: bool = False
@@ -45,7 +44,7 @@ class UpdatePlace:
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together. A ``weight_decay`` of None is the value passed with each step."""
+    """Parameters that are updated together. ``weight_decay=None`` means the value passed to the step."""
 
     rule: Rule
     lr_factor: float
@@ -57,11 +56,12 @@ class Optimizer:
     """Updates parameters by the rules of their groups.
 
     Args:
-        groups: each parameter belongs to the first group that matches it.
-        named_params: (canonical name, parameter) pairs; frozen ones are left out.
+        groups: each parameter belongs to the first group that accepts it.
+        named_params: (canonical name, parameter) pairs; frozen parameters are ignored.
         decays: whether weight decay applies to a parameter, by canonical name.
-        weight_decay: the weight decay, until a step sets another.
-        rate_factor: factor of a parameter's learning rate, by canonical name, besides that of its group.
+        weight_decay: weight decay until a step passes another value.
+        rate_factor: factor of a parameter's learning rate, by canonical name, in addition to the group's
+            factor.
     """
 
     def __init__(
@@ -87,19 +87,21 @@ class Optimizer:
             group.rule.fused = place.fused and not place.on_host
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
-        """Restrict updates and states to the `owned` parameters; call `updated` after each update."""
+        """Restrict updates and states to the parameters for which ``owned`` returns True. ``updated`` is
+        called after each update."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
         self._members = self._find_members()
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use these float32 tensors, by canonical name, as master weights. Missing ones are made from the
-        rounded parameters."""
+        """Use these float32 tensors, by canonical name, as master weights. Missing master weights are copied
+        from the 16-bit parameters."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
     def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Update all parameters that have a gradient. If `weight_decay` is None, the last value is kept."""
+        """Update all parameters that have a gradient. With ``weight_decay=None``, the value of the last step
+        is used."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
         for each in self._members:
@@ -110,12 +112,13 @@ class Optimizer:
         self._updated()
 
     def clear_grad(self) -> None:
-        """Drop the gradients of all parameters, including those that other ranks update."""
+        """Drop the gradients of all parameters, including parameters that other ranks update."""
         for param in self._all:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """The state tensors by (canonical name, state name). They are created if no step was taken yet."""
+        """Return the state tensors by (canonical name, state name). States that do not exist yet are
+        created."""
         for group in self._groups:
             group.rule.forget()
         state: dict[StateKey, Tensor] = {}
@@ -199,17 +202,17 @@ def _is_16_bit(param: Tensor) -> bool:
 
 
 def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The trainable parameters, each once. (A tied parameter may be listed twice under one name.)"""
+    """Return the trainable parameters without duplicates. A tied parameter may be listed twice under one
+    name."""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]
 
 
-# -- updates on the CPU, of parameters of a device, with states in host memory
+# -- updates on the CPU of parameters on a device (offload), with states in host memory
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory, even if it is already there, where ``Tensor.cpu`` returns the tensor
-    itself."""
+    """Copy a tensor to host memory. Unlike ``Tensor.cpu``, always makes a copy."""
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 
@@ -224,27 +227,27 @@ def made_on_host() -> Iterator[None]:
 
 
 def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: float) -> None:
-    """Give a rule copies of one parameter and its gradient in host memory. The copy of a 16-bit parameter is
-    its float32 master weight, which is kept; that of a float32 parameter is made for each update."""
+    """Update one parameter in host memory and copy the result to the device. The rule updates the float32
+    master weight of a 16-bit parameter, or a temporary host copy of a float32 parameter."""
     with made_on_host():
         value = copy_to_host(view.value) if view.rounded is None else view.value
         here = replace(view, value=value, gradient=copy_to_host(view.gradient), rounded=None)
         rule.update([here], lr=lr, weight_decay=weight_decay)
     parameter = view.value if view.rounded is None else view.rounded
-    # Round here, so that only 16 bits are sent. copy_ keeps the parameter's place and memory.
+    # Round on the host, so that only 16 bits are transferred. copy_ keeps the parameter's device and memory.
     parameter.copy_(value.astype(parameter.dtype), True)
 
 
-# -- updates of whole matrices that are sliced over tensor-parallel ranks
+# -- updates that need whole matrices, for parameters sliced over tensor-parallel ranks
 
 
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: Callable[[str], Any], *, lr: float, weight_decay: float
 ) -> None:
-    """Apply ``rule.update`` to whole matrices. All ranks that share a matrix must call this.
+    """Apply ``rule.update`` to whole matrices. A collective: all ranks that share a matrix must call this.
 
-    Each matrix has one owner among them. The owner gathers the matrix, its gradient and its states, updates
-    them, and sends each rank its new slice.
+    Each matrix has one owner among its ranks. All ranks gather the matrix, its gradient and its states; the
+    owner updates them and broadcasts the result, of which each rank keeps its slice.
     """
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}

@@ -1,4 +1,5 @@
-"""Weight decay, learning rate and group of each parameter, from its declaration. Does not import Paddle."""
+"""Weight decay, learning-rate factors and optimizer group of each parameter, from its declaration. Does not
+import Paddle."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from ppfleetx.nn.param_spec import ParamSpec
 
 
 def decays(name: str, global_shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to a parameter.
+    """Return whether weight decay applies to a parameter.
 
     Biases and one-dimensional parameters (norm gains) are not decayed; matrices are, including word and
-    position embeddings (Megatron's rule). The shape is the global shape, so a slice of a matrix counts as a
-    matrix.
+    position embeddings (Megatron's rule). ``global_shape`` is the shape of the whole parameter, so the rule
+    does not depend on slicing.
     """
     return not (name.endswith(".bias") or len(global_shape) <= 1)
 
@@ -28,16 +29,18 @@ def takes_all(spec: ParamSpec) -> bool:
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix of a block. Embeddings, heads, routers and adapters are not."""
+    """Return whether a parameter is a matrix of a block. Embeddings, heads, routers and adapters are not."""
     return is_hidden(spec.name, spec.kind)
 
 
 MUON_RULES: dict[str, Callable[[ParamSpec], bool]] = {"Muon": is_hidden_matrix, "AdamW": takes_all}
-"""The rules of ``Optimizer.name: Muon``; each parameter belongs to the first that takes it."""
+"""For ``Optimizer.name: Muon``: the rules, each with the parameters that it accepts. A parameter belongs to
+the first rule that accepts it."""
 
 
 def width_factor(spec: ParamSpec, width_multiplier: float) -> float:
-    """Factor of a parameter's learning rate under ``Model.mup_base_width`` (Yang et al., 2022, table 8)."""
+    """Return the factor of a parameter's learning rate under ``Model.mup_base_width`` (Yang et al., 2022,
+    table 8)."""
     return 1 / width_multiplier if is_hidden_matrix(spec) or spec.kind == "router" else 1.0
 
 
@@ -52,8 +55,8 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A line of the list that ``--check`` prints: a group's parameters, and the settings that differ from
-    the section's."""
+    """A parameter group as ``--check`` prints it: its parameters, and the settings that differ from section
+    ``Optimizer``."""
 
     name: str
     optimizer: str
@@ -63,9 +66,12 @@ class GroupRow:
 
 
 def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRow]:
-    """The groups of the section's ``groups``, then the rest, for all parameters of the model. Raises
-    ConfigError if a pattern matches no parameter, or a group contains none, or none that its optimizer can
-    update, or ``name`` is Muon and it moves nothing."""
+    """Return the rows for the groups of ``Optimizer.groups``, then for all other parameters of the model.
+
+    Raises:
+        ConfigError: a pattern matches no trainable parameter; a group contains no parameter, or, with Muon,
+            no matrix of a block; or ``name`` is Muon and no matrix of a block is left for it.
+    """
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     trained = [spec for spec in specs if spec.trains]
     for spec in trained:

@@ -1,4 +1,4 @@
-"""The optimizer contract: update rules and the states they keep."""
+"""The interface of optimizers: update rules and the states that they keep."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A tensor that a rule keeps for each parameter. Checkpoints store it under the parameter's name.
+    """A state tensor that a rule keeps for each parameter. Checkpoints store the state under the parameter's
+    name.
 
-    ``start`` is the value of its elements before the first step. A single number (``is_number``) is ``[1]``,
-    in host memory; other states have the parameter's shape.
+    Attributes:
+        start: initial value of all elements.
+        is_number: whether the state is a single number ``[1]`` in host memory. Other states have the
+            parameter's shape.
     """
 
     name: str
@@ -33,14 +36,15 @@ class StateSpec:
 
 @dataclass
 class ParamView:
-    """A parameter as a rule sees it: float32 tensors of the same shape (a state may be a single number).
+    """A parameter as an update rule sees it: float32 tensors of the same shape, except states that are a
+    single number.
 
     Attributes:
-        spec: its declaration; None if an optimizer is tried without a model.
-        value: the parameter, or its master weight.
-        gradient: the gradient, summed over the job and clipped. The rule may overwrite it.
-        rounded: the 16-bit parameter whose master weight is ``value``; None if there is none, or if it is not
-            in the same memory.
+        spec: the parameter's declaration; None if the optimizer is used without a model.
+        value: the parameter, or its float32 master weight.
+        gradient: the gradient, summed over all ranks and clipped. The rule may overwrite it.
+        rounded: the 16-bit parameter whose master weight is ``value``; None if there is no such parameter, or
+            if it is in another memory (offload to the host).
     """
 
     name: str
@@ -55,11 +59,11 @@ class Rule(ABC):
     """An update rule.
 
     Attributes:
-        states: the states that it keeps for each parameter.
-        needs_whole: whether the rule needs whole matrices, because it is not elementwise (it uses a norm of
-            the matrix). Under tensor parallelism, one of the ranks that share a matrix then updates it.
+        states: the states that the rule keeps for each parameter.
+        needs_whole: whether the rule needs whole matrices because it is not elementwise. Under tensor
+            parallelism, one of the ranks that share a matrix then gathers and updates it.
         rounds: whether :meth:`update` also writes :attr:`ParamView.rounded`.
-        fused: whether the run uses fused kernels.
+        fused: whether fused kernels are in use.
         cfg: the section ``Optimizer``; ``cfg.options`` holds the options that the rule was registered with.
     """
 
@@ -73,23 +77,22 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
-        """Change values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
+        """Update values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
 
         Args:
-            group: parameters with gradients, or some of them; the others are passed in other calls of the
+            group: parameters with gradients. Other parameters of the group may come in further calls of the
                 same step.
-            weight_decay: this step's weight decay; 0 for a group of biases and gains, which are not decayed.
+            weight_decay: weight decay of this step; 0 for biases and norm gains, which are not decayed.
         """
 
     def forget(self) -> None:  # noqa: B027  (most rules remember nothing)
-        """Drop all values that the rule has cached from the states, because a caller has asked for the states
-        and may change them. A rule that contains another rule calls its method, too.
-        """
+        """Discard values that the rule has cached from the states. Called before the states are handed out,
+        because the caller may change them. A rule that wraps another rule must forward the call."""
 
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
-    """The learning rate as a tensor for kernels that need one. Its type suits ``value``, the parameter to
-    update. All updates of a step share the tensor, so do not change it."""
+    """Return the learning rate as a tensor ``[1]``, in the type that kernels require for ``value``, the
+    parameter to update. All updates of a step share the tensor: do not modify it."""
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 
@@ -103,11 +106,11 @@ class Group:
     """Parameters that share an update rule.
 
     Attributes:
-        takes: a function that decides whether a parameter belongs to the group. The first group that takes a
-            parameter has it.
-        lr_factor: the factor of the step's learning rate.
-        weight_decay: the weight decay of all its parameters in every step. None: the step's value, and 0 for
-            biases and gains.
+        takes: returns whether a parameter belongs to the group. A parameter belongs to the first group that
+            accepts it.
+        lr_factor: factor of the step's learning rate.
+        weight_decay: weight decay of all parameters of the group. None: the step's weight decay, and 0 for
+            biases and norm gains.
     """
 
     name: str
@@ -130,8 +133,8 @@ class SGD(Rule):
 
 
 class UpdateRule(ABC):
-    """The former rule interface, supported for one more version. It sees one tensor at a time. ``states``
-    names the tensors that it keeps. They have the parameter's shape and start at 0."""
+    """The deprecated rule interface, supported for one more version. Updates one parameter per call.
+    ``states`` names the state tensors, which have the parameter's shape and start at 0."""
 
     states: ClassVar[tuple[str, ...]] = ()
 
@@ -152,7 +155,7 @@ class UpdateRule(ABC):
 
 
 class OneByOne(Rule):
-    """A :class:`Rule` that calls an :class:`UpdateRule` for each parameter."""
+    """A :class:`Rule` that wraps an :class:`UpdateRule` and calls it for each parameter."""
 
     def __init__(self, rule: UpdateRule) -> None:
         super().__init__(rule.cfg)

@@ -1,12 +1,13 @@
 """Learning-rate and weight-decay schedules as pure functions of the optimizer step.
 
-Legend: n  the step being taken, 1, 2, 3, ... (never 0, so the first learning rate is not zero);
-        W  warm-up length, D  decay length, both in optimizer steps; W may be fractional when it
-        comes from a fraction of D.
+Legend: n  the current step, 1, 2, 3, ... (never 0, so that the first learning rate is not zero);
+        W  warm-up length, D  decay length, both in optimizer steps; W is fractional if it is
+        configured as a fraction of D.
 
 After the warm-up, a decay function ``(n, schedule) -> rate`` of this file or of a plugin gives the learning
-rate. It is called only for W < n <= D or, if registered with ``ScheduleTraits(decays=False)``, for every n >
-W. The formulas are the same as in Megatron's parameter scheduler, with steps instead of samples.
+rate. It is called for W < n <= D, or for every n > W if it is registered with
+``ScheduleTraits(decays=False)``. The formulas are those of Megatron's parameter scheduler, in steps instead
+of samples.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from ppfleetx.utils.log import get_logger
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that determines the learning rate and the weight decay of a step.
+    """All settings that determine the learning rate and weight decay of each step. Checkpoints store them
+    (``state()``).
 
-    `decay_steps` is D; after it the learning rate stays at `min_lr` (unless the style does not decay). Two
-    schedules are equal if all their fields are. `state()` goes into a checkpoint. The configuration section
-    has checked each number; this class checks that the lengths fit together (ConfigError).
+    ``decay_steps`` is D; after it the learning rate stays at ``min_lr`` (unless the style does not decay).
+
+    Raises:
+        ConfigError: the lengths of warm-up and decay do not fit together.
     """
 
     max_lr: float
@@ -49,7 +52,8 @@ class Schedule:
         _check_lengths(self)
 
     def lr(self, step: int) -> float:
-        """The learning rate used in step `step` (1 is the first). Raises ConfigError if there is none."""
+        """Return the learning rate of step ``step`` (the first step is 1). Raises ConfigError if the decay
+        function returns no valid learning rate."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
@@ -64,7 +68,8 @@ class Schedule:
         raise ConfigError(f"{rule}; it gives {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
-        """The weight decay used in step `step` (1 is the first): constant, or a linear or cosine ramp."""
+        """Return the weight decay of step ``step`` (the first step is 1): constant, or a linear or cosine
+        ramp."""
         if self.weight_decay_style == "constant":
             return self.end_weight_decay
         ratio = min(step / self.weight_decay_steps, 1.0)
@@ -87,12 +92,14 @@ class Schedule:
         return text
 
     def state(self) -> dict[str, Any]:
-        """A JSON description for a checkpoint, from which `from_state` makes an equal schedule."""
+        """Return a JSON-compatible mapping for a checkpoint. ``from_state`` builds an equal schedule from
+        it."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """The schedule of a checkpoint. Raises CheckpointError if `state` is not a schedule."""
+        """Build the schedule from a checkpoint's ``state()``. Raises CheckpointError if ``state`` is not a
+        schedule."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "the learning-rate schedule in the checkpoint is not one this version can read; "
@@ -111,14 +118,14 @@ class Schedule:
 
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """The schedule to continue with after loading a checkpoint (`Engine.save_load.lr_schedule`).
+    """Return the schedule to continue with after loading a checkpoint (``Engine.save_load.lr_schedule``).
 
     Args:
-        policy: `checkpoint`: use the saved schedule; `config`: use the configured one; `strict`: require both
-            to be equal.
+        policy: ``checkpoint`` uses the saved schedule, ``config`` the configured one; ``strict`` requires
+            both to be equal.
 
     Raises:
-        CheckpointError: the policy is `strict` and they differ; it names each difference.
+        CheckpointError: the policy is ``strict`` and the schedules differ. The message lists the differences.
     """
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
@@ -144,11 +151,15 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
 
 
 def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
-    """Build the schedule of section `Optimizer`, in optimizer steps.
+    """Build the schedule of section ``Optimizer``, in optimizer steps.
 
-    `max_steps` replaces a decay length that is null, and ends the ramp of the weight decay. Raises
-    ConfigError if the lengths do not fit together, or if the schedule gives no learning rate for the first or
-    the last step of the run.
+    Args:
+        max_steps: number of steps of the run: the decay length if ``decay_steps`` is null, and the length of
+            the weight-decay ramp.
+
+    Raises:
+        ConfigError: the lengths do not fit together, or the schedule gives no valid learning rate for the
+            first step after the warm-up or the last step of the decay.
     """
     lr = cfg_optimizer.lr
     decay_steps = lr.decay_steps or max_steps
@@ -196,7 +207,7 @@ def _check_lengths(schedule: Schedule) -> None:
         raise ConfigError(rule, key="Optimizer.lr.wsd_decay_steps", value=schedule.wsd_decay_steps)
 
 
-# -- decay functions by their names in ``Optimizer.lr.decay_style``
+# -- the decay functions that ``Optimizer.lr.decay_style`` names
 
 
 WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
@@ -205,7 +216,7 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
     "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
     "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
 }
-"""The share of ``max_lr - min_lr`` that is left after the share u of the final decay."""
+"""The remaining fraction of ``max_lr - min_lr`` after fraction u of the final decay."""
 
 
 def cosine(n: int, schedule: Schedule) -> float:
@@ -225,7 +236,7 @@ def constant(n: int, schedule: Schedule) -> float:
 
 
 def inverse_square_root(n: int, schedule: Schedule) -> float:
-    """`max_lr * sqrt(W / n)`, never below `min_lr`; W counts as 1 when there is no warm-up."""
+    """``max_lr * sqrt(W / n)``, but at least ``min_lr``. W counts as 1 without a warm-up."""
     rate = schedule.max_lr * math.sqrt(max(schedule.warmup_steps, 1.0)) / math.sqrt(max(n, 1))
     return max(schedule.min_lr, rate)
 
@@ -241,5 +252,5 @@ def wsd(n: int, schedule: Schedule) -> float:
 
 
 def _done(n: int, schedule: Schedule) -> float:
-    """The share of the way from W to D that is behind step ``n``."""
+    """Return the fraction of the decay, from W to D, that is complete at step ``n``."""
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)

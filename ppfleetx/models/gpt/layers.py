@@ -1,8 +1,8 @@
-"""The four layers of a GPT: embedding, block, final norm, head.
+"""The layers of a GPT: embedding, block, final norm, heads.
 
-They pass a packed :class:`HiddenState` to each other: a tuple of tensors, so that a pipeline can send it. The
-first stage takes ``(tokens [b, s], position_ids [b, s], document_start [b, s] if given)``, the last returns
-logits ``[s, b, V]``.
+Stages pass a packed :class:`HiddenState` to each other: a tuple of tensors, because pipelines send tuples.
+The first stage takes ``(tokens [b, s], position_ids [b, s])``, and ``document_start [b, s]`` as a third
+element if the data has it. The last stage returns logits ``[s, b, V]``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class HiddenState(NamedTuple):
     """The tensors that blocks pass to each other.
 
     Attributes:
-        hidden: ``[s, b, h]``, or this rank's part of it.
-        position_ids: ``[b, s]`` if blocks use them (rotary positions), else None; with LongRoPE, the
-            :func:`~ppfleetx.nn.rope.places` of their angles.
+        hidden: hidden states ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
+        position_ids: ``[b, s]`` for rotary positions, else None. With LongRoPE, the result of
+            :func:`~ppfleetx.nn.rope.places` instead.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
 
@@ -43,19 +43,22 @@ class HiddenState(NamedTuple):
 
     @classmethod
     def unpack(cls, state: State, *, carries_positions: bool) -> HiddenState:
-        """Restore the state from the tuple of :meth:`pack`."""
+        """Rebuild the state from a tuple made by :meth:`pack`."""
         hidden, *rest = state
         position_ids = rest.pop(0) if carries_positions else None
         return cls(hidden, position_ids, rest[0] if rest else None)
 
     def pack(self) -> State:
-        """The tensors that are present, in order, as a tuple."""
+        """Return the tensors that are not None, in order, as a tuple."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
 class Embedding(nn.Layer):
-    """The first stage: word and learned position embeddings. ``word_embeddings`` is a word table shared with
-    another stage; None: it makes one."""
+    """The first stage: word embeddings plus learned position embeddings.
+
+    Args:
+        word_embeddings: a word embedding shared with another stage; None creates a new one.
+    """
 
     def __init__(
         self,
@@ -75,21 +78,22 @@ class Embedding(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """``state``: tokens ``[b, s]``, position ids ``[b, s]``, and perhaps document starts ``[b, s]``.
+        """Embed a state: tokens ``[b, s]``, position ids ``[b, s]``, and optionally document starts ``[b,
+        s]``.
 
         Returns the packed :class:`HiddenState`, with ``hidden [s, b, h]`` of this rank's positions.
         """
         tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
         hidden = self.embed(tokens, position_ids)
         if self.switch_length is not None:
-            # Here, where ranks that share sequences still have all positions, and not in each block.
+            # Done here, not in each block, because the position ids are not yet split over ranks.
             lengths = position_ids.max(axis=1, keepdim=True) + 1 if cache is None else cache.row_lengths()
             position_ids = places(position_ids, lengths, self.switch_length)
         return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
     def embed(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Embed ``tokens [b, s]`` at ``position_ids [b, s]``: ``[s, b, h]``."""
-        # Transposing the ids costs nothing; transposing the embeddings would.
+        """Return the embeddings ``[s, b, h]`` of ``tokens [b, s]`` at ``position_ids [b, s]``."""
+        # Transpose the ids rather than the much larger embeddings.
         both = (tokens, position_ids)
         tokens, position_ids = (self.factory.local_positions(ids).transpose([1, 0]) for ids in both)
         hidden = self.word_embeddings(tokens)
@@ -109,9 +113,9 @@ class Block(nn.Layer):
     """A transformer block, with attention and MLP in sequence or in parallel.
 
     Args:
-        layer_index: index in the whole model.
-        recompute: ``full``, ``full_attn``, ``core_attn`` or None.
-        carries_positions: whether the state has positions; None: it has them if ``rotary`` is given.
+        layer_index: index of the block in the whole model.
+        recompute: granularity of activation recomputation: ``full``, ``full_attn``, ``core_attn`` or None.
+        carries_positions: whether the hidden state includes position ids; None: only if ``rotary`` is given.
     """
 
     def __init__(
@@ -149,7 +153,8 @@ class Block(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Run the block on a packed :class:`HiddenState`; ``cache`` holds earlier keys and values."""
+        """Run the block on a packed :class:`HiddenState`; ``cache`` holds the keys and values of earlier
+        positions."""
         trunk = HiddenState.unpack(state, carries_positions=self.carries_positions)
         hidden, position_ids, document_start = trunk
         granularity = self.granularity if cache is None and may_recompute(self) else None
@@ -167,7 +172,7 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
-        """Run attention and MLP on ``hidden [s, b, h]``."""
+        """Run attention and MLP on ``hidden [s, b, h]``, including the residual connections."""
         attended = hidden + self.attention_branch(
             hidden, position_ids, document_start, cache, recompute_attention
         )
@@ -181,14 +186,14 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
-        """The attention branch, without its addition to ``hidden``; recomputed in the backward pass if
-        configured."""
+        """Return the output of the attention branch, before the residual addition. ``recompute_attention``
+        recomputes the branch in the backward pass."""
         if recompute_attention:
             return recompute(self.attend, hidden, position_ids, document_start)
         return self.attend(hidden, position_ids, document_start, cache)
 
     def mlp_branch(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """The MLP branch, without its addition to ``hidden``."""
+        """Return the output of the MLP branch, before the residual addition."""
         norm = self.input_norm if self.mlp_norm is None else self.mlp_norm
         return self._added(self.mlp(hidden if norm is None else norm(hidden)), self.mlp_post_norm)
 
@@ -199,13 +204,14 @@ class Block(nn.Layer):
         document_start: paddle.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Norm and attention, without dropout and without the addition to ``hidden``."""
+        """Return the output of the attention branch, before the residual addition, without recomputation:
+        norm, attention, dropout, post-norm, multiplier."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._added(branch, self.attention_post_norm)
 
     def _added(self, branch: paddle.Tensor, post_norm: nn.Layer | None) -> paddle.Tensor:
-        """The vectors that a branch adds to the hidden states."""
+        """Apply dropout, post-norm and multiplier to the output of attention or MLP."""
         branch = self.dropout(branch)
         if post_norm is not None:
             branch = post_norm(branch)
@@ -213,7 +219,7 @@ class Block(nn.Layer):
 
 
 class FinalNorm(nn.Layer):
-    """The norm after the last block. ``multiplier`` is a factor of its output, and thus of the logits."""
+    """The norm after the last block. Its output is multiplied by ``multiplier``, which scales the logits."""
 
     def __init__(self, factory: LayerFactory, spec: NormSpec, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -225,7 +231,8 @@ class FinalNorm(nn.Layer):
 
 
 class LanguageHead(PieceHead):
-    """Base class of language-model heads: whole logits, or logits in pieces for the loss."""
+    """Base class of language-model heads. Computes all logits, or defers them to the loss, which computes
+    them in chunks (``Model.loss_chunks``)."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__(spec.loss_chunks, factory.matmul, softcap=spec.softcap)
@@ -234,8 +241,8 @@ class LanguageHead(PieceHead):
     def forward(
         self, state: State, cache: KeyValueCache | None = None, target: PieceTarget | None = None
     ) -> Any:
-        """Return logits ``[s, b, V]``, or this rank's columns of them; see :class:`PieceHead` for the
-        other cases."""
+        """Return logits ``[s, b, V]`` (under tensor parallelism, this rank's columns). See :class:`PieceHead`
+        for the chunked loss."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):
@@ -246,7 +253,7 @@ class LanguageHead(PieceHead):
         return self.factory.enter_head(hidden)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the logits of ``hidden [s, b, h]`` for all positions, without a soft limit."""
+        """Return the logits of ``hidden [s, b, h]`` for all positions, before soft-capping."""
         raise NotImplementedError
 
 
@@ -265,7 +272,8 @@ class Head(LanguageHead):
 
 
 class TiedHead(LanguageHead):
-    """A head that uses the word embedding, shared with the first stage or mirrored across a pipeline."""
+    """A head that multiplies by the word embedding matrix. On another pipeline rank than the embedding, the
+    head holds a copy of the matrix."""
 
     def __init__(
         self, factory: LayerFactory, spec: HeadSpec, *, word_embeddings: nn.Layer | None = None
@@ -285,8 +293,8 @@ class TiedHead(LanguageHead):
 
 
 class ClassificationHead(nn.Layer):
-    """A head for classes (or one number) at every position, ``[s, b, classes]``. Every rank holds all of
-    it."""
+    """A linear head that returns class scores (or one number) at every position, ``[s, b, classes]``. Its
+    weight is replicated on every rank."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """The declaration of a GPT: embedding, blocks, final norm, head. Plain data, without Paddle.
 
-Layers take their sizes from it; the planner, ``--check`` and conversions derive parameters and costs from it.
+Layers read their sizes from the declaration; the planner, ``--check`` and checkpoint conversion compute
+parameters and costs from it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class EmbeddingSpec:
     """Declaration of the embedding.
 
     Attributes:
-        words: the table of the vocabulary, padded.
-        positions: the learned table of positions, if there is one.
-        dropout: share of elements dropped from the sum.
-        norm: norm of the word embeddings, if there is one.
-        multiplier: factor of the word embeddings, before the norm.
+        words: the word embedding, with the padded vocabulary size.
+        positions: the learned position embedding; None if there is none.
+        dropout: dropout probability of the summed embeddings.
+        norm: norm of the word embeddings; None if there is none.
+        multiplier: factor of the word embeddings, applied before the norm.
     """
 
     words: TableSpec
@@ -78,18 +79,16 @@ class BlockSpec:
     """Declaration of a transformer block.
 
     Attributes:
-        layer: the block's class; a subclass may name its own.
-        input_norm: norm of attention's input; None: the inputs of both branches have no norm.
-        attention: declaration of the first branch.
-        attention_post_norm: norm of attention's output, before it is added to the hidden states (Ding et al.,
-            2021).
-        mlp_norm: norm of the feed-forward part's input; None: it has the same normalized input as attention.
-        mlp: declaration of the second branch, an MLP or a mixture of experts.
-        mlp_post_norm: norm of the feed-forward part's output, before it is added.
-        parallel_residual: whether attention and the feed-forward part have the same input (Black et al.,
-            2022).
-        dropout: share of elements dropped from a branch before it is added to the hidden states.
-        multiplier: factor of a branch's output before it is added.
+        layer: the class of the block; a subclass may set another class.
+        input_norm: norm of attention's input; None: neither attention nor MLP normalizes its input.
+        attention: declaration of attention.
+        attention_post_norm: norm of attention's output, before the residual addition (Ding et al., 2021).
+        mlp_norm: norm of the MLP's input; None: the MLP reads the same normalized input as attention.
+        mlp: declaration of the MLP or mixture of experts.
+        mlp_post_norm: norm of the MLP's output, before the residual addition.
+        parallel_residual: whether attention and MLP read the same hidden states (Black et al., 2022).
+        dropout: dropout probability of each branch's output, before the residual addition.
+        multiplier: factor of each branch's output, before the residual addition.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
@@ -109,7 +108,7 @@ class BlockSpec:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash, computed once, because costs of blocks are looked up often."""
+        """The hash, computed once, because blocks are looked up often when costs are cached."""
         return hash((self.attention, self.mlp, self.input_norm))
 
     @property
@@ -136,7 +135,8 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """The steps of the forward pass, with the tensors that they keep."""
+        """Return the steps of the forward pass, with the tensors that each step keeps for the backward
+        pass."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.low_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
@@ -180,15 +180,17 @@ def _input(norm: NormSpec | None, work: Work, writes: str, reads: str) -> tuple[
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Declaration of the head: logits and loss, or scores of classes, whole on every rank.
+    """Declaration of the head: a language-model head, or a classification head that is replicated on every
+    rank.
 
     Attributes:
-        num_outputs: tokens of the vocabulary, or classes; further columns of the matrix are padding.
-        linear: the head's own matrix, if it has one; a whole matrix makes it a classification head.
-        words: the word table that the head is tied to, if it has no own matrix.
-        loss_chunks: number of pieces of the positions for logits and loss.
-        softcap: soft limit of the logits; None: none.
-        multiplier: factor of the logits, which is applied to the hidden states.
+        num_outputs: vocabulary size or number of classes. Further columns of the matrix are padding.
+        linear: the head's own matrix, or None if the head is tied. ``cut="whole"`` makes a classification
+            head.
+        words: the word embedding that a tied head uses; None if the head has its own matrix.
+        loss_chunks: number of chunks of positions in which logits and loss are computed.
+        softcap: soft cap of the logits; None: no cap.
+        multiplier: factor of the logits. It is applied to the hidden states.
     """
 
     num_outputs: int
@@ -217,7 +219,7 @@ class HeadSpec:
         return self.linear.parameters(sequence_parallel=sequence_parallel) if self.linear else {}
 
     def _logits(self, work: Work) -> float:
-        """Bytes of one rank's logits of a micro batch."""
+        """Return the number of logits that one rank computes for a micro batch."""
         sliced = work.mp if self.matrix.cut == "columns" else 1
         return work.tokens * self.matrix.out_features / sliced
 
@@ -229,7 +231,7 @@ class HeadSpec:
     def tape(self, work: Work, source: str) -> list[Step]:
         logits, e, weights = self._logits(work), work.activation_bytes, self.matrix.weight_bytes(work)
         hides_padding = self.matrix.out_features != self.num_outputs
-        # Copies of the logits that the tensor-parallel loss needs for a moment, beside its softmax.
+        # Temporary copies of the logits in the tensor-parallel loss, in addition to its softmax.
         loss_copies = {"cpu": 2, "plugin": 3}.get(work.kernels, 0) if work.mp > 1 else 0
         if self.loss_chunks > 1:
             copies = 1 + (e != 4) + hides_padding + loss_copies
@@ -239,15 +241,17 @@ class HeadSpec:
             steps.append(Step("wide logits", logits * 4, ("logits",), back=0.0))
         if hides_padding:
             steps.append(Step("hidden padding", logits * 4, (steps[-1].writes,), reuses=True))
-        softmax, named = logits * 4, logits * e if e != 4 else 0.0  # the caller has the logits by name
+        softmax, named = logits * 4, logits * e if e != 4 else 0.0  # the caller still holds the logits
         scratch = max(named, loss_copies * softmax)
-        # On a CPU, one copy on the way back; else the gradient of the logits is written over the softmax.
+        # In the backward pass, a tensor-parallel CPU run makes one copy; otherwise the gradient of the logits
+        # overwrites the softmax.
         back = softmax if work.mp > 1 and work.on_cpu else -softmax
         reads = (steps[-1].writes,)
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _loss_in_pieces(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Head and loss in ``Model.loss_chunks`` pieces, with gradients computed in the forward pass."""
+        """Return the step of head and loss in ``Model.loss_chunks`` chunks. Gradients are computed in the
+        forward pass."""
         size, weights = work.bytes_of(self.matrix.in_features), self.matrix.weight_bytes(work)
         e = work.activation_bytes
         piece, elements = (
@@ -267,7 +271,8 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Declaration of a whole model. Equal blocks should be one object."""
+    """Declaration of a whole model. Use one object for all equal blocks, so that their cost is computed
+    once."""
 
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
@@ -275,7 +280,7 @@ class ModelSpec:
     head: HeadSpec
 
     def stages(self) -> Iterator[tuple[str, LayerSpec]]:
-        """The layers by the prefix of their parameters' canonical names, in model order."""
+        """Yield (prefix of canonical parameter names, declaration) for each layer, in model order."""
         yield "embedding", self.embedding
         for index, block in enumerate(self.blocks):
             yield f"decoder.layers.{index}", block
@@ -283,7 +288,8 @@ class ModelSpec:
         yield self.head.name, self.head
 
     def parameters(self, *, sequence_parallel: bool = True) -> Mapping[str, ParamSpec]:
-        """Canonical name -> declaration of every parameter, in model order. Linear weights are [in, out]."""
+        """Return the declaration of every parameter by canonical name, in model order. Linear weights are
+        [in, out]."""
         specs = parameters_within(self.stages(), sequence_parallel=sequence_parallel)
         return {name: replace(spec, name=name) for name, spec in specs.items()}
 
@@ -294,7 +300,7 @@ class ModelSpec:
 
     @property
     def routers(self) -> Mapping[str, int]:
-        """The number of experts of each router, by canonical name."""
+        """The number of experts of each router, by the router's canonical name."""
         mixtures = ((index, block.mlp) for index, block in enumerate(self.blocks))
         return {
             f"decoder.layers.{index}.mlp.router": mlp.cfg.num_experts
@@ -314,7 +320,7 @@ class ModelSpec:
 
 
 def model_spec(cfg: ModelConfig) -> ModelSpec:
-    """Build the declaration of the architecture that ``Model.name`` names."""
+    """Build the declaration of the architecture named by ``Model.name``."""
     traits = ARCHITECTURES.traits(cfg.name)
     if traits.layer_shapes is not None:
         return _with_listed_parameters(gpt_spec(cfg), cfg, load_target(traits.layer_shapes))
@@ -322,7 +328,8 @@ def model_spec(cfg: ModelConfig) -> ModelSpec:
 
 
 def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
-    """Build the declaration of a GPT from the ``Model`` section, with blocks of class ``block``."""
+    """Build the declaration of a GPT from the ``Model`` section. ``block`` is the class of the block
+    declarations."""
     h, std = cfg.hidden_size, cfg.matrix_std
     output_init = Normal(std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std)
     word_init = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
@@ -376,7 +383,8 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
 
 
 def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> BlockSpec:
-    """A copy of the block with this window, and with or without rotary positions."""
+    """Return a copy of the block with another attention window, and without rotary positions unless
+    ``rotates``."""
     attention = replace(block.attention, window=window)
     if not rotates and isinstance(attention, AttentionSpec):
         attention = replace(attention, rotary_size=None)
@@ -384,7 +392,8 @@ def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> Bloc
 
 
 def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
-    """Build the declaration of the mixture of experts that replaces ``mlp``."""
+    """Build the declaration of the mixture of experts that replaces ``mlp``. Experts copy ``mlp``, with their
+    own hidden size."""
     expert = replace(mlp, ffn_hidden_size=cfg.moe.expert_ffn_size or mlp.ffn_hidden_size)
     shared = cfg.moe.shared_experts
     shared_mlp = None if shared is None else replace(mlp, ffn_hidden_size=shared.ffn_size)
@@ -443,17 +452,18 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
 
 
 def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
-    """Build the declaration of a classification head with ``num_outputs`` classes (1: a number)."""
+    """Build the declaration of a classification head with ``num_outputs`` classes (1: a single number, for
+    regression)."""
     init = Normal(cfg.initializer_range)
     return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))
 
 
-# -- the earlier form, for one more version: an architecture lists the parameters of a layer
+# -- deprecated, removed in the next version: an architecture lists the parameter shapes of a layer
 
 
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
-    """A block with GPT's sizes and cost, but other parameters."""
+    """A block with the sizes and cost of a GPT block, but with the parameters in ``listed``."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -483,8 +493,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter by its shape: like the GPT parameter of that name if there is one; otherwise
-    matrices are sliced by columns."""
+    """Declare a parameter from its shape. Copies the GPT parameter of the same name, if there is one with as
+    many dimensions; otherwise matrices are sliced by columns."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     is_matrix = len(shape) > 1
@@ -492,36 +502,38 @@ def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
     return dense(shape, Normal(0.0), "matrix" if is_matrix else "norm", mp=mp, partial=not is_matrix)
 
 
-# -- counts
+# -- parameter and FLOP counts
 
 
 def parameter_specs(model: ModelConfig, compress: CompressConfig | None = None) -> Mapping[str, ParamSpec]:
-    """Canonical name -> declaration of every parameter, including adapters and the changes of ``compress``,
-    in model order."""
+    """Return the declaration of every parameter by canonical name, in model order. Includes adapters and the
+    changes made by the ``Compress`` section."""
     return transformed(model_spec(model).parameters(), model.lora, compress)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Canonical name -> global shape of every parameter, in model order."""
+    """Return the global shape of every parameter by canonical name, in model order."""
     return {name: spec.shape for name, spec in parameter_specs(model).items()}
 
 
 def trained_count(model: ModelConfig) -> int:
-    """The number of trainable parameters: all, or adapters and a classification head."""
+    """Return the number of trainable parameters. With LoRA, these are the adapters and a classification
+    head."""
     return sum(math.prod(spec.shape) for spec in parameter_specs(model).values() if spec.trains)
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """The number of parameters; a tied head is counted once.
+    """Return the number of parameters. A tied head is counted once.
 
-    With biases, LayerNorm, learned positions (P of them), MHA, f = 4h and a tied head this is
-    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al. 2021, but they leave out 2h for the final norm).
+    With biases, LayerNorm, P learned positions, multi-head attention, f = 4h and a tied head, the number is
+    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al., 2021, who leave out the 2h of the final norm).
     """
     return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
 def active_count(model: ModelConfig) -> int:
-    """The number of parameters used for one position, without the experts that it does not choose."""
+    """Return the number of parameters used for one position. Experts that the router did not choose do not
+    count."""
     specs = parameter_specs(model).values()
     experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
     idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
@@ -529,7 +541,7 @@ def active_count(model: ModelConfig) -> int:
 
 
 def matrix_size(layer: LayerSpec) -> int:
-    """The number of elements in all matrices one position is multiplied by."""
+    """Return the number of elements in all matrices by which one position is multiplied."""
     kinds = ("matrix", "router")
     size = sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind in kinds)
     mlp = getattr(layer, "mlp", layer)
@@ -537,14 +549,14 @@ def matrix_size(layer: LayerSpec) -> int:
 
 
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Floating-point operations of one optimizer step of ``batch_size`` sequences over the whole job, forward
-    and backward, by Megatron-LM's formula.
+    """Return the floating-point operations of one optimizer step over the whole job, forward and backward, by
+    Megatron-LM's formula.
 
-    Only matrix products count, with two operations per multiply-add. Of attention only the causal half
-    counts, and recomputation does not count. Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3
-    for swiglu), which for plain GPT is 72BLsh^2(1 + s/12h + V/12hL); h, q, kv and f are the widths of hidden
-    states, queries, keys and the MLP; L is the number of layers, V the padded vocabulary, and B the number of
-    sequences of s tokens.
+    Only matrix products count, with two operations per multiply-add. Attention scores count for the causal
+    half only, and recomputation does not count. The formula is Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] +
+    6Bs^2qL with k = 2 (3 for swiglu); for a plain GPT this is 72BLsh^2(1 + s/12h + V/12hL). h, q, kv and f
+    are the widths of hidden states, queries, keys and the MLP; L is the number of layers, V the padded
+    vocabulary, and B the number of sequences of s tokens.
     """
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size

@@ -1,4 +1,4 @@
-"""The model as a list of stages, from the ``Model`` section of a configuration."""
+"""Build the model as a list of stages from the ``Model`` section of a configuration."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ _WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
 
 
 def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
-    """Build the stages of the architecture that ``Model.name`` names, first to last. Raises ConfigError if
-    there is no such architecture, or it is not a list of stages."""
+    """Build the stages of the architecture named by ``Model.name``, first to last.
+
+    Raises:
+        ConfigError: the architecture is not registered, or its function does not return a list of stages.
+    """
     stages = ARCHITECTURES.make(cfg.name, cfg, factory, gives=list)
     other = next((stage for stage in stages if not isinstance(stage, Stage)), None)
     if not stages or other is not None:
@@ -40,11 +43,15 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
 
 
 def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | None = None) -> list[Stage]:
-    """Build the stages of a GPT: embedding, blocks, final norm, head. With ``Model.lora``, everything but
-    adapters is frozen.
+    """Build the stages of a GPT: embedding, blocks, final norm, head. With ``Model.lora``, only adapters are
+    trainable.
 
-    The blocks have the class ``block``; None: the class in each block's declaration. Raises ConfigError if
-    the table of the position embedding contradicts its registration.
+    Args:
+        block: class of all blocks; None: the class that each block's declaration names.
+
+    Raises:
+        ConfigError: the position embedding has a table of another size than it was registered with, or
+            ``block`` has a constructor of the former interface.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows
@@ -103,11 +110,11 @@ def _rotary_of(block: BlockSpec, positions: Positions) -> Rotary | None:
 
 
 def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:
-    """Build the stages of a GPT with a classification head, ``score.weight``, in place of the language
+    """Build the stages of a GPT with a classification head (``score.weight``) instead of the language-model
     head."""
-    body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # nothing to tie it to
+    body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # the tied head is gone
     final_norm = body[-1]
-    if "multiplier" in final_norm.kwargs:  # the factor of the language head's logits
+    if "multiplier" in final_norm.kwargs:  # scales the language-model head's logits only
         body[-1] = replace(final_norm, kwargs={**final_norm.kwargs, "multiplier": 1.0})
     return [*body, _head(score_spec(cfg, num_outputs), factory)]
 
@@ -121,8 +128,8 @@ def _head(spec: HeadSpec, factory: LayerFactory) -> Stage:
 
 
 def kernel_options(cfg: ModelConfig) -> KernelOptions:
-    """Choose the attention kernel. ``use_flash_attn`` selects flash attention if it is available; otherwise
-    the reason is logged."""
+    """Return the options of the attention kernel. Warns if ``use_flash_attn`` is set on a CPU, which has no
+    flash attention."""
     if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not on_card():
         get_logger().warning("Model.use_flash_attn: a CPU has no flash attention; not used")
     guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0
