@@ -1,13 +1,12 @@
 """Gradient reductions that overlap the backward pass.
 
-Parameters are put into buckets in reverse model order, the order in which the backward pass reaches them. A
-bucket is sent when all its gradients are complete. Buckets are sent in one fixed order, whichever is complete
-first, so all ranks of a group issue the same operations in the same order. If the data of one rank do not
-reach a parameter, its gradient is sent as zeros.
+Parameters are grouped into buckets in reverse model order, the order in which the backward pass reaches them.
+A bucket is sent when all its gradients are complete. All ranks send the buckets in the same fixed order, as
+collectives require. If the data of one rank do not reach a parameter, that rank sends zeros.
 
-The pass never waits: each bucket is sent in the background, however many buckets are queued before it. This
-takes no extra memory, because the gradients of a bucket move into one flat tensor and stay there; only during
-the move is their memory needed twice. :meth:`BucketSums.finish` sends the remaining buckets.
+The backward pass never waits for a bucket. The gradients of a bucket move into one flat tensor and stay
+there, so buckets in transit take no extra memory except during the move. :meth:`BucketSums.finish` sends the
+remaining buckets.
 """
 
 from __future__ import annotations
@@ -23,18 +22,24 @@ from ppfleetx.distributed.collectives import move_together
 from ppfleetx.optims.gradients import complete_gradient, expects_gradient
 
 Start = Callable[[paddle.Tensor], Any]
-"""Starts the sum of a flat tensor, in place, and returns the task to wait for."""
+"""A function that starts an in-place reduction of a flat tensor, and returns the task to wait for."""
 
 
 BUCKETS_IN_SIZE = 2
-"""``Distributed.bucket_size`` holds this many buckets: one is in transit while the next one fills up."""
+"""Number of buckets that ``Distributed.bucket_size`` holds: one is in transit while the next one fills up."""
 
 _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Decides when each bucket of gradients is sent, in the order of ``buckets``, of which no two have a
-    parameter in common: in ``each_pass``, or only in the last pass of a step."""
+    """Sends buckets of gradients when they are complete, in the order of ``buckets``.
+
+    Args:
+        buckets: parameters of each bucket. No parameter is in two buckets.
+        send: called with the index of the bucket to send.
+        each_pass: whether to send every bucket once per backward pass (micro batch), instead of once per
+            step, in the last pass.
+    """
 
     def __init__(
         self,
@@ -44,7 +49,8 @@ class SendOrder:
         each_pass: bool = False,
     ) -> None:
         self._buckets, self._send, self._each_pass = buckets, send, each_pass
-        # How often a pass adds to a gradient, by the parameter's id. Recomputation may add in parts.
+        # How many times one pass adds to a gradient, by the parameter's id: more than once with
+        # recomputation.
         self._per_pass: dict[int, int] = {}
         self._is_first_step = True
         self.begin(0)
@@ -55,8 +61,8 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Mark the gradients of ``passes`` passes as complete. Gradients that the data did not reach
-        become zero."""
+        """Mark the gradients of ``parameters`` as complete for the first ``passes`` passes of the step.
+        Gradients that the data did not reach become zero."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
@@ -68,7 +74,7 @@ class SendOrder:
         if not self._num_passes:
             return
         if self._is_first_step and self._each_pass:
-            # A gradient that comes in several parts may have been sent too early: send it again.
+            # A gradient that arrives in several parts may have been sent too early: send the remainder.
             for index in range(len(self._buckets)):
                 self._send(index)
         self._is_first_step = False
@@ -111,8 +117,10 @@ class SendOrder:
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients are sent together, in the order of the backward pass. ``done`` is called
-    when the sums have arrived."""
+    """Parameters whose gradients are sent together, in the order of the backward pass.
+
+    ``start`` starts the reduction, and ``done`` is called when it is complete.
+    """
 
     parameters: Sequence[paddle.Tensor]
     start: Start
@@ -120,7 +128,7 @@ class Bucket(NamedTuple):
 
 
 class BucketSums:
-    """Sends each bucket once a step, as soon as its gradients are complete. No parameter is in two
+    """Reduces each bucket once per step, as soon as its gradients are complete. No parameter is in two
     buckets."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -139,7 +147,7 @@ class BucketSums:
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
         gradients = [complete_gradient(p) for p in bucket.parameters if expects_gradient(p)]
-        # `done` may free memory. The order of sends does not depend on this.
+        # Completing early frees memory; it does not change the order of sends.
         while self._under_way and self._under_way[0][0].is_completed():
             self._complete()
         if gradients:
@@ -154,12 +162,12 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Cut parameters into buckets of up to ``nbytes``, each with one key and one type; return (key,
+    """Split parameters into buckets of up to ``nbytes``, each with one key and one dtype. Return (key,
     parameters) pairs.
 
-    If ``parameters`` are in the order in which their gradients complete, the buckets are too. A bucket that
-    is nearly full takes no more parameters, so that it does not wait for a few bytes. A parameter that fills
-    a bucket is alone in it, and open buckets before it continue to fill.
+    If ``parameters`` are in the order in which their gradients complete, so are the buckets. A bucket that is
+    nearly full is closed, so that it does not wait for a few bytes. A parameter of ``nbytes`` or more gets
+    its own bucket, while other buckets stay open.
     """
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}

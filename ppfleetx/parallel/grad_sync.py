@@ -1,14 +1,14 @@
-"""Reduce the gradients of all processes to the gradients of the whole job, once per step, after the last
-micro batch.
+"""Reduce the gradients of all ranks to the gradients of the whole job, once per step.
 
-Only this module reduces gradients. Each rank differentiates a loss that is already divided by the job's
-number of valid tokens, so every reduction is a plain sum.
+This module and those it starts (``grad_buckets.py``, ``sharding.py``) are the only code that reduces
+gradients. Each rank differentiates a loss that is already divided by the job's number of valid tokens, so
+every reduction is a plain sum.
 
-All copies of a parameter must get the same update to the last bit, so their gradients must be equal to the
-last bit. On GPUs, two ranks that compute the same gradient may differ in the last bit (kernels that add with
-atomics), and so may two groups that add the same numbers (NCCL's order depends on the ranks' location).
-Therefore sums run over one group at a time, in the order of ``nn/param_spec.py``, and gradients of parameters
-that every tensor-parallel rank holds in full are made equal at the end.
+All copies of a parameter must receive bitwise equal gradients, so that they stay bitwise equal. On GPUs, two
+ranks that compute the same gradient may differ in the last bit (atomic additions), and so may two groups that
+add the same numbers (NCCL's order depends on the location of ranks). Therefore sums run over one group at a
+time, in the order of ``nn/param_spec.py``, and gradients of parameters that every tensor-parallel rank holds
+in full are made equal at the end.
 
 The set of gradients depends only on the parameters, so that all ranks of a group send the same tensors. If
 the data of a step do not reach a parameter, its gradient is zero.
@@ -50,19 +50,20 @@ if TYPE_CHECKING:
 
 
 class GradientSync:
-    """Sums the gradients of ``parameters`` over the job, and clips them.
+    """Reduces the gradients of ``parameters`` over the job, and clips them.
 
     Args:
-        parameters: this rank's trainable parameters, each once, in model order.
-        ctx: with the groups that the whole model needs.
-        tied_group: the group of pipeline ranks with copies of the tied parameters, if this rank is one of
-            them.
-        has_experts: whether any rank has parameters in the experts' view.
-        sharding: gives each parameter an owner, the only rank that needs its gradient. None: every rank needs
-            every gradient.
+        parameters: this rank's trainable parameters without duplicates, in model order.
+        ctx: this process's place in the job, with the process groups that the whole model needs.
+        tied_group: process group of the pipeline ranks with copies of the tied parameters; None if this rank
+            has no copy.
+        has_experts: whether any rank has parameters of experts.
+        sharding: the owners of parameters; only the owner needs a gradient. None: every rank needs every
+            gradient.
         values: with sharding, sends updated values from their owners.
-        bucket_bytes: the approximate size of the sums that are sent during the backward pass; None sends all
-            sums at its end.
+        bucket_bytes: approximate size of the reductions that overlap the backward pass; None: all reductions
+            run at its end.
+        ops: the fused operators in use.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Each group of the gradient sums, in order, with this rank's parameters that use it."""
+        """Return each process group of ``axes_of``, in the order of the sums, with this rank's parameters
+        that use it."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -109,11 +111,11 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """The bucketed sums over replicas that run during the backward pass.
+        """Build the reductions over replicas that overlap the backward pass.
 
-        Gradients that must first be summed over tensor-parallel ranks are small and wait until the end, as do
-        gradients that may be missing. With sharding there are no such sums: sharding itself sends gradients
-        to their owners.
+        Excluded are gradients that must first be summed over tensor-parallel ranks, which are small, and
+        gradients that may be missing. With sharding there are none: :class:`Sharding` reduces gradients to
+        their owners.
         """
         if self._sharding is not None:
             return None
@@ -132,7 +134,7 @@ class GradientSync:
                 sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
-        """Complete the gradients: reduce them to owners, and sum over sequence parts, replicas and tied
+        """Complete the gradients: reduce them to owners, and sum them over sequence parts, replicas and tied
         copies."""
         if self._sums is not None:
             self._sums.finish()
@@ -145,8 +147,8 @@ class GradientSync:
             equalize_packed(_gradients(members), group)
 
     def norm(self) -> paddle.Tensor:
-        """The norm of the whole model's gradient, a float64 tensor on the device. Each parameter counts
-        once. The squares of each view are summed over its own axes."""
+        """Return the gradient norm of the whole model, a float64 tensor on the device. Each parameter counts
+        once; squares are summed over the axes of each view (dense parameters, experts)."""
         mesh = self._ctx.mesh
         squares = [
             self._ctx.sum_tensor_over(norm_axes(view, mesh), squared_norm(counted, self.ops))
@@ -162,11 +164,12 @@ class GradientSync:
             self._values.finish()
 
     def writes(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank writes its slice of the parameter into a checkpoint."""
+        """Return whether this rank writes its slice of the parameter into a checkpoint."""
         return self._is(writes, parameter)
 
     def _is(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Whether this rank is the ``chosen`` one among the ranks that hold the parameter."""
+        """Apply ``chosen`` (``counts`` or ``writes`` of ``nn/param_spec.py``) to the parameter and this
+        rank."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -174,17 +177,17 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """The gradients of these parameters. A missing one becomes zero, so that all ranks send the same
-    tensors."""
+    """Return the gradients of these parameters. A missing gradient becomes zero, so that all ranks send the
+    same tensors."""
     return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
 
 def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
-    """Create the groups the whole model needs; return the context with them, and whether the model has
-    experts.
+    """Create the process groups that the whole model needs. Return the context with them, and whether the
+    model has experts.
 
-    All ranks of the job must call this: pipeline ranks hold different parameters, but each helps to create
-    all groups.
+    A collective over the job: pipeline ranks hold different parameters, but every rank must create every
+    group.
     """
     needed = groups_needed(specs, ctx.mesh)
     if ctx.size_of("pp") > 1:

@@ -1,4 +1,4 @@
-"""Apply a parallel plan to a task's model. The order of the steps is the order of this file."""
+"""Apply a parallel plan to a task's model. The order of the steps matters."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ if TYPE_CHECKING:
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> StepRunner:
     """Build the model of ``module`` under the plan of ``ctx``, and return its runner.
 
-    The order: layers of the plan -> stages -> container of layers without values (the whole model, or a
-    pipeline rank's part) -> 16-bit parameters -> their owners -> plan-free initial weights -> optimizer ->
-    its sharding -> sums of gradients -> runner. Without ``train`` there are no initial weights and no
-    optimizer: the caller has to restore the weights before running the model. Raises ConfigError if
-    ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
+    The order of steps: layer factory -> stages -> container of layers without values (the whole model, or a
+    pipeline rank's part) -> 16-bit parameters -> owners -> initial values -> optimizer -> gradient reduction
+    -> runner. Without ``train`` there are no initial values and no optimizer: the caller must load the
+    weights before running the model.
+
+    Raises:
+        ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
     """
     if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
         raise ConfigError(
@@ -60,7 +62,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     precision = Precision(cfg.Engine.mix_precision)
     factory.fused = _fused_ops(cfg, ctx, precision, train)
     if train:
-        # Stage 3 drops values after each use, but copies of them would stay.
+        # Sharding stage 3 frees values after each use, so 16-bit copies must not outlive them.
         keeps = precision.products_alone and ctx.plan.sharding_stage != 3
         casts = "weight_cast" in factory.fused.taken or keeps
         defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
@@ -94,7 +96,7 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train
 
 
 def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: ParallelContext) -> Any:
-    """Paddle's pipeline for the model, with the schedule of the plan."""
+    """Return Paddle's pipeline for the model, with the schedule of the plan."""
     from paddle.distributed import fleet
 
     from ppfleetx.parallel.pipeline_messages import interleave_two_stages, take_turns
@@ -112,8 +114,8 @@ def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: Parall
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
-    """The task's stages, with small weights or fake quantization. With adapters, the base's scales are
-    frozen too."""
+    """Return the task's stages, with quantized weights or fake quantization if configured. With adapters, the
+    input scales of fake quantization are frozen like the base model."""
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
         return with_small_weights(stages, cfg.Compress.Weights, factory)
@@ -139,8 +141,8 @@ def _optimizer_and_sync(
     factory: LayerFactory,
     tied_group: Any = None,
 ) -> tuple[Optimizer | None, GradientSync]:
-    """Give the parameters their types and values. Returns the optimizer of the parameters that this rank
-    updates, and the object that sums gradients over the job."""
+    """Give the parameters their types and values. Return the optimizer of the parameters that this rank
+    updates, and the object that reduces gradients."""
     parameters = model.parameters()
     ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
     trainable = [parameter for parameter in parameters if parameter.spec.trains]
@@ -159,7 +161,8 @@ def _optimizer_and_sync(
     seed = cfg.Global.seed if train else None
     masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
-        # It refuses groups that suit no parameter of the whole model; this rank may have only a part of it.
+        # Raises for groups without parameters. Needs the declaration of the whole model, because this rank
+        # may hold a part.
         group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
         fused = "adamw" in factory.fused.taken
         place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))
@@ -212,16 +215,17 @@ def give_values(
     *,
     masters_on_host: bool = False,
 ) -> dict[str, paddle.Tensor]:
-    """Allocate each empty parameter this rank holds, and fill it with its initial value.
+    """Allocate each empty parameter that this rank holds, and fill it with its initial value.
 
-    A model for a run is built empty: its parameters have names, shapes and types, but no memory. So every
-    parameter's owner is known before the first value exists, and no rank ever holds more than the values it
-    keeps plus one parameter in float32.
+    The model is built with names, shapes and types, but without memory, so that every parameter's owner is
+    known before its value exists. A rank never holds more than the values it keeps plus one parameter in
+    float32.
 
     Args:
-        seed: None draws no values, because a checkpoint will be loaded.
+        seed: seed of the initial values; None draws none, because a checkpoint will be loaded.
         with_masters: the parameters whose exact float32 values are returned.
-        sharding: decides which values and masters this rank keeps; None keeps all.
+        sharding: decides which values and master weights this rank keeps; None keeps all.
+        masters_on_host: whether to return the float32 values in host memory.
 
     Returns:
         The float32 values by canonical name, for master weights.
@@ -241,7 +245,7 @@ def give_values(
 
 
 def _undrawn(parameter: paddle.Tensor) -> paddle.Tensor:
-    """A placeholder value that is cheap to make."""
+    """Return a placeholder value that is cheap to make: the initial constant, or zeros."""
     init = parameter.info.init
     return paddle.full(
         parameter.shape, init.value if isinstance(init, Constant) else 0.0, dtype=parameter.dtype

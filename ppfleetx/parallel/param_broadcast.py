@@ -1,10 +1,11 @@
-"""Stages 1 and 2 of sharding: after an update, owners send the new parameter values to the other ranks.
+"""Parameter broadcast of sharding stages 1 and 2: after an update, owners send the new values to the other
+ranks.
 
-Values are sent in the order in which the next forward pass needs them. Large parameters arrive directly in
-their final memory, without a copy; small ones (norms, biases) go first, packed by owner. The forward pass of
-a layer waits only for that layer's values. All other code that reads parameters calls
-:meth:`NewValues.finish` first. Apart from the packing, Paddle's ``DygraphShardingOptimizer`` does the same
-with ``broadcast_overlap``.
+Values are sent in the order in which the next forward pass needs them. Large parameters are received in their
+own memory, without a copy; small ones (norms, biases) are packed by owner and sent first. A layer's forward
+pass waits only for that layer's values. All other code that reads parameters must call
+:meth:`NewValues.finish` first. Apart from the packing, this is what Paddle's ``DygraphShardingOptimizer``
+does with ``broadcast_overlap``.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
 
 SMALL_BYTES = 256 << 10
-"""Smaller parameters are packed, because a message of this size costs more than its bytes."""
+"""Smaller parameters are packed, because a message of this size costs more latency than transfer time."""
 
 
 class NewValues:
     """Broadcasts updated parameters from their owners.
 
     Args:
-        parameters: this rank's parameters, each once, in the order of the forward pass.
-        layers: layers whose forward passes wait for their own parameters; None: the update waits for all
-            parameters.
-        packed_bytes: the most bytes packed at a time.
+        parameters: this rank's parameters without duplicates, in the order of the forward pass.
+        owning: the owners of the parameters.
+        layers: layers whose forward pass waits for their own parameters; None: no overlap, :meth:`updated`
+            waits for all parameters.
+        packed_bytes: the most bytes to pack.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class NewValues:
 
     @paddle.no_grad()
     def updated(self) -> None:
-        """Start to broadcast new values; without overlap, also wait for them."""
+        """Start to broadcast new values. Without overlap, also wait for them."""
         if not self._overlaps:
             for members in self._by_owner(self._parameters):
                 first = members[0]

@@ -1,7 +1,7 @@
 """Pipeline parallelism: Paddle's schedules (1F1B, interleaved) on our list of stages.
 
-Paddle moves activations and decides the order. This module handles names, initial values, the split into
-chunks, tied weights, loss and update, so that they do not depend on the plan.
+Paddle transfers activations and decides the order of passes. This module handles names, initial values, the
+split into chunks, tied weights, loss and update, so that they are the same under every parallel plan.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from ppfleetx.optims.optimizer import Optimizer
 
 
-_INPUTS = ("tokens", "position_ids", "document_start")  # of the first stage only
+_INPUTS = ("tokens", "position_ids", "document_start")  # inputs of the first stage
 
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
-    """The first stage of each chunk, and the end: ``[0, ..., num_stages]``. Chunk c runs on rank ``c % pp``.
+    """Return the index of the first stage of each chunk, followed by ``num_stages``: ``[0, ...,
+    num_stages]``. Chunk c runs on pipeline rank ``c % pp``.
 
-    The plan divides the blocks: all stages but the first (embedding) and the last two (final norm, head). The
-    embedding joins the first chunk; norm and head join the last.
+    The plan divides the blocks, which are all stages except the first (embedding) and the last two (final
+    norm, head). The embedding belongs to the first chunk; norm and head belong to the last.
     """
     ends = [1 + total for total in accumulate(plan.layers_of_chunks(num_stages - 3))]
     return [0, *ends[:-1], num_stages]
@@ -53,11 +54,12 @@ class StageDesc(LayerDesc):
         layer = build_stage(self.stage, None, empty=True)
         layer.index_in_model = self.index
         for parameter in layer.parameters():
-            # Fleet's pipelines would pack all values and send them to the replicas. This would take twice the
-            # memory for values that every rank draws itself.
+            # Keep fleet from broadcasting the values to replicas, which doubles the memory. Every rank draws
+            # the same values itself.
             parameter.no_sync = True
         if self._ends_chunk:
-            # Paddle frees tensors that a rank has sent, even ids that its backward pass still needs.
+            # Paddle frees tensors after sending them, including position ids that the backward pass still
+            # needs.
             layer.register_forward_post_hook(_copy_passengers)
         return layer
 
@@ -67,14 +69,15 @@ def _copy_passengers(_: Any, __: Any, state: tuple[paddle.Tensor, ...]) -> tuple
 
 
 class Passage(paddle.nn.Layer):
-    """A layer for chunks without stages: Paddle requires each chunk to compute something."""
+    """An identity layer for chunks without stages, because Paddle requires at least one layer per chunk."""
 
     def forward(self, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
         return tuple(tensor.clone() for tensor in state)
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's pipeline container, with the uneven chunks of our plan. Parameters have no memory yet."""
+    """Paddle's pipeline container, with chunks of different lengths according to the plan. Parameters have no
+    memory yet."""
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class StagePipeline(PipelineLayer):
             layers=layers,
             topology=fleet.get_hybrid_communicate_group().topology(),
             loss_fn=loss_fn,
-            # Virtual stages require this form; the two methods below decide.
+            # Virtual stages require this form; the two methods below override the segmentation.
             seg_method="layer:Block",
             num_virtual_pipeline_stages=plan.virtual_pp_degree if plan.virtual_pp_degree > 1 else None,
         )
@@ -108,15 +111,18 @@ class StagePipeline(PipelineLayer):
         self._end_poss = [self._bounds[chunk + 1] for chunk in chunks]
 
     def held_stages(self) -> list[tuple[int, paddle.nn.Layer]]:
-        """(index in the model, layer) of each stage on this rank."""
+        """Return (index in the model, layer) of each stage on this rank."""
         held = [layer for layer in self.sublayers() if hasattr(layer, "index_in_model")]
         return [(layer.index_in_model, layer) for layer in held]
 
 
 class PipelineRunner(StepRunner):
-    """Runs this rank's stages in Paddle's schedule: ``pipeline`` is the result of
-    ``fleet.distributed_model`` for a :class:`StagePipeline`, ``loss`` the object given to it as its loss
-    function."""
+    """Runs this rank's stages in Paddle's schedule.
+
+    Args:
+        pipeline: result of ``fleet.distributed_model`` for a :class:`StagePipeline`.
+        loss: the loss function of that :class:`StagePipeline`.
+    """
 
     def __init__(
         self,
@@ -131,7 +137,7 @@ class PipelineRunner(StepRunner):
         super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.module, loss.factory)
         self._pipeline, self._loss = pipeline, loss
         self._metas: dict[Any, SendRecvMeta] = {}
-        # Skip Paddle's own sum of losses, which is unused and costs two messages and a blocking copy.
+        # Skip Paddle's own reduction of losses, which is unused and costs two messages and a blocking copy.
         pipeline._broadcast_final_loss = lambda *_, **__: None
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
@@ -148,11 +154,10 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set up the number of micro batches, their shapes and the mode, each of which may differ from the
-        last call.
+        """Set the number of micro batches, and the message shapes for their kind (mode and input shapes).
 
-        Neighbors tell each other the shapes of their messages only in the first pass of each kind. Every
-        rank of a pipeline reads the same batch, so all ranks know its kind.
+        Neighbors exchange the shapes of their messages only in the first pass of each kind. Every rank of a
+        pipeline reads the same batch, so all ranks agree on the kind.
         """
         self._pipeline.accumulate_steps = len(micro_batches)
         inputs = tuple((name, micro_batches[0][name].shape) for name in _INPUTS if name in micro_batches[0])
@@ -160,8 +165,8 @@ class PipelineRunner(StepRunner):
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Add micro batches that do not count until the number is a multiple of the stages, as virtual
-        stages require."""
+        """Repeat the last micro batch until the number is a multiple of the pipeline degree, as virtual
+        stages require. Repetitions do not count in the loss."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -169,7 +174,11 @@ class PipelineRunner(StepRunner):
 
 
 class PipelineLoss:
-    """The loss of a task at the end of the pipeline. ``factory`` knows how the logits are sliced."""
+    """The task's loss as the loss function of a pipeline, called after the last stage.
+
+    Args:
+        factory: the layer factory of the plan, which handles sliced logits.
+    """
 
     def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
         self.module, self.factory = module, factory
@@ -177,8 +186,8 @@ class PipelineLoss:
         self._scale, self._left = 1.0, 0
 
     def begin(self, sums: StepSums, count: int, scale: float) -> None:
-        """Start a series of ``count`` micro batches whose loss sums are multiplied by ``scale`` and added
-        to ``sums``."""
+        """Start a series of micro batches. The losses of the first ``count`` are added to ``sums``; the value
+        returned to Paddle is multiplied by ``scale``."""
         self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
@@ -186,7 +195,7 @@ class PipelineLoss:
         if self._left > 0:
             self._sums.add(found)
         self._left -= 1
-        # Paddle sends the loss to other stages in 16 or 32 bits; in an evaluation it is float64.
+        # In an evaluation the loss is float64, which Paddle cannot send to other stages.
         return found.loss.astype("float32") * self._scale
 
 
@@ -198,10 +207,10 @@ def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Te
 
 
 def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
-    """Create the group of the pipeline ranks that hold tied weights.
+    """Create the process group of the pipeline ranks that hold tied weights.
 
-    Every rank creates every group, in the same order, as Paddle requires. The result is None on ranks without
-    a tied weight, or if one rank holds all copies.
+    A collective: every rank creates every group, in the same order, as Paddle requires. Returns None on ranks
+    without a tied weight, or if one rank holds all copies.
     """
     keys = {stage.tie.key for stage in stages if stage.tie is not None}
     assert len(keys) <= 1, "one tied layer at most"

@@ -1,19 +1,19 @@
-"""The order of pipeline messages, where Paddle's order would deadlock or mix up messages.
+"""The order of pipeline messages, for the cases in which Paddle's order would deadlock or mix up messages.
 
-Paddle's schedules exchange messages with both neighbors at once and leave the order to the library. NCCL
-starts such a group of messages together, but a plugin's library starts one after the other. Two neighbors
-that both receive first would then wait for each other forever, as would two that both send first if a send
-waits for its receive. With :func:`take_turns`, of two neighbors one sends first and the other receives first,
-also in a ring of pipeline ranks. Paddle uses the same order for asynchronous messages (``_p2p_ops`` in
+*Device plugins.* Paddle's schedules exchange messages with both neighbors at once. NCCL runs such a group of
+messages concurrently, but the library of a device plugin may run them one after the other. Two neighbors that
+both receive first would then deadlock, as would two that both send first if a send waits for its receive.
+:func:`take_turns` makes one of two neighbors send first and the other receive first, also around the ring of
+pipeline ranks. Paddle uses the same order for asynchronous messages (``_p2p_ops`` in
 ``p2p_communication.py``).
 
-Paddle's interleaved schedule refuses virtual stages on two ranks (``pp degree > 2``), because previous and
-next rank are the same. Where it sends and receives in all four directions at once, Paddle (3.3.1) starts:
-gradient to the previous rank, activation from it, activation to the next rank, gradient from it. NCCL and our
-CPU groups match the messages of a pair of ranks in this order, so a gradient would be received as an
-activation of the same shape. :func:`interleave_two_stages` splits the exchange into gradients and then
-activations, in the same order on both ranks. ``tests/parallel/test_two_stages.py`` checks that the rest of
-the schedule is right for two ranks and cannot deadlock.
+*Virtual stages on two ranks.* Paddle's interleaved schedule requires more than two ranks, because with two
+ranks the previous and the next rank are the same. A four-way exchange in Paddle 3.3.1 starts: gradient to the
+previous rank, activation from it, activation to the next rank, gradient from it. NCCL and our CPU groups
+match the messages between two ranks in this order, so a gradient would be received as an activation of the
+same shape. :func:`interleave_two_stages` splits the exchange into gradients and then activations, in the same
+order on both ranks. ``tests/parallel/test_two_stages.py`` checks that the rest of the schedule is correct for
+two ranks and cannot deadlock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ODD = ("recv prev", "send next", "recv next", "send prev")
 
 
 def take_turns() -> None:
-    """Make Paddle's pipeline schedules start their messages in the order of :func:`ordered`."""
+    """Patch Paddle's pipeline schedules to start their messages in the order of :func:`ordered`."""
     if not hasattr(p2p_communication.batch_send_recv_on_calc_stream, "in_any_order"):
         batch = p2p_communication.batch_send_recv_on_calc_stream
 
@@ -47,14 +47,18 @@ def take_turns() -> None:
 
 
 def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
-    """The messages of one exchange in this rank's order. Each has an ``op``, Paddle's function that sends
-    or receives, and a ``peer``, a global rank; ``hcg`` is fleet's topology."""
+    """Sort the messages of one exchange into this rank's order.
+
+    Args:
+        messages: each has an ``op``, Paddle's function that sends or receives, and a ``peer``, a global rank.
+        hcg: fleet's hybrid communicate group.
+    """
     is_odd, order = hcg.get_stage_id() % 2 == 1, _ODD if hcg.get_stage_id() % 2 else _EVEN
 
     def place(message: Any) -> int:
         what = "send" if message.op is p2p_communication._send_on_calc_stream else "recv"
         next_rank, previous = hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()
-        # With two stages, both neighbors are one rank: a message sent forwards arrives from behind.
+        # With two stages, both neighbors are the same rank, so that the peer does not tell the direction.
         is_previous = message.peer == previous and (next_rank != previous or is_odd)
         return order.index(f"{what} {'prev' if is_previous else 'next'}")
 
@@ -65,8 +69,8 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
-    """Build a pipeline with virtual stages on two ranks, in place of ``fleet.distributed_model``. With
-    fewer micro batches than twice the number of ranks, all forward passes come first, as in Paddle."""
+    """Build a pipeline with virtual stages on two ranks, in place of ``fleet.distributed_model``. With fewer
+    than four micro batches, all forward passes run before the backward passes, as in Paddle."""
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
     hcg = fleet.get_hybrid_communicate_group()
     return schedule(model, hcg, strategy=fleet.fleet._user_defined_strategy)
@@ -91,7 +95,8 @@ class _AllForwardFirst(_TwoStages, PipelineParallelWithInterleaveFthenB):
 
 
 class _KindByKind(p2p_communication.P2pHelper):
-    """Pipeline messages that split a four-way exchange: gradients first, activations second."""
+    """Paddle's pipeline messages, except that a four-way exchange is split: first gradients, then
+    activations."""
 
     def send_forward_backward_recv_forward_backward(
         self,

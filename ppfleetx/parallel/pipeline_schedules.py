@@ -1,14 +1,13 @@
 """ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes.
 
 In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass has two parts: the gradients of
-inputs (B), for which the previous stage waits, and the gradients of weights (W), which fill the time in which
-1F1B waits. :func:`order_of` returns their order.
+inputs (B), which the previous stage waits for, and the gradients of weights (W), which fill the idle time of
+1F1B. :func:`order_of` returns the order of the forward passes (F), B and W.
 
-The messages and their order are the same as in Paddle's 1F1B: after B, a rank starts to receive the next
-forward pass's input before it sends the gradient. The previous stage sends that input before it receives the
-gradient, so sends and receives match even if a send waits for its receive, as on a GPU. The rank then runs W,
-which needs no message. The forward pass (F) waits for its input, and each gradient message for the one before
-it.
+The messages and their order are those of Paddle's 1F1B. After B, a rank starts to receive the input of the
+next forward pass before it sends the gradient; the previous stage sends that input before it receives the
+gradient. So sends and receives match even if a send waits for its receive, as on a GPU. W needs no message. F
+waits for its input, and each gradient message waits for the previous one.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class Receive:
 
 @dataclass
 class _Sent:
-    """A send that may be in progress, with its tensors.
+    """A send that may be in progress, and its tensors.
 
-    This object keeps the tensors alive, because Paddle does not do so reliably: a NCCL group records which
-    stream still reads a piece of memory, but waiting for one of its tasks deletes the records of all
+    The object keeps the tensors alive, because Paddle does not do so reliably: a NCCL group records which
+    stream still reads a piece of memory, but waiting for one of its tasks deletes all records
     (``NCCLTask::RemoveHolderStreamInGroup``).
     """
 
@@ -55,10 +54,12 @@ class _Sent:
 
 
 class ListedPipeline(PipelineParallel):
-    """A Paddle pipeline that trains with a list of passes. For evaluation it uses Paddle's schedule.
+    """A Paddle pipeline that trains from a list of passes, and evaluates with Paddle's schedule.
 
-    If ``matmul``, which multiplies by the weights of these stages, defers their gradients, the order is
-    ZB-H1, else 1F1B.
+    Args:
+        model: the stages of this rank.
+        matmul: multiplies by the weights of these stages. The schedule is ZB-H1 if it defers weight
+            gradients, else 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
@@ -72,7 +73,7 @@ class ListedPipeline(PipelineParallel):
         self._sent: dict[str, _Sent] = {}
 
     def forward_backward_pipeline(self, data: Iterator[Any], scaler: Any = None) -> None:
-        """Run the passes of a step; ``data`` yields (input, batch of the loss) for each micro batch."""
+        """Run all passes of a step. ``data`` yields (input, batch for the loss) of each micro batch."""
         assert scaler is None, "the loss is scaled where it is computed"
         order = self._begin_passes()
         for work in order:
@@ -111,7 +112,7 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Keep input and output for the backward pass. The value of an output that was sent is dropped."""
+        """Keep input and output for the backward pass. The data of an output that was sent are freed."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))
@@ -123,7 +124,8 @@ class ListedPipeline(PipelineParallel):
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """The input gradient of the oldest forward pass; under ZB-H1 weight gradients are deferred."""
+        """Run the backward pass of the oldest micro batch and return the gradient of its input. Under ZB-H1,
+        weight gradients are deferred."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()
@@ -137,7 +139,7 @@ class ListedPipeline(PipelineParallel):
         return Receive(tensors, tasks)
 
     def _fetch_upstream(self) -> Receive | None:
-        """Start to receive an output's gradient, which the last stage computes itself."""
+        """Start to receive the gradient of an output from the next stage; None on the last stage."""
         if self._is_last:
             return None
         _, tensors, tasks = self._start(recv_next=True)
@@ -154,7 +156,7 @@ class ListedPipeline(PipelineParallel):
 
     def _send(self, direction: str, tensors: Any) -> None:
         self._complete(direction)
-        # Send copies: the model's tensors are emptied while the message is still in transit.
+        # Send detached tensors, because the pipeline frees the originals while the message is in transit.
         tensors = tuple(tensor.detach() for tensor in tensors)
         _, _, tasks = self._start(**{direction: tensors})
         self._sent[direction] = _Sent(tensors, tasks)
@@ -177,11 +179,10 @@ class ListedPipeline(PipelineParallel):
 class AsyncPipeline(ListedPipeline):
     """A 1F1B pipeline that overlaps its messages with computation.
 
-    The next pass does not wait for a send, and a receive starts one pass before its message is needed.
-    Between two neighbors, messages keep the order of Paddle's 1F1B: forward passes until the pipeline is
-    full, then a gradient for each input. So the n-th send of a pair meets the n-th receive, as NCCL and the
-    CPU groups require. At most one message is in transit to each neighbor. This schedule holds one more
-    activation than 1F1B.
+    A pass does not wait for the send before it, and a receive starts one pass before its message is needed.
+    Messages between two neighbors keep the order of Paddle's 1F1B, so that the n-th send matches the n-th
+    receive, as NCCL and the CPU groups require. At most one message per neighbor and direction is in transit.
+    This schedule holds one more activation than 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:

@@ -3,14 +3,15 @@
 O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
 
 O2: parameters and, unless the model says otherwise, activations are 16-bit; the optimizer updates float32
-master weights from float32 gradients. Loss and softmax are float32 in both.
+master weights from float32 gradients. Loss and softmax are float32 at both levels.
 
 On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
-their operands to bfloat16 and sum in float32, and everything else, parameters and gradients included, is
-float32.
+their operands to bfloat16 and accumulate in float32, and everything else, including parameters and gradients,
+is float32.
 
-float16 has a small exponent range, so the loss is multiplied by a scale before the backward pass, and the
-gradients are divided by it afterwards. bfloat16 has the exponent range of float32 and needs no scale.
+float16 has a small exponent range, so the loss is multiplied by a loss scale before the backward pass, and
+the gradients are divided by the scale afterwards. bfloat16 has the exponent range of float32 and needs no
+scale.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ppfleetx.utils.devices import cpu_obstacle
 from ppfleetx.utils.log import get_logger
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
-# The compute capability that auto_cast requires of a GPU.
+# Text for messages: the compute capability that auto_cast requires of a GPU.
 _NEEDS = {
     "float16": ", which needs compute capability 7.0",
     "bfloat16": ", which needs compute capability 8.0",
@@ -41,10 +42,11 @@ _NEEDS = {
 
 @dataclass
 class LossScaler:
-    """The loss scale of float16, with the rules of Megatron-LM (``optimizer/grad_scaler.py``).
+    """The loss scale for float16, with the rules of Megatron-LM (``optimizer/grad_scaler.py``).
 
-    The ``hysteresis``-th overflow and every later one halves the scale. The count starts again only when the
-    scale grows, after ``window`` steps without overflow. A scale that is not ``dynamic`` is constant.
+    Overflow number ``hysteresis`` and every later overflow halve the scale. After ``window`` steps without
+    overflow the scale doubles and overflows are counted from 0 again. If not ``dynamic``, the scale is
+    constant.
     """
 
     scale: float
@@ -60,11 +62,11 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the scale can still shrink, so that skipping a step after an overflow can help."""
+        """Whether the scale can become smaller, so that skipping a step after an overflow can help."""
         return self.dynamic and self.scale > self._min_scale
 
     def update(self, overflow: bool) -> None:
-        """Count a step with finite or overflowed gradients, and set the scale of the next step."""
+        """Record whether the gradients of a step overflowed, and set the scale of the next step."""
         if not self.dynamic:
             return
         if overflow:
@@ -79,11 +81,12 @@ class LossScaler:
             self.scale *= GROWTH
 
     def state(self) -> dict[str, float | int]:
-        """The state a checkpoint stores, from which :meth:`load_state` continues exactly."""
+        """Return the state for a checkpoint; :meth:`load_state` restores it exactly."""
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; a constant scale keeps its configured value. Raises CheckpointError."""
+        """Restore a saved state. A constant scale keeps its configured value. Raises CheckpointError if the
+        state is not valid."""
         if self.dynamic:
             scale, *steps = (state.get(key) for key in ("scale", "quiet_steps", "tolerated"))
             is_scale = type(scale) in (int, float) and 0 < scale < 1e300
@@ -98,15 +101,16 @@ class LossScaler:
 
 
 class Precision:
-    """Applies ``Engine.mix_precision`` to a model and its steps; by default everything is float32.
+    """Applies ``Engine.mix_precision`` to a model and its steps. By default everything is float32.
 
     Attributes:
-        scaler: the loss scale; None if none is needed.
+        scaler: the loss scaler; None if no loss scale is needed.
         products_alone: whether only products with weights use 16 bits, as on a CPU.
-        keeps_casts: a context entered with :meth:`autocast` that keeps converted weights.
+        keeps_casts: returns a context manager that :meth:`autocast` enters, in which 16-bit copies of weights
+            are kept.
 
     Raises:
-        ConfigError: ``enable`` is not ``auto``, and the device has no kernels for the type.
+        ConfigError: the device cannot compute in the configured type, and ``enable`` is not ``auto``.
     """
 
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
@@ -142,7 +146,7 @@ class Precision:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The types of the tensors between layers. The first is the type of parameters at O1."""
+        """The element types of activations. The first is the type of parameters at O1."""
         has_both = self._cfg.enable and not self.products_alone
         return ("float32", self._cfg.dtype) if has_both else ("float32",)
 
@@ -152,9 +156,11 @@ class Precision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context for forward passes: the level and the lists decide in which types operations run.
+        """Context manager for forward passes. Level and lists of the configuration decide in which type each
+        operation runs.
 
-        At O2, operations outside the lists run in the types of their tensors, and in float32 if these differ.
+        At O2, operations outside the lists run in the type of their inputs, and in float32 if the types
+        differ.
         """
         if not self._cfg.enable:
             yield
@@ -174,11 +180,11 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """Convert the parameters to 16 bits in place (O2), before they have memory. Returns those that need
-        float32 master weights; none unless ``train``.
+        """Convert the parameters to 16 bits in place (O2), before they have memory. Return the parameters
+        that need float32 master weights; none unless ``train``.
 
         Call this before adding hooks to the parameters: with ``main_grad_fp32``, the hook that moves
-        gradients to float32 must be the first.
+        gradients to float32 must run first.
         """
         with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
@@ -202,7 +208,7 @@ class Precision:
 
     @paddle.no_grad()
     def unscale(self, parameters: Sequence[paddle.Tensor], ops: FusedOps = NO_FUSED_OPS) -> None:
-        """Divide complete gradients by the loss scale, in place, giving float32 gradients."""
+        """Divide complete gradients by the loss scale, in place. The result is float32."""
         if self.lowers_parameters:
             for parameter in parameters:
                 add_to_main_gradient(parameter)  # with main_grad_fp32 off they were summed in 16 bits

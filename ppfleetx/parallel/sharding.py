@@ -1,9 +1,10 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-Whole parameters are distributed: each has one owner among the ranks that share it. Stage 1: only the owner
-keeps optimizer states and updates the parameter, then sends the result (``param_broadcast.py``). Stage 2:
-gradients are sent to their owners during the backward pass. Stage 3: only the owner keeps the values between
-uses; a stage of the model fetches its values just before its forward and its backward pass (``zero3.py``).
+Parameters are not split: each whole parameter has one owner among the ranks that share it. Stage 1: only the
+owner keeps optimizer states and updates the parameter, then broadcasts the result (``param_broadcast.py``).
+Stage 2: gradients are also reduced to their owners during the backward pass. Stage 3: only the owner keeps
+the values between uses; the other ranks fetch the values of a layer just before its forward and backward pass
+(``zero3.py``).
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 UNWAITED_MESSAGES = 2
-"""The most messages of stages 2 and 3 in transit: messages to two owners use both directions of a link. More
-would keep gradients in memory that these stages are meant to save.
-"""
+"""The most gradient messages of stages 2 and 3 in transit. Two messages to different owners use both
+directions of a link; more would hold gradients in memory that these stages are meant to free."""
 
 
 class Sharding:
-    """Assigns owners to a model's parameters, and sends gradients to them.
+    """Assigns an owner to each parameter, and reduces gradients to the owners.
 
     Args:
-        parameters: this rank's trainable parameters, each once, in model order.
-        ctx: with the groups of owners.
-        frozen: the other parameters. They have no gradients and no states, but their values are shared too
-            (stage 3) and saved.
-        bucket_bytes: the approximate size of the gradient messages sent while the backward pass continues.
-            None: the pass waits for each message (stages 2 and 3), or all are sent at its end (stage 1).
+        parameters: this rank's trainable parameters without duplicates, in model order.
+        ctx: this process's place in the job, with the process groups of the owners.
+        stage: sharding stage, 1 to 3.
+        frozen: the other parameters. They have no gradients and no optimizer states, but owners for their
+            values (stage 3, checkpoints).
+        bucket_bytes: approximate size of the gradient messages sent while the backward pass continues. None:
+            no overlap; the backward pass waits for each message (stages 2 and 3), or messages are sent at its
+            end (stage 1).
     """
 
     def __init__(
@@ -61,8 +63,7 @@ class Sharding:
         both = [*frozen, *parameters]
         self._axes_of = {p.info.name: owner_axes(p.spec, ctx.mesh) for p in both}
         self._group_of = {name: ctx.group_over(axes) for name, axes in self._axes_of.items()}
-        # Distribute trainable and frozen parameters separately, so that both states and values are shared
-        # evenly.
+        # Distribute trainable and frozen parameters separately, so that states and values are both balanced.
         self.owners = {**self._deal_out(frozen), **self._deal_out(parameters)}
         self._overlaps = bucket_bytes is not None
         self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
@@ -80,14 +81,14 @@ class Sharding:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
         else:
             late += early
-        self._late = self._by_place(late)  # at the end of a step
+        self._late = self._by_place(late)  # sent at the end of a step
 
     def _axes(self, parameter: paddle.Tensor) -> Axes:
         return self._axes_of[parameter.info.name]
 
     def _deal_out(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks
-        also hold, belong to the first rank of each group."""
+        """Assign owners, separately in each process group. Tied parameters, of which other pipeline ranks
+        hold copies, belong to the first rank of each group."""
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -99,7 +100,8 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """The ranks that share the parameter, one of which owns it; None if only this rank holds it."""
+        """Return the process group of the ranks that share the parameter, one of which owns it; None if only
+        this rank holds it."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
@@ -114,7 +116,8 @@ class Sharding:
         return self._stage < 3 or self.owns(parameter)
 
     def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
-        """The key of a bucket: parameters sent together have the same owner and type."""
+        """Return the key of a bucket. Parameters in one bucket have the same process group, owner and
+        dtype."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _by_place(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
@@ -126,7 +129,7 @@ class Sharding:
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int
     ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
-        """Split parameters into buckets of at least ``nbytes`` and a rest that fills none."""
+        """Split parameters into buckets of at least ``nbytes``, and the rest, which fill no bucket."""
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
@@ -162,17 +165,19 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Track the end of each layer's backward pass (stages 2 and 3), so that ranks stay in step even if
-        some ranks' data skip part of a layer.
+        """Register the end of each layer's backward pass (stages 2 and 3), so that all ranks send their
+        gradients in the same order even if the data of some ranks skip part of a layer.
 
-        ``when_complete`` is called in a layer's backward pass. It calls its argument when the layer's weights
-        have their gradients.
+        Args:
+            stages: (index in the model, layer) pairs.
+            when_complete: called in a layer's backward pass with a function, which it must call once the
+                layer's weights have their gradients.
         """
         if self._order is None:
             return
         followed: set[int] = set()
         for _, layer in sorted(stages, key=lambda stage: stage[0]):
-            # The backward pass reaches the first layer with the parameter last.
+            # A shared parameter is complete when the backward pass has reached the first layer that uses it.
             new = [p for p in layer.parameters() if id(p) not in followed and not p.stop_gradient]
             followed |= {id(parameter) for parameter in new}
             layer.register_forward_pre_hook(partial(self._follow, new, when_complete))
@@ -194,13 +199,14 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Call a function once the layer's weights have their gradients, after its input has one.
+        """Call a function once the layer's weights have their gradients, after the gradient of its input
+        exists.
 
-        Paddle may add to a weight's gradient after the input's if another operator, such as a cast, uses the
-        weight before the product. The end of the backward pass always comes later. Stage 3 can wait for that
-        end in the first layer only (``can_wait``), because ranks send gradients before they fetch the values
-        of the previous layer. In other layers, a weight that passes through more than two operators before
-        its product ends the run with an error.
+        If another operator, such as a cast, uses a weight before the product, Paddle may add to the weight's
+        gradient after it has computed the input's gradient. The end of the backward pass is always late
+        enough. Stage 3 can wait for it in the first layer only (``can_wait``), because ranks send gradients
+        before they fetch the values of the previous layer. In other layers, a weight that passes through more
+        than two operators before its product ends the run with an error.
         """
         if not can_wait:
             call()
@@ -221,7 +227,8 @@ class Sharding:
         while self._under_way:
             self._complete()
         if self._stage == 3:
-            # The first layer's input has no gradient that could show when its backward pass is over.
+            # The first layer's input has no gradient, so no hook has freed its values after the backward
+            # pass.
             for parameter in self._parameters:
                 if not self.owns(parameter) and parameter._is_initialized():
                     parameter._clear_data()
@@ -230,7 +237,7 @@ class Sharding:
         self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
-        """Reduce gradients to their owner, which keeps the sum and adds to it in the next pass."""
+        """Reduce gradients to their owner, which accumulates them over the passes of a step."""
         parameters = [p for p in bucket if expects_gradient(p)]
         if not parameters:
             return
@@ -247,13 +254,13 @@ class Sharding:
         self._under_way.append((task, parameters, gradients))
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
-        """Whether a gradient of an earlier micro batch is still being reduced. If so, it must be added
-        first, because sums are added in the order of the passes."""
+        """Return whether gradients of these parameters from an earlier micro batch are still being reduced.
+        They must be added first, so that sums are in the order of the passes."""
         traveling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in traveling for p in parameters)
 
     def _complete(self) -> None:
-        """Wait for the oldest reduction; the owner adds it to its sum."""
+        """Wait for the oldest reduction. The owner adds the result to its gradients."""
         task, parameters, gradients = self._under_way.popleft()
         task.wait()
         for parameter, gradient in zip(parameters, gradients, strict=True):

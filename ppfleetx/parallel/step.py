@@ -1,4 +1,4 @@
-"""One optimizer step, the same for every plan, and the runner of plans without pipelines."""
+"""One optimizer step, the same for every parallel plan, and the runner for plans without a pipeline."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ class StepOutput:
     """The result of one optimizer step over the whole job.
 
     Attributes:
-        loss: sum of the loss over valid tokens divided by their number, over all micro batches and
-            data ranks.
+        loss: mean loss over the valid tokens of the global batch.
         grad_norm: global L2 norm of the gradients before clipping.
-        loss_scale: the factor of the loss (float16); None without loss scaling.
-        skipped: whether the step changed neither parameters nor optimizer states, because the gradients
-            overflowed or the step was refused.
-        metrics: the task's metrics by name, without metrics that counted nothing. If the step was repeated,
-            they are from its first run.
+        loss_scale: loss scale of float16; None without loss scaling.
+        skipped: whether the update was skipped, because gradients overflowed or ``StepRunner.judge`` rejected
+            the step.
+        metrics: the task's metrics by name, without metrics whose count is 0. If the step was repeated, they
+            are from its first run.
     """
 
     loss: float
@@ -57,7 +56,7 @@ class StepOutput:
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient is NaN or infinite. The parameters have their values from before the step."""
+    """The loss or a gradient is NaN or infinite. The parameters are unchanged by the step."""
 
     def __init__(self, what: str, value: float, sample_ids: Sequence[int]) -> None:
         super().__init__(f"{what} is {value}")
@@ -65,9 +64,12 @@ class NonFiniteError(RuntimeError):
 
 
 Judge = Callable[[float, float, Callable[[], tuple[float, float]]], tuple[float, float, bool]]
-"""Called in each step with the loss, the gradient norm, and a function that repeats the step and returns both
-again. Returns the loss and norm to use, and whether to take the step, the same on all ranks. Without loss
-scaling, it must refuse numbers that are not finite."""
+"""A function that decides in each step whether the update is applied.
+
+Called with the loss, the gradient norm, and a function that repeats the step and returns both numbers again.
+Returns the loss and norm to use, and whether to update, the same on all ranks. Without loss scaling, it must
+reject non-finite numbers.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class StepOptions:
     """Settings of a step besides model, optimizer and plan.
 
     Attributes:
-        clip_norm: global gradient norm to clip to; 0 measures it only.
-        metrics: names of the metrics that the model's layers report, besides the task's own.
+        clip_norm: clip gradients to this global norm; 0 does not clip.
+        metrics: names of the metrics that the model's layers report, in addition to the task's.
         routers: number of experts of each router of the model, by canonical name.
     """
 
@@ -88,19 +90,18 @@ class StepOptions:
 
 
 class StepRunner(ABC):
-    """Runs steps of one model under one plan: forward and backward of all micro batches, gradient sum,
-    clipping, update. The engine calls it under every plan.
+    """Runs steps of one model under one parallel plan: forward and backward passes of all micro batches,
+    gradient reduction, clipping, update. The engine uses this interface under every plan.
 
     Args:
         stages: (index in the model, layer) of each stage on this rank.
         optimizer: None for a runner that only evaluates.
 
     Attributes:
-        checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
-            ``full`` checks every output and gradient.
-        before_update: a function called in each step before parameters and optimizer states change. Until
-            then they are only read.
-        judge: see :data:`Judge`; None: every step is taken.
+        checks: ``Engine.checks``. Unless ``off``, a non-finite loss or gradient norm is an error; ``full``
+            checks every output and gradient.
+        before_update: a function called in each step before parameters and optimizer states change.
+        judge: decides whether a step's update is applied, see :data:`Judge`; None: always.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class StepRunner(ABC):
         self._module, self._factory = module, factory
         self._sums = StepSums((*module.metrics, *options.metrics), ctx)
         self._scope = StepScope(factory, ctx, self._sums.add_metric)
-        if optimizer is not None or self._sums.names:  # hooks keep generation from fusing blocks
+        if optimizer is not None or self._sums.names:  # generation fuses only blocks without hooks
             self._scope.watch(layer for _, layer in stages)
         self._precision = options.precision
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
@@ -135,22 +136,21 @@ class StepRunner(ABC):
 
     @property
     def model(self) -> paddle.nn.Layer:
-        """This rank's part of the model, with the values of the last update."""
+        """This rank's part of the model, after the last update has completed."""
         self.finish_update()
         return self._model
 
     def finish_update(self) -> None:
         """Wait until all parameters have the values of the last update.
 
-        All code that reads parameters calls this first: evaluation, ``named_parameters`` and the other
-        methods here, and the engine when training ends.
+        All code that reads parameters must call this first: evaluation, ``named_parameters`` and other
+        methods of this class do, and the engine at the end of training.
         """
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """The counts of these micro batches on this rank: the loss count (``BasicModule.count``) and, with
-        declared metrics, tokens and sequences.
-        """
+        """Return counts of these micro batches on this rank: the loss count (``BasicModule.count``) and, if
+        metrics are declared, the numbers of tokens and sequences."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -165,17 +165,22 @@ class StepRunner(ABC):
     ) -> StepOutput:
         """Run forward passes, backward passes and the update for one global batch.
 
-        ``counts`` are the sums of :meth:`count` over the job; None: the ranks compute them together.
+        Args:
+            micro_batches: the micro batches of this rank.
+            step: number of the step, which determines dropout.
+            counts: sums of :meth:`count` over the job; None: computed here, by a collective.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite, and ``checks`` are not off; with loss
-                scaling, only if no smaller scale is left. It is raised on every rank, before the update.
+                scaling, only if the loss scale cannot shrink further. Raised on every rank, before the
+                update.
         """
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
         self._streams.begin_step(step)
         self._scales.begin()
-        # The divisors are known before the first backward pass, so every token weighs the same in any plan.
+        # Dividing by the job's token count before the backward pass gives every token the same weight under
+        # any plan.
         counts = self._count_over_job(micro_batches) if counts is None else counts
         num_valid = max(counts[0], 1.0)
         loss, grad_norm, overflow, metrics = self._gradients(micro_batches, counts)
@@ -187,7 +192,7 @@ class StepRunner(ABC):
             loss, grad_norm, accepted = self.judge(
                 loss, grad_norm, lambda: self._repeat(micro_batches, counts, step)
             )
-        if self._precision.scaler is not None:  # only after the step has been repeated with the same scale
+        if self._precision.scaler is not None:  # after a possible repetition, which needs the same scale
             self._precision.scaler.update(overflow)
         if not accepted:
             self._optimizer.clear_grad()
@@ -204,12 +209,12 @@ class StepRunner(ABC):
     ) -> tuple[float, float, bool, Mapping[str, Metric]]:
         """Compute the step's gradients, summed over the ranks and clipped.
 
-        All numbers are read together, after all passes and sums of the step have been queued. Only here does
-        the host wait for the device. The numbers are needed before the update, because a spike or a number
-        that is not finite prevents it.
+        All numbers are read at once, after all passes and reductions have been queued. This is the only place
+        in a step where the host waits for the device; the update depends on the numbers (loss spikes,
+        non-finite gradients).
 
-        Returns the loss; the norm of the gradients before clipping; whether either is non-finite on any rank
-        (only with loss scaling); the metrics.
+        Returns the loss; the norm of the gradients before clipping; whether a rank has a non-finite number
+        (with loss scaling only); the metrics.
         """
         with self._search if self.checks == "full" else nullcontext():
             self._passes(micro_batches, counts)
@@ -226,8 +231,8 @@ class StepRunner(ABC):
         return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
-        """The number of ranks with a non-finite number. All ranks must know it: a step that only some of
-        them skip would go unnoticed."""
+        """Return the number of ranks with a non-finite number. All ranks need the result, because they must
+        all skip the step or none."""
         here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)
@@ -236,15 +241,16 @@ class StepRunner(ABC):
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float], step: int
     ) -> tuple[float, float]:
-        """Compute :meth:`_gradients` again, with the weights from before the step and the same dropout."""
+        """Run :meth:`_gradients` again, with unchanged weights and the same dropout."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
         return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
-        """The first place on this rank where ``train_step`` produced a non-finite number, or None.
+        """Return the first place on this rank where ``train_step`` produced a non-finite number, or None.
 
-        Every rank of the job calls this after :class:`NonFiniteError`, with the arguments of ``train_step``.
+        A collective: after :class:`NonFiniteError`, every rank calls this with the arguments of
+        ``train_step``.
         """
         if self.checks != "full":
             # The parameters are unchanged, and dropout depends on the step, so the passes repeat exactly.
@@ -272,30 +278,34 @@ class StepRunner(ABC):
         return EvalOutput(loss, count, metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """(canonical name, parameter) of each parameter on this rank, in model order."""
+        """Yield (canonical name, parameter) for the parameters whose values are on this rank, in model
+        order."""
         for parameter in self.model.parameters():
             if parameter._is_initialized():  # in sharding stage 3, the owners keep the values
                 yield parameter.info.name, parameter
 
     def model_names(self) -> list[str]:
-        """The canonical names of all parameters of the model. This is a collective: every rank calls it."""
+        """Return the canonical names of all parameters of the whole model. A collective: every rank calls
+        it."""
         names = [parameter.info.name for parameter in self._model.parameters()]
         return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
 
     def writes(self, parameter: Any) -> bool:
-        """Whether this rank, and no other, writes its slice of ``parameter`` into a checkpoint."""
+        """Return whether this rank writes its slice of ``parameter`` into a checkpoint. Of the ranks with the
+        same slice, exactly one does."""
         return self._sync.writes(parameter)
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
-        """The live optimizer tensors on this rank, by (canonical name, state name)."""
+        """Return the optimizer's tensors on this rank, without copies, by (canonical name, state name)."""
         return {} if self._optimizer is None else self._optimizer.state()
 
     def scaler_state(self) -> dict[str, float | int] | None:
-        """The state of the loss scale, the same on all ranks; None without loss scaling."""
+        """Return the state of the loss scale, the same on all ranks; None without loss scaling."""
         return None if self._precision.scaler is None else self._precision.scaler.state()
 
     def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
-        """Restore a saved :meth:`scaler_state`. Does nothing if it is None, or without loss scaling."""
+        """Restore a saved :meth:`scaler_state`. Does nothing if ``state`` is None, or without loss
+        scaling."""
         if self._precision.scaler is not None and state is not None:
             self._precision.scaler.load_state(state)
 
@@ -314,14 +324,15 @@ class StepRunner(ABC):
             self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
-        """Context manager in which the head may return :class:`LogitsInPieces` (``Model.loss_chunks``)."""
+        """Return a context manager in which the head may defer its logits to the loss
+        (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
-        """Whether the update is applied. With float16, all ranks skip a step that overflowed, and the loss
-        scale shrinks. If the scale cannot shrink, a non-finite number ends the run."""
+        """Return whether to apply the update. With float16, all ranks skip a step that overflowed, and the
+        loss scale shrinks; if the scale cannot shrink, raise NonFiniteError."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -336,12 +347,12 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Add the gradient of (loss sum / ``num_valid``) to the gradients of all local parameters, and the
-        loss to the sums, without waiting for the device."""
+        """Run all passes. Add the gradient of (loss sum / ``num_valid``) to the gradients of this rank's
+        parameters, and the loss to the step's sums, without waiting for the device."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run forward passes and add the loss to the sums."""
+        """Run the forward passes and add the loss to the step's sums."""
 
     def _count_over_job(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         return self._ctx.sum_over(DATA_AXES, *self.count(micro_batches))
@@ -356,8 +367,11 @@ class StepRunner(ABC):
 
 
 class LocalRunner(StepRunner):
-    """Runs a model whose stages are all in this process. Parameters may be slices. ``sync`` is None for
-    the only process of a job."""
+    """Runs a model with all stages in this process. Parameters may be slices.
+
+    Args:
+        sync: reduces gradients over the job; None for a job of one process.
+    """
 
     def __init__(
         self,
@@ -394,7 +408,7 @@ class LocalRunner(StepRunner):
         function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
         micro_batches: Sequence[MicroBatch],
     ) -> list[np.ndarray]:
-        """``function(model, tensors)`` for each micro batch of this rank, in evaluation mode."""
+        """Return ``function(model, tensors)`` for each micro batch of this rank, in evaluation mode."""
         self.model.eval()
         self._scales.begin()
         with self._precision.autocast():
@@ -402,5 +416,5 @@ class LocalRunner(StepRunner):
 
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
-    """Copy the arrays of a micro batch to the current device. ``sample_ids`` stay on the host."""
+    """Copy the arrays of a micro batch to the current device, without ``sample_ids``."""
     return upload_all({name: array for name, array in batch.items() if name != "sample_ids"})

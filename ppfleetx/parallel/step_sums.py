@@ -1,4 +1,5 @@
-"""What a step reduces over the job: loss and metrics, in one vector; input scales; loads of experts."""
+"""Reductions of a step besides gradients: loss and metrics (in one vector), scales of quantized inputs, loads
+of experts."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.moe import Router
 from ppfleetx.utils.log import get_logger
 
-_AXES = ("dp", "sharding", "sep", "pp")  # sums go over the axes in this order
+_AXES = ("dp", "sharding", "sep", "pp")  # reductions run over the axes in this order
 # Ranks along these axes hold parts of the same linears' inputs, or inputs of other tokens.
 _SCALE_AXES = ("mp", "sep", "dp", "sharding")
-_PATIENCE = 20  # an expert without a position for so many steps is starving
+_PATIENCE = 20  # warn about an expert that gets no position in this many consecutive steps
 
 
 class StepSums:
-    """The sums of loss and metrics on this rank, from one :meth:`begin` to the next. ``names`` are all
-    metrics that any rank may report; the same on all ranks."""
+    """The sums of loss and metrics on this rank since the last :meth:`begin`.
+
+    Args:
+        names: all metrics that any rank may report, the same on all ranks.
+    """
 
     def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
         self.names, self._ctx = tuple(dict.fromkeys(names)), ctx
@@ -51,15 +55,19 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """Reduce all sums over the job into a float64 vector on the device, for :meth:`read`."""
+        """Reduce all sums over the job into a float64 vector on the device; :meth:`read` decodes the
+        vector."""
         numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """(loss sum, metrics with a count above 0) from the numbers of :meth:`over_job`. Raises
-        ConfigError on all ranks, if any rank reported a metric that is not declared."""
+        """Return (loss sum, metrics with a count above 0) from the numbers of :meth:`over_job`.
+
+        Raises:
+            ConfigError: a rank reported a metric that is not declared. Raised on all ranks.
+        """
         loss, num_undeclared, *numbers = numbers
         if num_undeclared:
             raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})
@@ -83,7 +91,7 @@ def _refused(names: Iterable[str]) -> ConfigError:
 
 
 def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
-    """Sum scalars in float64; the result stays on the device."""
+    """Return the sum of scalars in float64, as a tensor on the device."""
     tensors = [number.astype("float64") for number in numbers if isinstance(number, paddle.Tensor)]
     known = sum(number for number in numbers if not isinstance(number, paddle.Tensor))
     if known or not tensors:
@@ -92,7 +100,7 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
 
 
 class ActivationScales:
-    """Input scales of fake-quantized linears, updated once a step from the global batch."""
+    """Updates the input scales of fake-quantized linears, once per step from the global batch."""
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)
@@ -104,7 +112,8 @@ class ActivationScales:
 
     @paddle.no_grad()
     def update(self) -> None:
-        """Move each scale towards the largest magnitude in the global batch; call this after a step."""
+        """Move each scale towards the largest magnitude in the global batch. Call this after the update of a
+        step."""
         if not self._moving:
             return
         largest = paddle.stack([quantizer.take_largest() for quantizer in self._moving])
@@ -114,12 +123,12 @@ class ActivationScales:
 
 
 class ExpertLoads:
-    """Collects the loads of a model's mixtures of experts; balances the routers and warns of starving
-    experts.
+    """Sums the loads of experts over the job, balances the routers, and warns about experts that get no
+    positions.
 
     Args:
-        routers: the number of experts of each router in the whole model, by the router's canonical name; the
-            same on all ranks.
+        routers: number of experts of each router in the whole model, by canonical name; the same on all
+            ranks.
         same_on: axes whose ranks hold the same hidden states.
     """
 
@@ -143,7 +152,7 @@ class ExpertLoads:
 
     @paddle.no_grad()
     def count(self) -> Mapping[str, Metric]:
-        """Sum the counts over all ranks after the passes of a step, and return the metrics.
+        """Sum the loads of a step over all ranks, and return them as metrics.
 
         ``expert_load/LAYER`` is the load of the layer's most loaded expert divided by the mean load of its
         experts; ``expert_load`` is the mean over all layers.
@@ -161,7 +170,7 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """Balance the routers and warn of starving experts, after a step whose update was applied."""
+        """Balance the routers and warn about experts without positions. Call this after an applied update."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():
@@ -184,7 +193,7 @@ class ExpertLoads:
 
 
 def _layer(router: str) -> str:
-    """The layer number N in a router's name ``decoder.layers.N.mlp.router``."""
+    """Return N, the layer number in a router's name ``decoder.layers.N.mlp.router``."""
     return router.removeprefix("decoder.layers.").partition(".")[0]
 
 

@@ -1,9 +1,9 @@
 """Sharding stage 3: ranks other than the owner hold parameters only while a layer uses them.
 
-Each owner sends its values of a layer in one message. While a layer computes, the values of the next layer to
-run are in transit, in the forward pass and in the backward pass. Broadcasts start at fixed points of the
-program, independent of timing, so all ranks of the group issue the same broadcasts in the same order. At any
-time the values of at most two layers exist.
+Each owner broadcasts its values of a layer in one message per dtype. While a layer computes, the values of
+the next layer are in transit, in the forward and in the backward pass, so the values of at most two layers
+exist at a time. Broadcasts start at fixed points of the program, so all ranks of a group issue them in the
+same order.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 class ParameterSharding:
-    """Fetches the values of each stage from their owners just before use, and frees them afterwards.
+    """Fetches the values of each layer from their owners just before use, and frees them afterwards.
 
-    ``stages`` are (index in the model, layer); layers with consecutive indices run one after the other. With
-    ``ahead``, the next layer's values are fetched while a layer computes. Otherwise each layer waits for its
-    own values.
+    Args:
+        owning: the owners of the parameters.
+        stages: (index in the model, layer) pairs. Layers with consecutive indices run one after the other.
+        ahead: whether to fetch the next layer's values while a layer computes.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class ParameterSharding:
             self._drop(layer)
 
     def updated(self) -> None:
-        """Mark values as updated, so that values fetched ahead but not yet used are discarded."""
+        """Discard values that were fetched ahead, because an update has changed them."""
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the values being fetched, and discard them."""
+        """Wait for the fetch in progress, and discard its values."""
         if self._next is not None:
             (_, fetch), self._next = self._next, None
             fetch.wait()
@@ -100,7 +101,7 @@ class ParameterSharding:
 
 @dataclass
 class _Message:
-    """A broadcast in progress of the values of ``parameters``, which start at ``offsets`` in ``flat``."""
+    """A broadcast in progress of ``parameters``, whose values start at ``offsets`` in ``flat``."""
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]
@@ -110,7 +111,7 @@ class _Message:
 
 
 class _Fetch:
-    """The values of a layer being fetched: one message per owner and type."""
+    """A fetch in progress of a layer's values: one broadcast per process group, owner and dtype."""
 
     def __init__(self, layer: paddle.nn.Layer, owning: Sharding) -> None:
         kinds: dict[tuple[int, int, Any], list[paddle.Tensor]] = {}
