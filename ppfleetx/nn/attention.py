@@ -1,7 +1,8 @@
 """Self-attention with grouped key/value heads, rotary positions and a key/value cache.
 
-Shape letters: s positions, b batch, h hidden, g key/value heads held here, r query heads per key/value
-head, d head size. MHA is r = 1, MQA is one key/value head in all.
+Shape letters: s positions, b batch, h hidden size, g key/value heads on this rank, r query heads per
+key/value head, d head size. Multi-head attention is r = 1; multi-query attention has one key/value head in
+total.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class KeyValueCache(Protocol):
-    """Keys and values of the positions seen so far, one pair per layer."""
+    """Keys and values of all earlier positions, for each layer."""
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Append ``key, value [b, g, s, d]`` of the new positions. Each position may attend to ``window``
-        earlier ones; None: all.
+        earlier positions; None: all.
 
         Returns:
             All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
-            mask is None, keys end where queries end, and the usual masks apply.
+                mask is None, the last query and the last key have the same position, and the usual masks
+                apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:
-        """``[b or 1, 1]`` int64: the length of the sequence in each row after the new positions; of a prompt
-        that is run in parts, its whole length."""
+        """Return the length of each row's sequence including the new positions, ``[b or 1, 1]`` int64. For a
+        prompt that is run in chunks, return the length of the whole prompt."""
 
 
 class HeadAttention(nn.Layer):
-    """Base class of attention layers: the computation from queries, keys and values of the heads on.
+    """Base class of attention layers: the computation that follows the projections.
 
     Args:
-        layer_index: place of this layer's keys in the cache.
-        recompute_core: recompute scores and weights in the backward pass instead of keeping them.
+        layer_index: index of this layer in the key/value cache.
+        recompute_core: whether to recompute scores and attention weights in the backward pass instead of
+            keeping them.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run :meth:`core`; under recomputation, run it again in the backward pass."""
+        """Run :meth:`core`, recomputed in the backward pass if configured."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)
@@ -86,7 +89,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Scores, softmax and context, ``[s, b, g * r * d]``: the part that ``core_attn`` recomputes."""
+        """Compute scores, softmax and context, ``[s, b, g * r * d]``: the part that ``core_attn``
+        recomputes."""
         return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
     def attend_heads(
@@ -97,8 +101,8 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """The kernel that an attention strategy calls. A ``penalty``, if given, is added to the scores
-        instead of the masks."""
+        """The attention function passed to an attention strategy. A ``penalty`` is added to the scores in
+        place of the masks."""
         if self.window is not None and penalty is None:
             document_start = window_start(
                 self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
@@ -109,9 +113,9 @@ class HeadAttention(nn.Layer):
 class Attention(HeadAttention):
     """Causal self-attention on ``[s, b, h]``.
 
-    The columns of the fused projection are grouped per key/value head, ``[g][q ... q, k, v][d]``. So a slice
-    of whole groups is a smaller attention of the same kind. Norms of queries and keys, if any, are applied
-    before the rotary positions.
+    The columns of the fused projection are grouped by key/value head, ``[g][q ... q, k, v][d]``, so a slice
+    of whole groups is a smaller attention of the same kind. Norms of queries and keys are applied before
+    rotary positions.
     """
 
     def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
@@ -121,7 +125,7 @@ class Attention(HeadAttention):
         self.num_heads, self.has_biases = spec.num_heads, spec.has_biases
         width = spec.head_dim + (2 if spec.has_biases else 0)
         scale = spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale
-        # Kernels divide scores by the root of the queries' width.
+        # Kernels divide scores by the square root of the queries' width.
         self.query_factor = scale * width**0.5 if spec.has_biases or spec.score_scale is not None else 1.0
         self.options = replace(self.options, softcap=spec.softcap)
         self.qkv = factory.linear(spec.qkv)
@@ -136,16 +140,16 @@ class Attention(HeadAttention):
         document_start: paddle.Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Attend.
+        """Run attention.
 
         Args:
             hidden: ``[s, b, h]``.
-            position_ids: ``[b, s]``, needed with rotary positions.
-            document_start: ``[b, s]`` first position each row may attend to.
-            cache: keys and values of earlier positions; the keys and values of ``hidden`` are appended.
+            position_ids: ``[b, s]``, required with rotary positions or linear biases.
+            document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
+            cache: keys and values of earlier positions. This call appends to the cache.
         """
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
-        if self.norms_outside:  # now, because after the exchange some heads are on other ranks
+        if self.norms_outside:  # before the exchange moves heads to other ranks
             qkv = self._normed(qkv)
         qkv = self.strategy.enter(qkv)
         if position_ids is not None:
@@ -166,12 +170,12 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Apply the norms whose weights span all heads to ``qkv [s, b, g, r + 2, d]``."""
+        """Apply the norms that span all heads to the queries and keys in ``qkv [s, b, g, r + 2, d]``."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
         key = self.k_norm(key.flatten(2)).reshape([0, 0, groups, 1, size])
-        # Under O1 gains are float32, and so would be all three.
+        # At O1 gains are float32; cast back, so that the result is 16-bit.
         return paddle.concat([query.astype(qkv.dtype), key.astype(qkv.dtype), value], axis=3)
 
     @property
@@ -179,7 +183,8 @@ class Attention(HeadAttention):
         return self.q_norm is not None and not self.norms_outside
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Whether the packed fused operator can run: no layer changes queries or keys on their own."""
+        """Return whether the packed flash-attention operator applies, which needs unmodified queries and
+        keys."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
@@ -188,8 +193,8 @@ class Attention(HeadAttention):
     def divide(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]`` and key and value ``[b, g, s,
-        d]``, with positions applied. Linear biases make queries and keys two features wider than values."""
+        """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``,
+        with positions applied. Linear biases make queries and keys two features wider than values."""
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -200,11 +205,15 @@ class Attention(HeadAttention):
     def _with_biases(
         self, query: paddle.Tensor, key: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Add features to queries and keys whose product is the slope times the key's position. A softmax
-        gives the same result as with the distance. The position has two parts that 16 bits hold exactly."""
+        """Append features to queries and keys whose product is slope times key position: ALiBi without a bias
+        tensor.
+
+        Softmax gives the same result for the key's position as for the distance. The position is split into
+        two numbers that 16 bits represent exactly.
+        """
         groups, per_group, length, size = query.shape[1:]
         heads = (self.num_heads, self._first_head(groups * per_group), groups * per_group, size + 2)
-        # A constant of an exported program; else made once for each device, not copied to it in each pass.
+        # A constant in an exported program; otherwise cached per device instead of copied in each pass.
         features = (
             _kept_bias_features(*heads, paddle.get_device())
             if paddle.in_dynamic_mode()
@@ -217,7 +226,8 @@ class Attention(HeadAttention):
         return query, paddle.concat([key, parts], axis=-1)
 
     def _first_head(self, num_heads: int) -> int:
-        """The index in the whole model of the first of the ``num_heads`` heads on this rank."""
+        """Return the index in the whole model of the first head on this rank, which has ``num_heads``
+        heads."""
         rank = 0
         for group in (self.factory.group, self.strategy.group):
             rank = rank if group is None else rank * group.nranks + group.rank
@@ -227,7 +237,7 @@ class Attention(HeadAttention):
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         per_group = self.queries_per_group
-        # One transpose for all three, so that no part has to be copied again.
+        # Transpose queries, keys and values at once to avoid further copies.
         if per_group == 1 and self.rotary is None and not self._norms_inside:
             query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
             return query.unsqueeze(2), key, value
@@ -245,8 +255,11 @@ class Attention(HeadAttention):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """The slopes ``[num_heads]`` of linear biases (Press et al., 2022). With n the largest power of two up to
-    ``num_heads``, they are powers of ``2 ** (-8 / n)``; further heads get every second slope of 2n heads."""
+    """Return the slopes ``[num_heads]`` of linear biases (ALiBi, Press et al., 2022).
+
+    With n the largest power of two up to ``num_heads``, the first n slopes are powers of ``2 ** (-8 / n)``;
+    further heads get every second slope of 2n heads.
+    """
     below = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
     slopes += [2 ** (-8 * (2 * i + 1) / (2 * below)) for i in range(num_heads - below)]
@@ -254,9 +267,12 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
-    """The features that linear biases add to the queries of ``count`` heads from ``first`` on, ``[count, 2]``
-    float32: the slopes for position // 256 and position % 256, times the square root of ``width``, because
-    kernels divide by it."""
+    """Return the features that linear biases append to the queries of ``count`` heads from head ``first`` on,
+    ``[count, 2]`` float32.
+
+    They are the slopes for position // 256 and position % 256, multiplied by ``sqrt(width)``, because kernels
+    divide scores by it.
+    """
     slopes = alibi_slopes(num_heads)[first : first + count] * width**0.5
     return np.stack([slopes * 256, slopes], axis=-1).astype(np.float32)
 
@@ -267,8 +283,8 @@ def _kept_bias_features(num_heads: int, first: int, count: int, width: int, devi
 
 
 def joined(context: paddle.Tensor) -> paddle.Tensor:
-    """``[b, g, r, s, d]`` to ``[s, b, g * r * d]``."""
+    """Reshape the context ``[b, g, r, s, d]`` to ``[s, b, g * r * d]``."""
     _, groups, per_group, num_queries, head_dim = context.shape
-    if num_queries == 1:  # nothing has to be moved
+    if num_queries == 1:  # no transpose needed
         return context.reshape([1, -1, groups * per_group * head_dim])
     return context.transpose([3, 0, 1, 2, 4]).flatten(2)

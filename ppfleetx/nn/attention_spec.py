@@ -1,7 +1,7 @@
-"""Declarations of self-attention and of latent attention: sizes, parameters and cost. No Paddle.
+"""Declarations of self-attention and latent attention: sizes, parameters and cost. No Paddle.
 
-Letters: q, kv bytes of all queries, of all keys (or values) on one rank, with v for values of another width;
-e bytes of a number.
+Abbreviations in the code: ``q``, ``kv``, ``v`` are the bytes of all queries, of all keys (or values), and of
+values of another width, on one rank; ``e`` is the bytes of one number.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from ppfleetx.nn.tape import Step, Tape
 
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
-    """Columns ``[key/value head][query ... query, key, value][head_dim]``."""
+    """Return the parts of a fused projection with columns ``[key/value head][query ... query, key,
+    value][head_dim]``."""
     return parts_of({"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim})
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """The parts of a matrix whose columns repeat blocks of these widths."""
+    """Return the parts of a matrix whose columns repeat blocks of these widths, by part name."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -33,25 +34,26 @@ def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal self-attention.
+    """Declaration of causal self-attention.
 
     Attributes:
-        layer: the layer's class; a subclass may name its own.
+        layer: class of the layer; a subclass may set another class.
         hidden_size: width of the hidden states, h.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; ``num_heads`` divides by it (Ainslie et al., 2023).
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of ``num_heads`` (grouped-query attention,
+            Ainslie et al., 2023).
         head_dim: width of a head.
-        qkv_bias: whether queries, keys and values have a bias.
-        output_bias: whether the projection after attention has one.
+        qkv_bias: whether the projection to queries, keys and values has a bias.
+        output_bias: whether the output projection has a bias.
         init: initial values of the projection to queries, keys and values.
-        output_init: initial values of the projection after attention.
-        dropout: share of attention weights dropped.
-        window: how many earlier positions a token sees; None: all of them.
-        head_norm: norm of the query and key of each head (Henry et al., 2020), or one over all heads.
+        output_init: initial values of the output projection.
+        dropout: dropout probability of the attention weights.
+        window: number of earlier positions that a position attends to; None: all.
+        head_norm: norm of queries and keys, per head (Henry et al., 2020) or over all heads.
         rotary_size: number of features of each head with rotary positions; None: no rotary positions.
-        has_biases: whether scores get linear biases by distance (Press et al., 2022).
+        has_biases: whether scores get linear biases by distance (ALiBi, Press et al., 2022).
         score_scale: factor of the scores; None: ``1 / sqrt(head_dim)``.
-        softcap: soft limit of the scores; None: none.
+        softcap: soft cap of the scores; None: no cap.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
 
@@ -85,7 +87,7 @@ class AttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Features multiplied for one score: the width of all queries plus the width of all values."""
+        """Multiply-adds per pair of positions: the width of all queries plus the width of all values."""
         return 2 * self.q_width
 
     @property
@@ -94,7 +96,7 @@ class AttentionSpec:
 
     @property
     def qkv(self) -> LinearSpec:
-        """The projection to queries, keys and values, grouped by key/value head."""
+        """The projection to queries, keys and values, with columns grouped by key/value head."""
         width = self.q_width + 2 * self.kv_width
         parts = qkv_parts(self.queries_per_group, self.head_dim)
         return LinearSpec(self.hidden_size, width, "columns", self.qkv_bias, self.init, parts=parts)
@@ -115,7 +117,7 @@ class AttentionSpec:
         return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Bytes a context-parallel rank exchanges before attention and after it."""
+        """Return the bytes that a context-parallel rank exchanges before attention and after attention."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -132,7 +134,8 @@ class AttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Steps of a forward pass; with ``recompute_core`` it does not keep scores and weights."""
+        """Return the steps of a forward pass. With ``recompute_core``, scores and attention weights are not
+        kept."""
         q = work.bytes_of(self.q_width / work.mp)
         steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
         kv = work.bytes_of(self.kv_width / work.mp)
@@ -142,10 +145,10 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """The tensors attention reads: views of the projection, or copies of its parts.
+        """Return the steps that make queries, keys and values from the projection, as views or as copies.
 
-        Queries are copied once more when they are scaled, so that only a recomputed core or flash attention
-        keeps the unscaled ones.
+        Scaling copies the queries again, so unscaled queries are kept only for a recomputed core or flash
+        attention.
         """
         q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
         whole, turning = q + 2 * kv, q + kv
@@ -182,18 +185,18 @@ class AttentionSpec:
 
 
 def _pairs(work: Work, num_heads: int) -> float:
-    """The number of scores one rank computes: whole sequences, heads divided over tensor- and
-    context-parallel ranks."""
+    """Return the number of scores that one rank computes: whole sequences, with heads divided over
+    tensor-parallel and context-parallel ranks."""
     return work.micro_batch * (num_heads / (work.mp * work.sep)) * work.seq_len**2
 
 
 def core_operations(
     work: Work, num_heads: int, key_dim: int, value_dim: int, dropout: float
 ) -> Iterator[Operation]:
-    """Operations of scores, softmax and context for heads with these key and value widths."""
+    """Yield the operations of scores, softmax and context, for heads with these key and value widths."""
     pairs, e = _pairs(work, num_heads), work.activation_bytes
     if work.flash:
-        half = pairs * (key_dim + value_dim)  # of two products
+        half = pairs * (key_dim + value_dim)  # flops of two products, causal half
         yield Operation("flash attention", "flash", "core", flops=half)
         return
     yield Operation("scores", "scores", "core", 2 * pairs * key_dim, pairs * e, pairs * e)
@@ -205,12 +208,12 @@ def core_operations(
 
 @dataclass(frozen=True)
 class CoreSizes:
-    """Bytes of the tensors of scores, softmax and context on one rank, and their tape.
+    """Bytes of the tensors in the attention core (scores, softmax, context) on one rank.
 
     Attributes:
-        num_heads: query heads of the model.
+        num_heads: number of query heads of the model.
         query, key, value, context: bytes of each tensor, for all heads on this rank.
-        capped: whether scores have a soft limit.
+        capped: whether scores have a soft cap.
     """
 
     num_heads: int
@@ -223,8 +226,12 @@ class CoreSizes:
     capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Steps from ``heads`` (bytes of queries, keys and values to keep) to the context at this rank's
-        positions; with ``recompute`` nothing in between is kept."""
+        """Return the steps from queries, keys and values to the context at this rank's positions.
+
+        Args:
+            heads: bytes of queries, keys and values to keep for the backward pass.
+            recompute: whether the core is recomputed, so that no tensor in between is kept.
+        """
         core = self._steps(work)
         if recompute:
             inner = Tape({"heads": heads}, (*core, Step("flat", self.context, ("context",), back=0.0)))
@@ -242,8 +249,8 @@ class CoreSizes:
         if work.flash:
             rows, keeps = n / work.seq_len * 4, ("heads", "context")  # log-sum-exp
             return [Step("context", self.context, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
-        # The fused kernel scales the scores, ours the queries. Keys and values are views: a product copies
-        # the one that it reads.
+        # The fused kernel scales the scores; ours scales the queries. Keys and values are views, which a
+        # product copies.
         keeps = ("heads",) if work.fused else ("scaled", "heads")
         steps = [
             Step("scaled", self.query, ("heads",), view=work.fused),
@@ -268,26 +275,26 @@ class CoreSizes:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Causal self-attention whose keys and values are made from one compressed vector per position
-    (DeepSeek-AI, "DeepSeek-V2", 2024).
+    """Declaration of multi-head latent attention: keys and values are projected from one compressed vector
+    per position (DeepSeek-AI, "DeepSeek-V2", 2024).
 
     Attributes:
-        layer: the layer's class; a subclass may name its own.
+        layer: class of the layer; a subclass may set another class.
         hidden_size: width of the hidden states, h.
-        num_heads: heads of queries, keys and values.
-        q_rank: width of the compressed queries; None: queries are made from the hidden states.
+        num_heads: number of heads of queries, keys and values.
+        q_rank: width of the compressed queries; None: queries are projected from the hidden states.
         kv_rank: width of the compressed keys and values.
-        rope_head_dim: features of a head's query and key with rotary positions; all heads share these
-            features of the key.
-        nope_head_dim: features of a head's query and key without positions.
-        value_head_dim: width of a head's value.
+        rope_head_dim: features of each query and key with rotary positions. All heads share these features of
+            the key.
+        nope_head_dim: features of each query and key without positions.
+        value_head_dim: width of a value.
         norm: kind and epsilon of the norms of compressed vectors.
         down_bias: whether the projections to compressed vectors have a bias.
-        output_bias: whether the projection after attention has one.
-        init: initial values of all projections but the last.
-        output_init: initial values of the projection after attention.
-        dropout: share of attention weights dropped.
-        window: how many earlier positions a token sees; None: all of them.
+        output_bias: whether the output projection has a bias.
+        init: initial values of all projections except the output projection.
+        output_init: initial values of the output projection.
+        dropout: dropout probability of the attention weights.
+        window: number of earlier positions that a position attends to; None: all.
         score_factor: factor of the scores, in addition to ``1 / sqrt(head_dim)``.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
@@ -317,7 +324,7 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Features multiplied for one score: the width of all queries plus the width of all values."""
+        """Multiply-adds per pair of positions: the width of all queries plus the width of all values."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
@@ -330,13 +337,15 @@ class LatentAttentionSpec:
 
     @property
     def q_up(self) -> LinearSpec:
-        """The projection of compressed queries to heads, ``[head][nope_head_dim, rope_head_dim]``."""
+        """The projection of compressed queries to heads, with columns ``[head][nope_head_dim,
+        rope_head_dim]``."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
         return self._up(width_in, {"q": self.head_dim})
 
     @property
     def kv_down(self) -> LinearSpec:
-        """The projection of hidden states to compressed keys and values and the rotary part of the key."""
+        """The projection of hidden states to compressed keys and values, and to the rotary features of the
+        key."""
         return self._down(self.kv_rank + self.rope_head_dim)
 
     @property
@@ -345,7 +354,8 @@ class LatentAttentionSpec:
 
     @property
     def kv_up(self) -> LinearSpec:
-        """The projection of compressed vectors to heads, ``[head][nope_head_dim, value_head_dim]``."""
+        """The projection of compressed vectors to keys and values, with columns ``[head][nope_head_dim,
+        value_head_dim]``."""
         return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property
@@ -354,8 +364,8 @@ class LatentAttentionSpec:
         return LinearSpec(width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     def _down(self, width: int) -> LinearSpec:
-        """A projection to a compressed vector. All heads share the vector, so every tensor-parallel rank
-        computes all of it."""
+        """Return a projection to a compressed vector. Every tensor-parallel rank computes all of it, because
+        all heads share the vector."""
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
@@ -369,12 +379,12 @@ class LatentAttentionSpec:
         return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Bytes a context-parallel rank exchanges before attention and after it."""
+        """Return the bytes that a context-parallel rank exchanges before attention and after attention."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """Bytes of all queries (or keys) and of all values on one rank."""
+        """Return the bytes of all queries (or keys) and of all values on one rank."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)
 
@@ -395,7 +405,8 @@ class LatentAttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Steps of a forward pass; with ``recompute_core`` it does not keep scores and weights."""
+        """Return the steps of a forward pass. With ``recompute_core``, scores and attention weights are not
+        kept."""
         q, v = self._bytes(work)
         steps = [*self._up_steps(work, reads), *self._heads(work, keeps_queries=recompute_core)]
         sizes = CoreSizes(self.num_heads, q, q, v, v, self.dropout, self.softmax_in_fp32)

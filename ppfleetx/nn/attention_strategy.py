@@ -1,10 +1,10 @@
-"""Strategies for attention over whole sequences when each rank holds only some of the positions.
+"""Context parallelism: attention over whole sequences when each rank holds only some of the positions.
 
-Outside attention, each position is computed separately, so each rank along sep takes some of the positions of
-every sequence. Attention needs all of them. A strategy determines which positions a rank has outside and
-inside attention, and which tensors the ranks exchange before and after it.
+Outside attention, each position is computed independently, so each rank along sep holds some of the positions
+of every sequence. A strategy defines the positions of a rank outside and inside attention, and the exchange
+between ranks before and after attention.
 
-Shape letters: s positions, b batch, g key/value heads held here, r query heads per key/value head, d head
+Shape letters: s positions, b batch, g key/value heads on this rank, r query heads per key/value head, d head
 size.
 """
 
@@ -18,34 +18,39 @@ import paddle
 from ppfleetx.distributed.collectives import exchange
 
 Attend = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor, paddle.Tensor | None], paddle.Tensor]
-"""Causal attention: ``(query [b, g, r, q, d], key [b, g, k, d], value [b, g, k, d], document_start [b, q])``
-to ``[b, g, r, q, d]``. The last query and the last key have the same position. ``document_start`` is the
-first key that each query may attend to; None: no limit."""
+"""Causal attention: maps ``(query [b, g, r, q, d], key [b, g, k, d], value [b, g, k, d], document_start [b,
+q])`` to ``[b, g, r, q, d]``.
+
+The last query and the last key have the same position. ``document_start`` is the first key that each query
+may attend to; None: no limit.
+"""
 
 
 class AttentionStrategy:
-    """Each rank has whole sequences, so nothing is exchanged. Other strategies override what they change.
+    """The strategy without context parallelism: each rank has whole sequences, and nothing is exchanged. Base
+    class of other strategies.
 
     Attributes:
-        group: the ranks that hold different positions of the same sequences; None: there are no others.
-        has_own_core: whether :meth:`core` is overridden. If so, kernels that take queries, keys and values in
-            one tensor are not used.
+        group: process group of the ranks that hold different positions of the same sequences; None: no such
+            ranks.
+        has_own_core: whether a subclass overrides :meth:`core`. Kernels for packed queries, keys and values
+            are then not used.
     """
 
     group: Any = None
     has_own_core = False
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """The positions of ``[b, s]`` that this rank has outside attention."""
+        """Return the columns of ``ids [b, s]`` for the positions of this rank outside attention."""
         return ids
 
     def positions_inside(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """The positions of ``[b, s]`` that queries have inside attention."""
+        """Return the columns of ``ids [b, s]`` for the positions of this rank's queries inside attention."""
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Exchange the projection's output ``[s, b, g, r + 2, d]`` for the positions and heads attention
-        works on. The last two dimensions may differ."""
+        """Exchange the output of the projection, ``[s, b, g, r + 2, d]``, for the positions and heads inside
+        attention. The last two dimensions may differ."""
         return qkv
 
     def core(
@@ -56,19 +61,19 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run attention with the kernel ``attend`` on queries and keys with rotary positions already
-        applied."""
+        """Run attention with the function ``attend``. Rotary positions are already applied to queries and
+        keys."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:
-        """Exchange attention's output ``[s, b, g * r * d]`` for this rank's own positions and all of its
+        """Exchange the output of attention, ``[s, b, g * r * d]``, for this rank's own positions with all
         heads."""
         return context
 
 
 class Ulysses(AttentionStrategy):
-    """Each rank holds consecutive positions. Around attention, ranks exchange their positions of all heads
-    for all positions of their heads (Jacobs et al., "DeepSpeed Ulysses", 2023)."""
+    """Each rank holds consecutive positions. All-to-all exchanges before and after attention swap some
+    positions of all heads for all positions of some heads (Jacobs et al., "DeepSpeed Ulysses", 2023)."""
 
     def __init__(self, group: Any) -> None:
         self.group = group

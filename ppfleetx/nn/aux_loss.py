@@ -1,19 +1,19 @@
-"""Losses that arise inside the model, such as a router's, in addition to the loss of the task.
+"""Auxiliary losses of layers, such as a router's, in addition to the loss of the task.
 
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
-returns ``hidden``. In the backward pass the loss gets its gradient at this point, so nothing has to be passed
-to the end of the model. This works in any layer of any pipeline stage. Layers may attach several losses, and
-losses with the same name add up. All layers that attach ``name`` together add this to the loss of a step:
+returns ``hidden`` unchanged. The backward pass starts the gradient of the loss at this point, so the loss
+need not be passed to the end of the model. This works in any layer of any pipeline stage. A layer may attach
+several losses. All losses with the same name add this term to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
-The divisor belongs to the whole step and is known before its first forward pass. So the loss does not depend
-on the plan, nor on micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the
-values over the layers and the tokens that count, without the weight. The logged ``loss`` is only the loss of
-the task.
+The divisor is a count over the whole step, known before its first forward pass. So the loss does not depend
+on the parallel plan, micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the
+values over layers and valid tokens, without the weight. The logged ``loss`` contains only the loss of the
+task.
 
-Shape letters: s positions of the hidden states that this rank has, b rows of the micro batch.
+Shape letters: s positions of the hidden states on this rank, b rows of the micro batch.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """A loss of one micro batch that arises in a layer.
+    """A loss that a layer computes for one micro batch.
 
     Attributes:
-        name: name of the metric; the architecture or the task declares it.
-        value: ``[s, b]`` for ``tokens``, a number for each position of the hidden states here; ``[b]`` for
-            ``sequences``; a scalar for ``step``.
+        name: name of the metric, declared by the architecture or the task.
+        value: ``[s, b]`` for divisor ``tokens``, ``[b]`` for ``sequences``, a scalar for ``step``.
         weight: weight of the loss.
-        divisor: ``tokens`` or ``sequences``: the number of tokens or sequences that count in the loss of the
-            step (others have no effect); ``step``: 1, so that values of all micro batches and ranks add up.
-        same_on: axes whose ranks hold the same value, rather than a share of it. None: the axes whose ranks
-            hold the same hidden states. If the layer has summed a value over ranks into whole sequences, it
-            is the same on ``("mp", "sep")``.
+        divisor: ``tokens`` or ``sequences``: the number of valid tokens or sequences of the step (values of
+            others are ignored). ``step``: 1, so values of all micro batches and ranks are summed.
+        same_on: axes whose ranks hold the same value rather than shares of a sum. None: the axes whose ranks
+            hold the same hidden states. A value that the layer has reduced to whole sequences is the same on
+            ``("mp", "sep")``.
     """
 
     name: str
@@ -69,24 +68,25 @@ class AuxLoss:
 def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
     """Return ``hidden`` unchanged; its backward pass also starts the gradient of ``aux``.
 
-    Outside of a step, in generation or in a teacher, no loss is attached.
+    Outside of a step (generation, a teacher model), no loss is attached.
     """
     place = _PLACE.get()
     return hidden if place is None else place.scope.attach(hidden, aux, place.micro_batch)
 
 
 def counted_positions() -> paddle.Tensor | None:
-    """A mask ``[s, b]`` of this rank's hidden states: 1 where the position counts in the loss, else 0.
-
-    None outside of a step.
-    """
+    """Return the mask ``[s, b]`` of this rank's hidden states: 1 for positions that count in the loss, else
+    0. None outside of a step."""
     place = _PLACE.get()
     return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
 
 
 class StepScope:
-    """Tracks the step and the micro batch for every layer that runs. ``record`` is called with the metric of
-    each loss, once, however often its layer runs."""
+    """Tracks the current step and micro batch for every layer that runs.
+
+    Args:
+        record: called once with the metric of each loss, even if the layer is recomputed.
+    """
 
     def __init__(
         self, factory: LayerFactory, ctx: ParallelContext, record: Callable[[str, Sum], None]
@@ -99,7 +99,7 @@ class StepScope:
         self._weights: dict[tuple[int, Divisor], paddle.Tensor] = {}
 
     def watch(self, stages: Iterable[nn.Layer]) -> None:
-        """Register the layers to track. Each layer runs once per micro batch, in order."""
+        """Register the layers to track. Each layer must run once per micro batch, in order."""
         for layer in stages:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_post_hook(lambda *_: _PLACE.set(None) and None)
@@ -111,10 +111,11 @@ class StepScope:
         divisors: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
-        """Context manager for one step over these micro batches. Further runs of a layer attach no loss.
+        """Context manager for one step over these micro batches. If a layer runs more often, the further runs
+        attach no loss.
 
         Args:
-            divisors: the divisors of the losses; None: losses get no gradient.
+            divisors: divisors of the losses; None: losses get no gradient.
             loss_scale: factor of all gradients.
         """
         self._micro_batches, self._divisors, self._loss_scale = micro_batches, divisors, loss_scale
@@ -147,7 +148,7 @@ class StepScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """1 for each position ``[s, b]`` or row ``[b]`` that counts, 0 for the others."""
+        """Return 1 for each position ``[s, b]`` or row ``[b]`` that counts in the loss, 0 for others."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -157,14 +158,14 @@ class StepScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """The divisor of a metric: the count of the whole step, so that micro batches and replicas average
-        correctly."""
+        """Return the count of a metric in one micro batch. The sum of counts over all micro batches and data
+        ranks is the divisor of the mean."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """The number of ranks that share one micro batch and whose values are summed."""
+        """Return the number of ranks that share a micro batch and hold different terms of a value."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 
@@ -176,7 +177,7 @@ def counts_of(micro_batches: Sequence[Arrays]) -> list[float]:
 
 
 def divisors_of(counts: Sequence[float]) -> Mapping[str, float]:
-    """Turn the sums of :func:`counts_of` over all ranks into the divisors of a step."""
+    """Return the divisors of a step from the sums of :func:`counts_of` over all ranks."""
     return {"step": 1.0, **{of: max(count, 1.0) for of, count in zip(_COUNTED, counts, strict=True)}}
 
 
@@ -186,15 +187,15 @@ class _Place:
     micro_batch: int
 
 
-# A context variable, because recomputation takes a layer back to where it ran first (nn/recompute.py).
+# A context variable, because recomputation restores the context of a layer's first run (nn/recompute.py).
 _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """Float weights of ``[b, s]`` tokens, or of ``[b]`` rows for a classifier, whose mask has one entry
-    per row."""
+    """Return the weights of tokens ``[b, s]`` or rows ``[b]``. The mask of a classifier has one entry per
+    row."""
     mask = batch.get("loss_mask")
-    if mask is None:  # for a task that counts in another way
+    if mask is None:  # a task without a loss mask
         mask = np.ones(batch["tokens"].shape, np.float32)
     if of == "tokens":
         return mask if mask.ndim == 2 else np.broadcast_to(mask[:, None], batch["tokens"].shape)
@@ -202,12 +203,12 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
 
 
 class _Attached(PyLayer):
-    """Pass the first tensor through; in the backward pass, give the second a constant gradient."""
+    """Return the first tensor; in the backward pass, give the second tensor a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:
         ctx.gradient, ctx.gives_hidden = gradient, not hidden.stop_gradient
-        return hidden.view(hidden.shape)  # the tensor itself would be one that is changed in place
+        return hidden.view(hidden.shape)  # autograd would take the tensor itself for an in-place change
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor]:

@@ -1,11 +1,12 @@
-"""Head and loss in pieces of the positions, so that the logits of a micro batch never exist whole.
+"""Chunked loss: head and loss are computed in chunks ("pieces") of positions, so that the logits of a micro
+batch never exist as a whole.
 
-The forward pass computes the logits of one piece, their loss and its gradients, and frees the logits before
-the next piece. The backward pass only multiplies those gradients by the gradient of the loss. No product is
-computed twice; between the passes, the gradients of the head's weight and of its input are kept (Hsu et al.,
-Liger Kernel, 2024, section 3.2, do the same in one GPU kernel).
+For each chunk, the forward pass computes the logits, the loss and its gradients, and frees the logits. The
+backward pass only scales those gradients. No product is computed twice. Between the passes, the gradients of
+the head's weight and input are kept (Hsu et al., Liger Kernel, 2024, section 3.2, do the same in one GPU
+kernel).
 
-Shape letters: s positions, b rows, h width of the hidden states, V columns of the logits (of this rank).
+Shape letters: s positions, b rows, h width of the hidden states, V columns of the logits on this rank.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from ppfleetx.nn.kernels import softcapped
 from ppfleetx.nn.matmul import Matmul, in_dtype
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
-"""A function of the logits ``[s', b, V]`` of a piece, its labels ``[b, s']`` and its mask ``[b, s']``."""
+"""A function of the logits ``[s', b, V]`` of a chunk, its labels ``[b, s']`` and its mask ``[b, s']``."""
 
 
 @dataclass(frozen=True)
 class PieceTarget:
-    """Labels, mask and loss function, with which a head turns its input into a loss.
+    """What the head needs in order to return a loss instead of logits.
 
     Attributes:
-        labels, mask: ``[b, s]`` of this rank's positions.
-        function: the function to apply to each piece; in training, the loss.
+        labels, mask: ``[b, s]`` at this rank's positions.
+        function: the function to apply to each chunk; in training, the loss.
     """
 
     labels: paddle.Tensor
@@ -42,29 +43,29 @@ class PieceTarget:
 
 
 class LogitsInPieces:
-    """A placeholder for logits that have not been computed. The loss requests them piece by piece.
+    """A placeholder for logits, from which the loss requests the logits chunk by chunk.
 
     Args:
-        head: the layer, a :class:`PieceHead`. It is called through its hooks, as in any forward pass.
-        hidden: ``[s, b, h]``, its input.
+        head: the head, called through its hooks as in any forward pass.
+        hidden: ``[s, b, h]``, the input of the head.
     """
 
     def __init__(self, head: PieceHead, hidden: paddle.Tensor) -> None:
         self.head, self.hidden = head, hidden
 
     def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
-        """The sum of ``function`` over all pieces, differentiable."""
+        """Return the sum of ``function`` over all chunks, differentiable."""
         if paddle.is_grad_enabled():
             return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
-        """``function`` of each piece, in order, without gradients."""
+        """Return the result of ``function`` for each chunk, in order, without gradients."""
         return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
-        """Yield the logits ``[s', b, V]`` of each piece, in order, computed on demand. There are no
-        gradients, and hooks of the head do not run."""
+        """Yield the logits ``[s', b, V]`` of each chunk, in order, computed on demand. No gradients; hooks of
+        the head do not run."""
         return self.head.logits_in_pieces(self.hidden)
 
 
@@ -72,10 +73,10 @@ class PieceHead(nn.Layer):
     """A head that can return :class:`LogitsInPieces` instead of logits.
 
     Args:
-        num_pieces: number of parts the positions are cut into; 1: logits are always whole.
-        matmul: determines the type in which the weight is multiplied, and where its gradient goes. It cannot
-            defer gradients, because they are complete before the backward pass begins.
-        softcap: soft limit of the logits; None: none.
+        num_pieces: number of chunks of positions; 1: the head always returns logits.
+        matmul: multiplies by the head's weight. Must not defer gradients, because they are complete before
+            the backward pass begins.
+        softcap: soft cap of the logits; None: no cap.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class PieceHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager: inside it the head may return :class:`LogitsInPieces`, because only the loss
-        reads its output."""
+        """Context manager in which the head may return :class:`LogitsInPieces`, because only the loss reads
+        its output."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield
@@ -97,8 +98,8 @@ class PieceHead(nn.Layer):
             self._loss_follows = False
 
     def defers(self, inputs: Sequence[Any]) -> bool:
-        """Whether a call with these positional arguments returns :class:`LogitsInPieces`, and so reads no
-        weights yet."""
+        """Return whether a call with these positional arguments returns :class:`LogitsInPieces`, without
+        reading any weights."""
         _, cache, target = (*inputs, None, None)[:3]
         return self._loss_follows and cache is None and target is None
 
@@ -110,7 +111,7 @@ class PieceHead(nn.Layer):
         raise NotImplementedError
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """The head's input at all positions that this rank has labels for."""
+        """Return the head's input at all positions for which this rank has labels."""
         raise NotImplementedError
 
     def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
@@ -124,8 +125,8 @@ class PieceHead(nn.Layer):
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: PieceTarget) -> Any:
-        """Return the loss of ``whole [s, b, h]``; without gradients, a list with ``function`` of each
-        piece."""
+        """Return the loss of ``whole [s, b, h]``; without gradients, a list of the results of ``function``
+        for each chunk."""
         weight, bias, is_transposed = self.matrix()
         if paddle.is_grad_enabled():
             head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
@@ -139,7 +140,7 @@ class PieceHead(nn.Layer):
 
 
 class _HeadMatrix:
-    """The head's weight and bias in the type they are multiplied in. Not a tensor, so Paddle ignores it."""
+    """The head's weight and bias, and how to multiply by them. Not a tensor, so Paddle ignores it."""
 
     def __init__(
         self,
@@ -153,19 +154,18 @@ class _HeadMatrix:
         self.is_transposed, self.matmul, self._cap = is_transposed, matmul, cap
 
     def values(self) -> list[paddle.Tensor]:
-        """Detached copies of weight and bias, so that no hook on the parameters runs before the backward
-        pass."""
+        """Return weight and bias detached, so that hooks on the parameters do not run in the forward pass."""
         return [_leaf(self.matmul.leaf_value(one), one.stop_gradient) for one in self.parameters]
 
     def logits(
         self, hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Compute the logits of ``hidden`` with this ``weight`` and ``bias``."""
+        """Return the logits of ``hidden`` for this ``weight`` and ``bias``."""
         return self._cap(self.matmul.apart(hidden, weight, bias, self.is_transposed, self.parameters[0]))
 
 
 class _LossInPieces(PyLayer):
-    """Sum ``function`` over the pieces; the forward pass also computes the gradients."""
+    """Sums the loss over the chunks. The forward pass also computes the gradients."""
 
     @staticmethod
     def forward(
@@ -221,11 +221,11 @@ def _gradients(
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
-    """Return the loss of a piece, and the gradients of all ``leaves`` (piece, weight, optional bias) that
-    need one. The ``grad`` of the leaves is cleared."""
+    """Return the loss of a chunk, and its gradients with respect to all ``leaves`` (chunk, weight, optional
+    bias) that require one."""
     with paddle.enable_grad():
         part = function(head.logits(*leaves), labels, mask)
-        part.backward()  # not paddle.grad, which leaves what PyLayers have saved to the garbage collector
+        part.backward()  # not paddle.grad, which keeps tensors saved by PyLayers until garbage collection
     return part.detach(), [leaf.grad for leaf in leaves]
 
 
@@ -239,8 +239,8 @@ def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddl
 def _pieces(
     whole: paddle.Tensor, target: PieceTarget, num_pieces: int
 ) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
-    """Yield hidden states, labels and mask of each piece. Pieces are consecutive; their lengths differ by
-    at most one."""
+    """Yield hidden states, labels and mask of each chunk. Chunks are consecutive; their lengths differ by at
+    most one."""
     for begin, end in _edges(whole.shape[0], num_pieces):
         yield whole[begin:end], target.labels[:, begin:end], target.mask[:, begin:end]
 

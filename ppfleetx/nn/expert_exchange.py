@@ -1,21 +1,23 @@
-"""The all-to-all exchange that brings hidden states to the ranks of their experts and back.
+"""The all-to-all exchange that sends hidden states to the ranks of their experts and back (expert
+parallelism).
 
-A mixture layer gathers a row of hidden states for each choice, sorted by expert. With expert parallelism the
-experts of a layer are divided among the ranks along ``ep``, so every rank sends each other one the rows of
-that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped: ranks first exchange the numbers of
-rows, then the rows. If the matrices of an expert are also sliced, the ranks along ``emp`` gather each other's
-rows, and add up the outputs of their slices.
+A mixture layer gathers one row of hidden states per choice of an expert, sorted by expert. The experts of a
+layer are divided among the ranks along ``ep``, so every rank sends each other rank the rows for that rank's
+experts (Lepikhin et al., "GShard", 2020). Ranks first exchange the numbers of rows, then the rows; nothing is
+dropped. If the matrices of each expert are also sliced, the ranks along ``emp`` gather each other's rows, and
+sum the outputs of their slices.
 
-With several nodes, small messages travel on two levels (hierarchical all-to-all: Nie et al., "HetuMoE", and
-Hwang et al., "Tutel", 2022). A rank sends the rows for all experts of a node in one message, to the rank that
-has its own place on that node. The ranks of the node then exchange what they got. Numbers of rows travel the
-same way. Experts get the same rows in the same order as on one level.
+Across nodes, messages can be exchanged in two levels, to send fewer and larger messages (hierarchical
+all-to-all: Nie et al., "HetuMoE", and Hwang et al., "Tutel", 2022). A rank has a *place*, its index within
+its node. It sends the rows for all experts of a node in one message, to the rank with the same place on that
+node. The ranks of a node then exchange what they received. Row counts are exchanged the same way. Experts
+receive the same rows in the same order as with one level.
 
 The backward pass is the same exchange in the other direction. All ranks take part in every exchange, even
 without rows to send or receive.
 
-Shape letters: n rows of this rank, h hidden size, E experts of a layer.
-Axes of tables of row counts: a nodes, i places on a node.
+Shape letters: n rows of this rank, h hidden size, E experts of a layer. Axes of tables of row counts: a
+nodes, i places on a node.
 """
 
 from __future__ import annotations
@@ -35,17 +37,19 @@ from ppfleetx.distributed.transfer import read, upload
 
 
 class ExpertExchange:
-    """The exchange among the expert-parallel ranks of a pipeline stage; without groups, nothing is sent.
+    """The exchange among the expert-parallel ranks of a pipeline stage. Without process groups, nothing is
+    sent.
 
     Args:
-        ep: ranks among which the experts are divided; None: every rank has all of them.
-        emp: ranks that slice each expert's matrices; None: experts are whole.
-        alike: ranks that hold the same rows; None: there are none.
-        levels: to exchange on two levels, the ranks of ``ep`` with this rank's place on every node, and those
-            on this rank's node (:func:`~ppfleetx.config.mesh.levels_of`).
+        ep: group of the ranks among which experts are divided; None: every rank has all experts.
+        emp: group of the ranks that slice each expert's matrices; None: experts are whole.
+        alike: group of the ranks that hold the same rows; None: no other rank holds them.
+        levels: groups for an exchange in two levels (:func:`~ppfleetx.config.mesh.levels_of`): the ranks of
+            ``ep`` with this rank's place on every node, and the ranks of ``ep`` on this rank's node.
 
     Attributes:
-        adds_output_bias: whether this rank adds the experts' last bias; one rank along ``emp`` does.
+        adds_output_bias: whether this rank adds the bias of the experts' output; exactly one rank along
+            ``emp`` does.
     """
 
     def __init__(
@@ -56,8 +60,8 @@ class ExpertExchange:
         self.adds_output_bias = emp is None or emp.rank == 0
 
     def own(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """The part of ``rows [n, ...]`` this rank dispatches when several ranks hold the same rows. The
-        backward pass gathers the gradient of all rows."""
+        """Return the part of ``rows [n, ...]`` that this rank dispatches, if several ranks hold the same
+        rows. The backward pass gathers the gradient of all rows."""
         if self._alike is None:
             return rows
         if rows.stop_gradient:
@@ -65,15 +69,15 @@ class ExpertExchange:
         return _Own.apply(rows, self._alike)
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        """Gather the parts of :meth:`own` into all ``num_rows`` rows."""
+        """Gather the parts from :meth:`own` into all ``num_rows`` rows."""
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
-        """Send rows to their experts.
+        """Start to send rows to their experts.
 
         Args:
             rows: ``[n, h]``, sorted by expert.
-            counts: ``[E]``, int64: number of rows for each expert.
+            counts: ``[E]`` int64, number of rows for each expert.
         """
         if self._between is None and self._emp is None:
             return Journey(rows, counts)
@@ -81,24 +85,24 @@ class ExpertExchange:
 
 
 class Journey:
-    """One dispatch of rows to experts and back. This base class sends nothing."""
+    """One round trip of rows to their experts and back. This base class sends nothing."""
 
     def __init__(self, rows: paddle.Tensor, counts: paddle.Tensor) -> None:
         self._rows, self._counts = rows, counts
 
     def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
-        """Wait for the rows of this rank's experts; return them sorted by expert, with the number of rows
-        per expert on the host. Work queued before this call overlaps the exchange."""
+        """Wait for the rows of this rank's experts. Return them sorted by expert, and the number of rows per
+        expert on the host. Work queued before this call overlaps the exchange."""
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """Send the experts' outputs back; return them in the order of the rows that were dispatched."""
+        """Send the experts' outputs back. Return them in the order of the dispatched rows."""
         return outputs
 
 
 class _Travel(Journey):
     def __init__(self, rows: paddle.Tensor, route: Route) -> None:
-        if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks take part in the backward pass
+        if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks join the backward pass
             rows = rows.detach()
             rows.stop_gradient = False
         self._route, self._message = route, Message()
@@ -115,20 +119,21 @@ class _Travel(Journey):
 
 @dataclass(frozen=True)
 class Route:
-    """The route of the rows of one dispatch.
+    """How the rows of one dispatch travel.
 
-    On one level, every rank along ``ep`` is a node of its own, and ``within`` is None.
+    With one level, every rank along ``ep`` counts as a node, and ``within`` is None.
 
-    A rank that would send, pass on or receive nothing sends itself a row of zeros for its last expert,
-    because Paddle's exchanges and operators do not accept empty tensors on every device.
+    A rank that would send, forward or receive no rows sends itself one row of zeros for its last expert,
+    because Paddle's collectives and operators do not accept empty tensors on every device.
 
     Attributes:
-        sent: rows for each node.
-        passing: ``[a, i]``: the rows from this rank's place on each node for each place on its own node.
-        table: ``[emp, i, a, experts of this rank]``: the rows that each rank along ``emp`` received from each
-            rank along ``ep``, in the order in which they arrive.
-        zeros_at: index of the row of zeros among the rows sent; None: there is none.
-        between, within, emp: the groups, or None.
+        sent: number of rows sent to each node.
+        passing: ``[a, i]``, rows received from this rank's place on node a that are forwarded to place i on
+            its own node.
+        table: ``[emp, i, a, experts of this rank]``, rows that each rank along ``emp`` received from each
+            rank along ``ep``, in the order of arrival.
+        zeros_at: index of the row of zeros among the rows sent; None: there is no such row.
+        between, within, emp: the process groups, or None.
     """
 
     sent: np.ndarray
@@ -141,7 +146,8 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
-        """Exchange the row counts: one message along each axis, and one wait for the device."""
+        """Exchange the row counts and build the route: one message along each axis, and one wait for the
+        device."""
         (nodes, node), (places, place), (slices, _) = map(_size_and_rank, (between, within, emp))
         num_experts, to_itself = counts.shape[0], np.zeros([nodes, places], np.int64)
         to_itself[node, place] = 1
@@ -180,17 +186,17 @@ class Route:
 
     @property
     def _received(self) -> np.ndarray:
-        """The number of rows received from each place on this node."""
+        """Number of rows received from each place on this node."""
         return self.table[0 if self.emp is None else self.emp.rank].sum((1, 2))
 
     @property
     def _longest(self) -> int:
-        """The largest number of rows any rank along ``emp`` received; every rank pads to it."""
+        """Largest number of rows that a rank along ``emp`` received; every rank pads to it."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
     def _by_place(self) -> paddle.Tensor:
-        """The positions, among the rows that this rank passes on, of the rows for each place."""
+        """Indices that sort the rows to forward by their destination's place."""
         return upload(self._passing_order())
 
     @cached_property
@@ -199,31 +205,31 @@ class Route:
         return upload(self._passing_order().argsort())
 
     def _passing_order(self) -> np.ndarray:
-        return sorted_by_expert(self.passing[None, None], 0)  # places take the part of experts
+        return sorted_by_expert(self.passing[None, None], 0)  # sorts by place instead of by expert
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """The positions of each expert's rows among the rows gathered along ``emp``."""
+        """Indices that sort the rows gathered along ``emp`` by expert."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
     def _place(self) -> paddle.Tensor:
-        """The inverse of :attr:`_order`. Padding maps to an arbitrary row, which nothing reads."""
+        """The inverse of :attr:`_order`. Padding maps to an arbitrary row, which is not used."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
         return upload(place)
 
     def depart(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start sending rows, sorted by expert, to the ranks of their experts."""
+        """Start to send rows, sorted by expert, to the ranks of their experts."""
         if self.zeros_at is not None:
             zeros = paddle.zeros([1, *rows.shape[1:]], rows.dtype)
             rows = _joined(rows[: self.zeros_at], zeros, rows[self.zeros_at :])
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Pass the rows on within the node, and gather the rows received over all ranks along ``emp``, sorted
-        by expert."""
+        """Forward the rows within the node, gather the received rows over all ranks along ``emp``, and sort
+        them by expert."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -232,8 +238,8 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Reduce-scatter the outputs over the ranks along ``emp``, and return them to the ranks that passed
-        the rows on: the inverse of :meth:`spread`."""
+        """The inverse of :meth:`spread`: reduce-scatter the outputs over the ranks along ``emp``, and return
+        them to the ranks that forwarded the rows."""
         rows = rows.index_select(self._place)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -245,7 +251,7 @@ class Route:
         return rows.index_select(self._by_node)
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start sending outputs back; :meth:`at_home` waits for them."""
+        """Start to send outputs back; :meth:`at_home` waits for them."""
         return message.start(rows, self.passing.sum(1), self.sent, self.between)
 
     def at_home(self, message: Message) -> paddle.Tensor:
@@ -256,14 +262,14 @@ class Route:
 
 
 class Message:
-    """An all-to-all between nodes that has been started."""
+    """An all-to-all between nodes that is in progress."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], paddle.Tensor] | None = None
 
     def start(self, rows: paddle.Tensor, sent: np.ndarray, received: np.ndarray, group: Any) -> paddle.Tensor:
-        """Start the exchange and return the tensor it fills. Without a group, that tensor is already
-        complete."""
+        """Start the exchange and return the tensor that it fills. Without a group, the tensor is ``rows``
+        itself."""
         if group is None:
             self._finish = lambda: rows
             return rows
@@ -285,7 +291,7 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """All-to-all of ``numbers``, with equally many for each member."""
+    """All-to-all of ``numbers``, the same count for each rank."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)
@@ -294,11 +300,12 @@ def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
-    """The indices that reorder rows from (slice, place, node, expert) to (expert, slice, node, place) order;
-    the rows of slice ``j`` begin at ``j * stride``.
+    """Return the indices that reorder rows from (slice, place, node, expert) to (expert, slice, node, place)
+    order.
 
     Args:
-        table: ``[slice, place, node, expert]``, numbers of rows.
+        table: number of rows, ``[slice, place, node, expert]``.
+        stride: the rows of slice ``j`` start at ``j * stride``.
     """
     slices = len(table)
     lengths = table.reshape(slices, -1)
@@ -311,8 +318,7 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
 
 
 class _Depart(PyLayer):
-    """Send rows in the forward pass. In the backward pass their gradients, sent by :class:`_Arrive`,
-    arrive here."""
+    """Start to send rows. In the backward pass, wait for their gradients, which :class:`_Arrive` sends."""
 
     @staticmethod
     def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
@@ -358,7 +364,7 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """This rank's share of the rows, or one row of zeros if there are fewer rows than ranks."""
+    """Return this rank's share of the rows, or one row of zeros if there are fewer rows than ranks."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

@@ -1,6 +1,7 @@
-"""Layer factories: plain layers with whole parameters on one card, fleet's sliced layers otherwise.
+"""Layer factories: plain layers with whole parameters, or fleet's sliced layers under tensor parallelism.
 
-Blocks ask a factory for their layers and never see a degree. All effects of a plan on a layer are here.
+Blocks get their layers from a factory and never read a parallel degree. All effects of a plan on layers are
+in this file.
 """
 
 from __future__ import annotations
@@ -52,21 +53,21 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, Qu
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_scores import token_scores
 
-# Paddle would draw random values that build_stage replaces; zeros cost less.
+# Zeros instead of Paddle's random values, which build_stage would replace.
 _ZEROS = nn.initializer.Constant(0.0)
-# What `Compress.Quantization.quantizable_layer_type` calls a linear.
+# The names of linears in `Compress.Quantization.quantizable_layer_type`, by slicing.
 _KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """Return the matrix ``[in, out]`` of a linear, dequantized if necessary."""
+    """Return the declaration of a linear's matrix ``[in, out]``, also if the linear is quantized."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
-    """Return the factory of a plan. Without ``train`` it makes layers whose weights never change after
-    first use."""
+    """Return the layer factory of a parallel plan. Without ``train``, its layers assume that weights never
+    change after their first use."""
     if ctx.size_of("mp") > 1:
         factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
@@ -80,7 +81,7 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
 
 
 def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
-    """The exchange of this plan's expert groups, which exist only if the model has experts
+    """Return the expert exchange of this plan. Its process groups exist only if the model has experts
     (``distributed/init.py``)."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     return ExpertExchange(
@@ -93,7 +94,7 @@ class LocalFactory:
 
     Attributes:
         keeps_weights: whether weights keep their values and memory after their first use.
-        mesh, rank: the mesh, and this rank, which determine the slices of parameters.
+        mesh, rank: the device mesh and this rank, which determine the slices of parameters.
     """
 
     keeps_weights = sequence_parallel = False
@@ -170,10 +171,10 @@ class LocalFactory:
         return self._declared(layer, spec.parameters())
 
     def norm(self, spec: NormSpec) -> nn.Layer:
-        """A norm of the last dimension.
+        """Make a norm over the last dimension.
 
         Raises:
-            ConfigError: there is no such norm, or its parameters differ from its registration.
+            ConfigError: the norm is not registered, or its parameters differ from its registration.
         """
         size, traits, specs = spec.head_size or spec.size, NORMS.traits(spec.kind), self._parameters(spec)
         layer = NORMS.make(spec.kind, size, spec.epsilon, gives=nn.Layer)
@@ -227,7 +228,7 @@ class LocalFactory:
         return values
 
     def _position_groups(self) -> list[Any]:
-        """The process groups whose ranks hold different positions of the hidden states."""
+        """Return the process groups whose ranks hold different positions of the hidden states."""
         return [] if self.attention.group is None else [self.attention.group]
 
     def token_loss(
@@ -244,7 +245,7 @@ class LocalFactory:
 
 
 class InferenceFactory(LocalFactory):
-    """The factory for evaluation and generation, where the model is not trained."""
+    """The layer factory for evaluation and generation, where the model is not trained."""
 
     linear_cls = InferenceLinear
 
@@ -253,15 +254,15 @@ class InferenceFactory(LocalFactory):
 
 
 class TensorParallelFactory(LocalFactory):
-    """Fleet's tensor-parallel layers (Shoeybi et al., 2019; Korthikanti et al., 2022 for sequences).
+    """The factory of fleet's tensor-parallel layers (Shoeybi et al., 2019; sequence parallelism: Korthikanti
+    et al., 2022).
 
     Args:
-        group: the tensor-parallel ranks.
+        group: process group of the tensor-parallel ranks.
         sequence_parallel: whether each rank holds only its part of the positions outside attention and MLP.
 
     Attributes:
-        exchange: lets column-parallel layers overlap the sum of their input's gradient with computation;
-            None: they do not.
+        exchange: overlaps the communication of column-parallel layers with computation; None: no overlap.
     """
 
     exchange: Exchange | None = None
@@ -273,7 +274,7 @@ class TensorParallelFactory(LocalFactory):
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
 
     def local_count(self, count: int, what: str) -> int:
-        """Return how many of ``count`` equal parts this rank has.
+        """Return how many of ``count`` equal parts are on this rank.
 
         Raises:
             ConfigError: the parts cannot be divided evenly.
@@ -310,16 +311,15 @@ class TensorParallelFactory(LocalFactory):
             **options,
         )
         if spec.cut == "rows":
-            layer.mp_skip_c_identity = True  # a copy of the gradient
+            layer.mp_skip_c_identity = True  # skips a copy of the gradient
         elif self.exchange is not None:
             layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
-        elif not self.sequence_parallel:  # fleet's needs c_identity, which plugins lack in bfloat16
+        elif not self.sequence_parallel:  # fleet uses c_identity, which plugins lack in bfloat16
             layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Make a quantizer. It reduces maxima and the gradients of learned bounds over the ranks that slice
-        the tensor."""
+        """Make a fake quantizer that takes maxima over all ranks that slice the tensor."""
         has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
@@ -339,14 +339,14 @@ class TensorParallelFactory(LocalFactory):
         return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Make an adapter that is sliced like its linear. With sliced input features, A gives partial sums;
-        with sliced output features, B is sliced."""
+        """Make an adapter that is sliced like its linear. With sliced input features, the product with A is a
+        partial sum; with sliced output features, B is sliced."""
         cut = _matrix_of(linear).placement("mp")
         join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
         return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make a quantized linear. With sliced input features, its products are partial sums; with sliced
+        """Make a quantized linear. With sliced input features, its product is a partial sum; with sliced
         output features, the gradient of its input is a partial sum."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
@@ -372,7 +372,7 @@ class TensorParallelFactory(LocalFactory):
     def _for_sliced_output(self, low: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
 
-        # Either way the gradient is summed over the ranks' columns.
+        # Both cases sum the gradient over the ranks, which hold different columns.
         return AllGatherOp.apply(low) if self.sequence_parallel else sum_gradient(low, self.group)
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
@@ -404,7 +404,8 @@ class TensorParallelFactory(LocalFactory):
     def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
 
-        # Every rank computes the same with the whole: each needs its own part of that one gradient.
+        # All ranks compute the same from the gathered tensor, so each takes its part of the gradient without
+        # a sum.
         return GatherOp.apply(hidden) if self.sequence_parallel else hidden
 
     def _position_groups(self) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Fake quantization: tensors rounded to a grid of integers times a scale, with straight-through gradients.
+"""Fake quantization: tensors rounded to integers times a scale, with straight-through gradients.
 
 The grid of b bits is symmetric: the integers from -L to L with L = 2^(b-1) - 1, times ``bound / L``. The
-gradient passes as if nothing had been rounded (Bengio et al., 2013), and is 0 for values beyond the bound.
+gradient ignores the rounding (Bengio et al., 2013), and is 0 for values beyond the bound.
 
-Nothing here depends on the parallel plan, because a bound is a maximum over a whole tensor, whatever the
-order. All micro batches of a step round a linear's input with the moving average from the beginning of the
-step. At its end, the maximum of the global batch is added to the average once.
+Results do not depend on the parallel plan, because a bound is a maximum over a whole tensor. All micro
+batches of a step round a linear's input with the moving average from the beginning of the step; after the
+step, the maximum over the global batch is added to the average once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig
 
-_SMALLEST = 1.1754944e-38  # scale of an all-zero tensor: the smallest normal number
-_LEAST_SHARE = 0.01  # a learned clip stays above this
+_SMALLEST = 1.1754944e-38  # the smallest normal number, as the scale of an all-zero tensor
+_LEAST_SHARE = 0.01  # lower bound of a learned clipping factor
 
 Reduce = Callable[[paddle.Tensor], paddle.Tensor]
-"""A function that reduces maxima, in place, over the ranks that hold parts of a tensor."""
+"""A function that takes the maximum, in place, over the ranks that hold parts of a tensor."""
 
 
 def levels_of(bits: int) -> int:
@@ -40,13 +40,13 @@ def levels_of(bits: int) -> int:
 def on_grid(
     x: paddle.Tensor, bound: paddle.Tensor, bits: int, *, reaches_beyond: bool = True
 ) -> paddle.Tensor:
-    """Round ``x`` to the nearest points (ties to even) of the grid up to ``bound``.
+    """Round ``x`` to the nearest grid points up to ``bound`` (ties to even).
 
     Args:
         x: any shape and floating type; computed in float32.
         bound: float32, broadcast to ``x``; gets no gradient.
         bits: 2 to 16.
-        reaches_beyond: whether elements may lie beyond the bound; they are clipped to it.
+        reaches_beyond: whether elements may exceed the bound; they are clipped to it.
     """
     if _has_no_gradient(x):
         return _rounded(x, bound, bits, reaches_beyond)
@@ -54,8 +54,8 @@ def on_grid(
 
 
 def on_learned_grid(x: paddle.Tensor, bound: paddle.Tensor, share: paddle.Tensor, bits: int) -> paddle.Tensor:
-    """Like :func:`on_grid`, up to ``bound * share``. The gradient of ``share [1]`` comes from clipped values
-    (PACT: Choi et al., 2018)."""
+    """Like :func:`on_grid` with the bound ``bound * share``. The learned clipping factor ``share [1]`` gets a
+    gradient from clipped values (PACT: Choi et al., 2018)."""
     if _has_no_gradient(x) and _has_no_gradient(share):
         return _rounded(x, bound * share.clip(min=_LEAST_SHARE), bits, True)
     return _LearnedClip.apply(x, share, bound, bits)
@@ -74,7 +74,7 @@ def _rounded(x: paddle.Tensor, bound: paddle.Tensor, bits: int, reaches_beyond: 
     return (integers * scale).astype(x.dtype)
 
 
-# Backward passes below need no parameter: sharding stage 3 may have taken it away by then.
+# The backward passes below read no parameter, because sharding stage 3 may have freed it by then.
 
 
 class _StraightThrough(PyLayer):
@@ -119,15 +119,15 @@ def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
 class FakeQuantizer(nn.Layer):
     """Rounds the weight and the input of one linear.
 
-    Parameters, if the configuration asks for them: ``input_scale [1]`` is the moving average of the input's
-    largest magnitude. It is not trained; while it is 0, there was no input yet, and inputs are not rounded.
-    ``weight_clip [1]`` and ``input_clip [1]`` are the learned shares of the bounds.
+    Its parameters, as far as configured: ``input_scale [1]``, the moving average of the input's largest
+    magnitude, which is not trained (0 means no input has been seen, and inputs are not rounded);
+    ``weight_clip [1]`` and ``input_clip [1]``, the learned clipping factors.
 
     Args:
-        cfg: the section.
+        cfg: the section ``Compress.Quantization``.
         over_weight: reduces a maximum over the whole weight, or over an output channel if ``cfg`` says so.
         over_input: reduces a maximum over the input features of a token.
-        follows: whether training moves the scale; otherwise the scale of the checkpoint is kept.
+        follows: whether training updates ``input_scale``; if not, the value from the checkpoint is kept.
         keeps: whether weights do not change after their first use, so that they are rounded only once.
     """
 
@@ -162,8 +162,8 @@ class FakeQuantizer(nn.Layer):
     # -- the tensors that the linear uses
 
     def weight(self, weight: paddle.Tensor) -> paddle.Tensor:
-        """Round the linear's ``weight [in, out]`` (``[experts, in, out]`` for experts), or this rank's part
-        of it."""
+        """Round the linear's ``weight [in, out]`` (``[experts, in, out]`` for experts), or this rank's
+        slice."""
         if self._kept is not None:
             return self._kept
         bound = self._weight_bound(weight)
@@ -176,7 +176,7 @@ class FakeQuantizer(nn.Layer):
         return rounded
 
     def input(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Round the linear's input ``[..., in]``, or this rank's part of it."""
+        """Round the linear's input ``[..., in]``, or this rank's slice."""
         bound = self._input_bound(x)
         if bound is None:
             return x
@@ -189,7 +189,7 @@ class FakeQuantizer(nn.Layer):
         if self._bound is None or not paddle.in_dynamic_mode():
             magnitudes = weight.detach().abs().astype("float32")
             per_channel = self.cfg.weight_quantize_type == "channel_wise_abs_max"
-            if magnitudes.ndim == 3:  # each expert's matrix by itself
+            if magnitudes.ndim == 3:  # a separate bound for each expert
                 bound = magnitudes.max(axis=1 if per_channel else [1, 2], keepdim=True)
             else:
                 bound = self._over_weight(magnitudes.max(axis=0) if per_channel else magnitudes.max())
@@ -203,8 +203,8 @@ class FakeQuantizer(nn.Layer):
         x = x.detach()
         if self.input_scale is None:
             return self._over_input(x.abs().max(axis=-1, keepdim=True).astype("float32"))
-        if self.training and self.follows and x.size:  # the experts here may have got no position
-            # A maximum may be taken twice: recomputation changes nothing.
+        if self.training and self.follows and x.size:  # a rank's experts may have got no position
+            # Recomputation takes the same maximum again, which does not change it.
             largest = x.abs().max().astype("float32")
             self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)
         if not self._has_scale and paddle.in_dynamic_mode():
@@ -218,26 +218,27 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Forget the observed maxima and the rounded weight, which may have changed."""
+        """Discard the observed maxima and the weight's bound, because the weight may have changed."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:
-        """Return the largest input magnitude, ``[]``, since the last call, and reset it; 0 without inputs."""
+        """Return the largest input magnitude, ``[]``, since the last call, and reset it. Returns 0 if there
+        was no input."""
         largest, self._largest = self._largest, None
         return paddle.zeros([]) if largest is None else largest
 
     @paddle.no_grad()
     def follow(self, largest: paddle.Tensor) -> None:
-        """Move the scale towards the ``largest`` magnitude of a step's global batch."""
+        """Move the scale towards ``largest``, the largest magnitude in a step's global batch."""
         if not self.input_scale._is_initialized():
-            return  # sharding stage 3: its owner has it
+            return  # sharding stage 3: only the owner has the value
         rate, scale = self.cfg.moving_rate, self.input_scale.detach()
         moved = paddle.where(scale > 0, rate * scale + (1 - rate) * largest, largest)
         self.input_scale.set_value(moved.reshape([1]))
 
 
 def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
-    """Make ``linear`` multiply with the weight and input that ``quantizer`` rounds."""
+    """Make ``linear`` multiply its input and weight after rounding by ``quantizer``."""
     linear.add_sublayer(QUANTIZER, quantizer)
     linear.register_forward_pre_hook(_round)
     linear.register_forward_post_hook(_restore)
@@ -246,7 +247,7 @@ def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
 def _round(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
     quantizer: FakeQuantizer = linear.quant
     weight = quantizer.weight(linear._parameters["weight"])
-    linear.__dict__["weight"] = weight  # found before the parameter of this name
+    linear.__dict__["weight"] = weight  # attribute lookup finds this before the parameter
     if isinstance(linear, InferenceLinear):
         linear.use(weight)
     return (quantizer.input(inputs[0]), *inputs[1:])
@@ -259,8 +260,8 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """Add fake quantization to the linears that ``cfg`` names; return the new ``stages``. With ``follows``,
-    training moves the scales of inputs."""
+    """Return ``stages`` with fake quantization of the linears selected by ``cfg``. With ``follows``, training
+    updates the scales of inputs."""
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
     stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:
@@ -284,7 +285,7 @@ def _freeze(layer: nn.Layer, _: NameOf) -> None:
 
 
 def _freeze_first(layer: nn.Layer, name_of: NameOf) -> None:
-    """Freeze the embedding; the blocks' inputs still get gradients."""
+    """Freeze the embedding, but let the blocks' inputs get gradients."""
     _freeze(layer, name_of)
     layer.register_forward_post_hook(ask_for_gradient)
 

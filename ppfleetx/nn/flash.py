@@ -1,7 +1,7 @@
-"""Flash attention of Paddle or of a device plugin: its limits, and its calls.
+"""Flash attention of Paddle or of a device plugin: limits and calls.
 
-Shape letters as in :mod:`ppfleetx.nn.kernels`. In Paddle 3.3.1, unsupported sizes end in an assertion or an
-external error of the kernel, so they are checked here first.
+Shape letters as in :mod:`ppfleetx.nn.kernels`. Limits are checked here first, because in Paddle 3.3.1
+unsupported sizes end in an assertion or an external error of the kernel.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
 def flash_obstacle(
     query: paddle.Tensor, dropout: nn.Layer, *, packed: bool, fused: FusedOps | None = None
 ) -> str | None:
-    """The reason flash attention cannot serve such queries here; None if it can.
+    """Return the reason why flash attention cannot process ``query`` here; None if it can.
 
     Args:
-        dropout: dropout of the attention weights; if it is in training mode, a backward pass will follow.
+        dropout: dropout of the attention weights. In training mode, a backward pass is assumed to follow.
         packed: whether a row holds several documents.
-        fused: the fused operators in use, which include attention on the device of a plugin. None: none (the
-            default is not a constant of this file, because tracing for an export would not find it).
+        fused: the fused operators in use, which include a plugin's attention. None: no fused operators (a
+            constant as default would break the tracing of exports).
     """
     if not on_gpu():
         return _plugin_obstacle(query, dropout, NO_FUSED_OPS if fused is None else fused)
@@ -53,7 +53,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
         return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
     if dropout.training and dropout.p > 0:
         return (
-            "the plugin's drops attention weights in the backward pass alone; set "
+            "the plugin applies dropout in the backward pass only; set "
             "Model.attention_probs_dropout_prob to 0"
         )
     return None
@@ -62,16 +62,16 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def limit(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """The first limit of flash attention ``version`` that the sizes exceed, as text for a message; None if
-    they fit.
+    """Return the first limit of flash attention ``version`` that the sizes exceed, as text for a message;
+    None if they fit.
 
     The library checks the same limits: version 2 in ``csrc/capi/flash_attn.cu`` of
     PaddlePaddle/flash-attention, version 3 in Paddle's ``flash_attn_v3_kernel.cu`` and
     ``nn/functional/flash_attention.py``.
 
     Args:
-        capability: compute capability of the card, (major, minor).
-        drops: whether attention weights are dropped.
+        capability: compute capability of the GPU, (major, minor).
+        drops: whether dropout is applied to attention weights.
         trains: whether a backward pass follows.
     """
     card = f"this card has {capability[0]}.{capability[1]}"
@@ -97,7 +97,8 @@ def limit(
 
 
 def flash_version(head_size: int, *, packed: bool) -> int:
-    """The version of flash attention that Paddle will run: its flag's, except in some deterministic cases."""
+    """Return the version of flash attention that Paddle will run: the value of its flag, but version 2 in
+    some deterministic cases."""
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version
@@ -110,8 +111,8 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Run flash attention: Paddle's, with packed documents as flashmask, or the plugin's, with packed
-    documents as a full mask.
+    """Run flash attention. Packed documents become a flashmask in Paddle's kernel, and a full mask in a
+    plugin's.
 
     Values narrower than keys are padded with zeros, because the kernels take one head size.
     """
@@ -126,8 +127,8 @@ def flash_attention(
     if of_plugin is not None:
         length = query.shape[-2]
         hidden = None if document_start is None else ~attention_mask(length, length, document_start)
-        # No fixed seed; nothing is dropped; its own causal mask if there is no other; no softmax to return;
-        # as in a test, where it draws nothing from the device's generator; a triangular mask.
+        # Arguments: no fixed seed, mask, dropout 0.0, causal if there is no mask, do not return the softmax,
+        # test mode (so that the device's random generator is not advanced), triangular mask.
         context = of_plugin(q_bsnd, k_bsnd, v_bsnd, None, hidden, 0.0, hidden is None, False, True, True)[0]
         return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])
     # training=False only switches dropout off; version 3 does not accept it.
@@ -142,9 +143,11 @@ def flash_attention(
 
 
 def packed_flash_attention(qkv: paddle.Tensor, dropout: nn.Layer) -> paddle.Tensor:
-    """Causal attention of ``qkv [s, b, n, 3, d]``: query, key and value of n heads; gives ``[s, b, n * d]``.
+    """Compute causal attention of ``qkv [s, b, n, 3, d]`` (query, key and value of n heads); returns ``[s, b,
+    n * d]``.
 
-    It takes one copy to the kernel's order, and one for the gradient, instead of a copy of each part.
+    Needs one copy into the kernel's layout, and one for the gradient, instead of one per query, key and
+    value.
     """
     rows = qkv.transpose([1, 0, 3, 2, 4])
     probability = dropout.p if dropout.training else 0.0
@@ -159,7 +162,7 @@ _capability = functools.cache(capability)
 
 
 def _flag(name: str, default: int) -> int:
-    """The value of a Paddle flag, which builds without GPU support lack."""
+    """Return the value of a Paddle flag; ``default`` in a build without GPU support, which lacks the flag."""
     try:
         return paddle.get_flags(name)[name]
     except ValueError:

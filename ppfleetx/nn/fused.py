@@ -1,9 +1,9 @@
-"""The table of fused operators, each one Paddle kernel that replaces several, and the choice among them.
+"""The table of fused operators (one Paddle kernel in place of several), and the choice of those to use.
 
-A composite of plain operators, which run everywhere, defines the result of each fused operator. The fused
-operator is used if this build of Paddle, or the device's plugin, has it for the device and element type, and
-if its results in a small trial, forward and backward, match the composite's. So a fused operator that is
-missing, fails or is wrong on some card only costs speed, and the log says why.
+A composite of plain operators, which runs everywhere, defines the result of each fused operator. A fused
+operator is used if Paddle or the device's plugin has it for the device and element type, and if its results
+in a small trial, forward and backward, match the composite. So a fused operator that is missing, fails or is
+wrong on some device only costs speed, and the log gives the reason.
 
 Exported programs contain only composites.
 """
@@ -33,16 +33,15 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class FusedOperator:
-    """One row of the table.
+    """One row of the table of fused operators.
 
     Attributes:
         does: a description of the operator.
-        kernels: Paddle's names of its kernels, including backward kernels, which must exist for the element
-            type.
-        trial: ``module:function`` that runs both it and its composite on small tensors of an element type.
-        types: element types that it is used with.
-        of_plugin: the equivalent operator of a device's plugin, which replaces the kernels there.
-        exact_on_cpu: whether its CPU kernel gives the same bits as the composite and is no slower. On a CPU,
+        kernels: names of Paddle's kernels, forward and backward, that must exist for the element type.
+        trial: ``module:function`` that runs the fused operator and its composite on small tensors.
+        types: element types that the operator is used with.
+        of_plugin: name of the equivalent operator of a device plugin, which replaces ``kernels`` there.
+        exact_on_cpu: whether its CPU kernel is bitwise equal to the composite and no slower. On a CPU,
             ``auto`` uses only such operators, so that results do not change.
     """
 
@@ -59,20 +58,20 @@ _OPTIMIZER_TRIALS = "ppfleetx.optims.fused_trials"
 
 TABLE: Mapping[FusedName, FusedOperator] = {
     "adamw": FusedOperator(
-        "AdamW of all float32 parameters in few kernels, not one a parameter",
+        "AdamW for all float32 parameters in a few kernels instead of one per parameter",
         ("fused_adam",),
         f"{_OPTIMIZER_TRIALS}:adamw",
         types=("float32",),
         exact_on_cpu=True,
     ),
     "grad_norm": FusedOperator(
-        "squared norm of all small gradients as that of one tensor",
+        "squared norm of all small gradients in one kernel",
         ("squared_l2_norm", "concat"),
         f"{_OPTIMIZER_TRIALS}:grad_norm",
         types=("float32",),
     ),
     "grad_scale": FusedOperator(
-        "all gradients clipped, or freed of the loss scale, in one kernel",
+        "clipping and loss-scale division of all gradients in one kernel",
         ("check_finite_and_unscale",),
         f"{_OPTIMIZER_TRIALS}:grad_scale",
         types=("float32",),
@@ -90,7 +89,9 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         of_plugin="fused_rope",
     ),
     "swiglu": FusedOperator(
-        "SiLU of the gate times the rest", ("swiglu", "swiglu_grad"), f"{_LAYER_TRIALS}:swiglu"
+        "SwiGLU: SiLU of the gate times the up projection",
+        ("swiglu", "swiglu_grad"),
+        f"{_LAYER_TRIALS}:swiglu",
     ),
     "causal_softmax": FusedOperator(
         "causal mask and softmax of attention scores, where flash attention does not run",
@@ -104,20 +105,20 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         types=("float16", "bfloat16"),
     ),
     "plugin_attention": FusedOperator(
-        "flash attention of a device's plugin; on GPUs Model.attention_kernel alone decides",
+        "flash attention of a device plugin; on GPUs only Model.attention_kernel decides",
         (),
         f"{_LAYER_TRIALS}:plugin_attention",
         types=("float16", "bfloat16"),
         of_plugin="flash_attention_npu",
     ),
     "linear_grad_add": FusedOperator(
-        "gradient of a 16-bit weight, its conversion to float32 and its addition to the step's sum",
+        "gradient of a 16-bit weight, accumulated in float32 by the same kernel",
         ("fused_linear_param_grad_add",),
         f"{_LAYER_TRIALS}:linear_grad_add",
         types=("float16", "bfloat16"),
     ),
     "weight_cast": FusedOperator(
-        "weights converted to 16 bits once a step at O1, not in every product",
+        "weights converted to 16 bits once per step at O1, not in every product",
         ("cast",),
         f"{_LAYER_TRIALS}:weight_cast",
         types=("float16", "bfloat16"),
@@ -126,7 +127,8 @@ TABLE: Mapping[FusedName, FusedOperator] = {
 
 
 class FusedOps:
-    """The fused operators in use with their element types, and the reasons against the others, by name."""
+    """The fused operators in use, with their element types, and the reasons why other operators are not
+    used."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class FusedOps:
         self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
 
     def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
-        """Whether the fused operator ``name`` is used for such tensors. It never is in an exported
+        """Return whether the fused operator ``name`` is used for these tensors. Always False in an exported
         program."""
         types = self._types.get(name)
         if types is None or not paddle.in_dynamic_mode():
@@ -163,13 +165,13 @@ def choose(
 
     Args:
         setting: the value of ``Model.fused_ops``.
-        types: element types of the run's computation, named as in :attr:`FusedOperator.types`. The first one
-            is the type of parameters at O1 and in float32.
-        ctx: this process's place.
-        unused: operators that the run cannot make use of, with the reasons.
+        types: element types that the run computes in, named as in :attr:`FusedOperator.types`. The first is
+            the type of parameters at O1 and in float32.
+        ctx: this process's place in the job.
+        unused: operators that this run has no use for, with the reasons.
 
     Raises:
-        ConfigError: a listed operator cannot run here in any of the types.
+        ConfigError: an operator listed in ``setting`` cannot run here in any of the types.
     """
     if setting == "none":
         return FusedOps(refused=dict.fromkeys(TABLE, "Model.fused_ops is none"))
@@ -199,18 +201,22 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """Log the operators that are used; on a GPU, warn about missing operators."""
-    get_logger().info(f"fused operators: {ops}; all else by plain ones (Model.fused_ops)")
+    """Log the fused operators in use and, on a device, the reasons why others are not used."""
+    get_logger().info(f"fused operators: {ops}; plain operators for the rest (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
-        get_logger().info(f"operators that are not fused: {reasons}")
+        get_logger().info(f"fused operators not used: {reasons}")
 
 
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """For each operator and element type, the reason it cannot be used on the current device; None if it can.
-    With ``by_itself``, a CPU only uses operators that change no bit."""
+    """Return, for each operator and element type, why it cannot be used on the current device; None if it
+    can.
+
+    Args:
+        by_itself: whether the setting is ``auto``, which on a CPU allows only bitwise exact operators.
+    """
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}
     fit = [(name, dtype) for name, of_types in found.items() for dtype, why in of_types.items() if not why]
@@ -220,7 +226,7 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """The reason an operator cannot be used, if it is known without a trial."""
+    """Return why an operator cannot be used, as far as known without a trial; None if a trial is needed."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -237,11 +243,12 @@ def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | N
 
 
 _results: dict[tuple[str, str, str], str | None] = {}
-"""Results of trials so far: the failure, or None, by (name, element type, device)."""
+"""Results of all trials so far, by (name, element type, device): the failure, or None."""
 
 
 def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
-    """Run the trials of the operators; on a card in another process, because a fault would break this one."""
+    """Return the results of the operators' trials, cached. On a card they run in another process, because a
+    fault would break this one."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):
@@ -262,7 +269,7 @@ def _agree(
     refused: dict[str, str],
     everywhere: Sequence[Mapping[str, Sequence[str]]],
 ) -> None:
-    """Keep the operators that every rank can use: copies of a parameter must stay equal to the last bit."""
+    """Keep only operators that every rank can use, so that copies of a parameter stay bitwise equal."""
     for name, kinds in taken.items():
         shared = [kind for kind in kinds if all(kind in other[name] for other in everywhere)]
         if len(shared) < len(kinds) and not shared:

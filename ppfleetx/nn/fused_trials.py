@@ -1,4 +1,5 @@
-"""Small trials that compare each fused operator with its composite, forward and backward."""
+"""Small trials that compare each fused operator with its composite of plain operators, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Function = Callable[..., paddle.Tensor]
 
 
 def rms_norm(dtype: str) -> Pairs:
-    """Try RMSNorm with a width that is no power of two."""
+    """Compare RMSNorm, with a width that is not a power of two."""
     yield from _both(
         lambda x, gain: norm.fused_rms_norm(x, gain, 1e-5),
         lambda x, gain: norm.rms_norm(x, gain, 1e-5),
@@ -30,7 +31,7 @@ def rms_norm(dtype: str) -> Pairs:
 
 
 def rope(dtype: str) -> Pairs:
-    """Try rotary positions that do not start at 0, with several groups of several heads."""
+    """Compare rotary positions, with positions that do not start at 0 and several groups of heads."""
     rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
@@ -39,12 +40,12 @@ def rope(dtype: str) -> Pairs:
 
 
 def swiglu(dtype: str) -> Pairs:
-    """Try SwiGLU on pairs of gate and input."""
+    """Compare SwiGLU on pairs of gate and up."""
     yield from _both(mlp.fused_swiglu, mlp.swiglu, _random(dtype, [3, 2, 48]))
 
 
 def causal_softmax(dtype: str) -> Pairs:
-    """Try the fused causal softmax against the reference, with shared key heads."""
+    """Compare the fused causal softmax with the reference attention, with grouped key heads."""
     query, key, value = _random(dtype, [2, 2, 3, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16])
     fused, plain = KernelOptions(fused=FusedOps({"causal_softmax": ["float32", dtype]})), KernelOptions()
     dropout = _no_dropout()
@@ -56,7 +57,7 @@ def causal_softmax(dtype: str) -> Pairs:
 
 
 def packed_attention(dtype: str) -> Pairs:
-    """Try flash attention of packed queries, keys and values against the reference kernel."""
+    """Compare flash attention of packed queries, keys and values with the reference attention."""
     dropout = _no_dropout()
 
     def reference(qkv: paddle.Tensor) -> paddle.Tensor:
@@ -71,7 +72,8 @@ def packed_attention(dtype: str) -> Pairs:
 
 
 def plugin_attention(dtype: str) -> Pairs:
-    """Try a plugin's attention against the reference: shared key heads, one document and several."""
+    """Compare a plugin's attention with the reference, with grouped key heads, for one document and for
+    several."""
     dropout = _no_dropout()
     inputs = _random(dtype, [2, 2, 3, 32, 64], [2, 2, 32, 64], [2, 2, 32, 64])
     starts = paddle.to_tensor(np.array([[0] * 20 + [20] * 12, [0] * 7 + [7] * 25], np.int32))
@@ -86,7 +88,7 @@ def plugin_attention(dtype: str) -> Pairs:
 
 
 def linear_grad_add(dtype: str) -> Pairs:
-    """Try two products with one weight: the accumulated weight gradient and both input gradients."""
+    """Compare two products with one weight: the accumulated weight gradient and both input gradients."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
     for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):
@@ -102,7 +104,7 @@ def linear_grad_add(dtype: str) -> Pairs:
 
 
 def weight_cast(dtype: str) -> Pairs:
-    """Try two products with one cast copy of a weight against casting the weight for each product."""
+    """Compare two products that share a 16-bit copy of a weight with casting the weight for each product."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = Matmul(cast_to=dtype)
     rows = [x.astype(dtype) for x in inputs]
@@ -141,7 +143,7 @@ def _with_gradients(function: Function, inputs: list[paddle.Tensor]) -> list[pad
 
 
 def _random(dtype: str, *shapes: list[int]) -> list[paddle.Tensor]:
-    """Normal random numbers that do not affect Paddle's generators, and thus the run's random state."""
+    """Return normal random tensors without advancing Paddle's generators, that is, the run's random state."""
     generator = np.random.default_rng(0)
     arrays = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
     return [paddle.to_tensor(array).astype(dtype) for array in arrays]

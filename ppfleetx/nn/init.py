@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, canonical name, global index).
 
-The global array is cut into fixed tiles. Each tile is drawn from its own counter range of a Philox stream,
-whose key is the seed and the parameter's name. A rank draws only the tiles that its slice touches, so initial
+The global array is divided into fixed tiles. Each tile is drawn from its own counter range of a Philox stream
+whose key is the seed and the parameter's name. A rank draws only the tiles that overlap its slice, so initial
 weights are bitwise equal under every parallel plan.
 """
 
@@ -14,22 +14,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Rows and columns of a tile. Part of the definition of the initial weights: changing it changes them.
+# Rows and columns of a tile. Changing them changes all initial weights.
 _TILE = (128, 512)
-# A tile takes at most this many 256-bit counter values; a normal draw takes well under 8 of 32 bits.
+# Reserved 256-bit counter values per tile, far more than its normal draws need.
 _COUNTERS_PER_TILE = 1 << 32
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is ``value``."""
+    """Every element has the same ``value``."""
 
     value: float = 0.0
 
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std); along ``padded_dim`` the elements from ``true_size`` on are zero (vocabulary padding)."""
+    """Normal distribution with mean 0 and standard deviation ``std``. Along ``padded_dim``, elements from
+    index ``true_size`` on are zero (vocabulary padding)."""
 
     std: float
     padded_dim: int | None = None
@@ -47,11 +48,10 @@ def draw(
     offset: Sequence[int] | None = None,
     local_shape: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Draw the initial values, float32, of the slice ``local_shape`` at ``offset`` of a parameter; by default
-    of the whole.
+    """Draw the initial values (float32) of a parameter, or of its slice with ``local_shape`` at ``offset``.
 
-    Two names give independent values. For ``Normal``, the parameter has one to three dimensions; with three,
-    each matrix is drawn separately, from the parameter's name and the matrix's number.
+    Different names give independent values. With ``Normal``, the parameter has one to three dimensions; with
+    three, each matrix is drawn separately, with its index appended to the name.
     """
     offset = tuple(offset) if offset is not None else (0,) * len(global_shape)
     local_shape = tuple(local_shape) if local_shape is not None else tuple(global_shape)
@@ -80,7 +80,8 @@ def _key(seed: int, name: str) -> np.ndarray:
 def _normal_tiles(
     key: np.ndarray, shape: Sequence[int], offset: Sequence[int], local_shape: Sequence[int]
 ) -> np.ndarray:
-    """Standard normal float32 values of ``[offset, offset + local_shape)`` of a matrix of ``shape``."""
+    """Return standard normal float32 values of the slice ``[offset, offset + local_shape)`` of a matrix of
+    ``shape``."""
     out = np.empty(local_shape, dtype=np.float32)
     tiles_per_row = -(-shape[1] // _TILE[1])
     touched = [

@@ -1,8 +1,8 @@
-"""Attention kernels, and the function that chooses between them.
+"""Attention kernels, and the choice between them.
 
-Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per
-key/value head, d head size. Kernels take ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` and
-give ``[b, g, r, q, d]``. Values may be narrower than keys; the result has the width of the values.
+Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per key/value
+head, d head size. Kernels map ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` to ``[b, g, r, q,
+d]``. Values may be narrower than keys; the result has the width of the values.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class KernelOptions:
     """Options of the attention kernels.
 
     Attributes:
-        kernel: one of :data:`KERNELS`. ``auto`` uses flash if it can run; if a GPU cannot, it logs this once.
-        softmax_in_fp32: softmax in float32 when the scores are 16-bit.
-        qk_scale_guard: in 16 bits, scores are divided by this number, and multiplied by it after the
-            conversion to float32, so that they do not overflow float16. In exact arithmetic nothing changes.
+        kernel: one of :data:`KERNELS`. ``auto`` uses flash attention if it can run; on a GPU where it cannot,
+            the reason is logged once.
+        softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
+        qk_scale_guard: divisor of 16-bit scores against float16 overflow. Scores are multiplied by it again
+            after the conversion to float32, so the result is the same up to rounding.
         fused: the fused operators in use.
-        softcap: soft limit c of the scores, ``c * tanh(score / c)``; None: none.
+        softcap: soft cap c of the scores, ``c * tanh(score / c)``; None: no cap.
     """
 
     kernel: str = "auto"
@@ -55,16 +56,18 @@ def attend(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute causal attention with the kernel that ``options`` ask for.
+    """Compute causal attention with the kernel chosen by ``options``.
 
-    A ``penalty``, which broadcasts against scores ``[b, n, q, k]``, replaces the causal mask and
-    ``document_start``.
+    Queries that follow cached keys always use the reference kernel: their causal mask does not begin at the
+    first key, and flash attention saves little for so few queries.
 
-    Queries that follow cached keys always use the reference: their causal mask does not begin at the first
-    key, and flash saves little for so few queries.
+    Args:
+        document_start: ``[b, q]``, the first position that each query may attend to; None: no limit.
+        penalty: added to the scores in place of the causal mask and ``document_start``; broadcasts against
+            ``[b, n, q, k]``.
 
     Raises:
-        ConfigError: ``options`` ask for flash, but it cannot run here.
+        ConfigError: ``options`` require flash attention, and it cannot run here.
     """
     if options.kernel == "reference":
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
@@ -81,13 +84,13 @@ def attend(
     follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
     if obstacle or follows_cache:
         if obstacle and on_card():
-            _say_once(f"attention takes the reference kernel: flash attention cannot run here, {obstacle}")
+            _say_once(f"attention uses the reference kernel: flash attention cannot run here, {obstacle}")
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
     return flash_attention(query, key, value, document_start, dropout)
 
 
 def packed_attention_serves(qkv: paddle.Tensor, dropout: nn.Layer, options: KernelOptions) -> bool:
-    """Whether ``qkv [s, b, n, 3, d]`` goes to :func:`~ppfleetx.nn.flash.packed_flash_attention`."""
+    """Return whether ``qkv [s, b, n, 3, d]`` can use :func:`~ppfleetx.nn.flash.packed_flash_attention`."""
     if options.kernel == "reference" or options.softcap or not options.fused.takes("packed_attention", qkv):
         return False
     return flash_version(qkv.shape[-1], packed=False) == 2 and not flash_obstacle(qkv, dropout, packed=False)
@@ -107,14 +110,14 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Matrix product, softmax, matrix product: runs everywhere and defines the result of the other
-    kernels."""
+    """Attention as matrix product, softmax, matrix product. Runs everywhere and defines the result of the
+    other kernels."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in _HALF
     guard = options.qk_scale_guard if half else 1.0
     query = (query * (head_dim**-0.5 / guard)).reshape([0, groups, -1, head_dim])
-    # The query heads of one key/value head stand below each other: keys are never repeated.
+    # Stack the query heads of one key/value head as rows, so that keys need not be repeated.
     scores = paddle.matmul(query, key, transpose_y=True)
     if half and options.softmax_in_fp32:
         scores = scores.astype("float32")
@@ -124,7 +127,7 @@ def reference_attention(
         scores = softcapped(scores, options.softcap)
     if penalty is not None:
         weights = F.softmax(_add_penalty(scores, penalty, per_group))
-    elif num_queries == 1 and document_start is None:  # it sees all keys
+    elif num_queries == 1 and document_start is None:  # a single query sees all keys
         weights = F.softmax(scores)
     else:
         scores = scores.reshape([0, groups * per_group, -1, num_keys])
@@ -137,7 +140,7 @@ def reference_attention(
 
 
 def softcapped(x: paddle.Tensor, limit: float) -> paddle.Tensor:
-    """``limit * tanh(x / limit)``, elementwise (Bello et al., 2016; Gemma 2)."""
+    """Soft-cap ``x``: ``limit * tanh(x / limit)``, elementwise (Bello et al., 2016; Gemma 2)."""
     return paddle.tanh(x / limit) * limit
 
 
@@ -148,14 +151,15 @@ def _masked_softmax(
     document_start: paddle.Tensor | None,
     fused: FusedOps,
 ) -> paddle.Tensor:
-    """Softmax of scores ``[b, n, q, k]``; masked positions get probability 0."""
+    """Return the softmax of scores ``[b, n, q, k]``; masked positions get probability 0."""
     if fused.takes("causal_softmax", scores) and document_start is None and _fits_triangle(scores):
         return _C_ops.fused_softmax_mask_upper_triangle(scores)
     return F.softmax(mask_scores(scores, num_queries, num_keys, document_start))
 
 
 def _fits_triangle(scores: paddle.Tensor) -> bool:
-    """Whether Paddle's causal softmax accepts scores ``[b, n, q, k]``: its blocks have up to 8 rows."""
+    """Return whether Paddle's causal softmax accepts scores ``[b, n, q, k]``. It processes up to 8 rows per
+    block."""
     num_queries, num_keys = scores.shape[2:]
     return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 

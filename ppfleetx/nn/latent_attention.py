@@ -1,7 +1,7 @@
-"""Multi-head latent attention: keys and values are made from one compressed vector per position.
+"""Multi-head latent attention: keys and values are projected from one compressed vector per position.
 
-Shape letters: s positions, b batch, n heads held here, c width of the compressed keys and values, t features
-with rotary positions, p features without, v width of a head's value.
+Shape letters: s positions, b batch, n heads on this rank, c width of the compressed keys and values, t
+features with rotary positions, p features without, v width of a value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ppfleetx.nn.stage import LayerFactory
 class LatentAttention(HeadAttention):
     """Causal self-attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024).
 
-    A cache holds the compressed vectors and the rotary parts of keys, as one key/value head. Positions that
-    follow cached ones attend to these vectors directly: the projections to keys and values are linear, so
-    they can be applied to the queries and to the context instead.
+    The cache holds the compressed vectors and the rotary features of keys, as one key/value head. Decoding
+    attends to these vectors directly: the projections to keys and values are linear, so they are applied to
+    queries and context instead.
     """
 
     def __init__(self, factory: LayerFactory, spec: LatentAttentionSpec, **options: Any) -> None:
@@ -45,7 +45,7 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Attend; arguments as in :meth:`Attention.forward`."""
+        """Run attention; arguments as in :meth:`Attention.forward`."""
         position_ids = self.strategy.positions(position_ids)
         if document_start is not None:
             document_start = self.strategy.positions_inside(document_start)
@@ -56,7 +56,7 @@ class LatentAttention(HeadAttention):
             return self.out_proj(self.strategy.leave(context))
         own = compressed.transpose([1, 0, 2]).unsqueeze(1)
         held, held_turned, penalty = cache.update(self.layer_index, own, turned, self.window)
-        if held is own:  # there are no earlier positions
+        if held is own:  # the cache was empty
             heads = self._heads(compressed, turned)
             context = self.attend_heads(query, *heads, document_start, penalty)
         else:
@@ -64,7 +64,7 @@ class LatentAttention(HeadAttention):
         return self.out_proj(joined(context))
 
     def _queries(self, hidden: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Queries ``[b, n, 1, s, p + t]`` with rotary positions applied."""
+        """Return queries ``[b, n, 1, s, p + t]`` with rotary positions applied."""
         if self.q_down is not None:
             hidden = self.q_norm(self.q_down(hidden))
         query = self.q_up(hidden).reshape([0, 0, self.num_heads, self.spec.head_dim])
@@ -78,17 +78,17 @@ class LatentAttention(HeadAttention):
     def _compressed(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the compressed keys and values ``[s, b, c]`` at the positions of ``hidden``, and the
-        rotary part of the keys ``[b, 1, s, t]`` at the positions attention works on."""
+        """Return the compressed keys and values ``[s, b, c]`` at the positions of ``hidden``, and the rotary
+        features of the keys ``[b, 1, s, t]`` at the positions inside attention."""
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
-        # All ranks hold this part of the keys, and sum the gradients of their heads. With this order of
-        # dimensions the gradient is contiguous, as collectives require.
+        # All tensor-parallel ranks hold these features, so their gradients are summed over ranks. This order
+        # of dimensions makes the gradient contiguous, as collectives require.
         turning = self.factory.enter_head(turning)
         turned = self.rotary.rotate(turning.unsqueeze([1, 2]), position_ids.transpose([1, 0]))
         turned = turned.squeeze([1, 2]).transpose([1, 0, 2]).unsqueeze(1)
-        normed = self.kv_norm(compressed)  # in float32, where weights are and activations are not
+        normed = self.kv_norm(compressed)  # float32 if the norm's weights are, at O1
         return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -102,7 +102,7 @@ class LatentAttention(HeadAttention):
     def _enter(
         self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Exchange heads for positions if ranks hold different positions of the sequences."""
+        """Exchange positions for heads among context-parallel ranks, if there are any."""
         if self.strategy.group is None:
             return query, key, value
         packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])
@@ -119,21 +119,23 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Attend to cached ``compressed [b, 1, k, c]`` and ``turned [b, 1, k, t]``: context
-        ``[b, n, 1, s, v]``. All heads share one key, and one value, which is a part of this key."""
+        """Attend to cached ``compressed [b, 1, k, c]`` and ``turned [b, 1, k, t]`` and return the context
+        ``[b, n, 1, s, v]``. All heads share one key ``[compressed, turned]`` and one value ``compressed``."""
         to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
         latent = paddle.matmul(still, to_keys)
         key = paddle.concat([compressed, turned], axis=-1)
-        # Scores are divided by the root of this key's width; they belong to one of head_dim.
+        # Kernels divide scores by the root of the key's width, here c + t; scale back to head_dim.
         factor = (key.shape[-1] / self.spec.head_dim) ** 0.5
         query = (paddle.concat([latent, turning], axis=-1) * factor).unsqueeze(1)
         context = self.attend_heads(query, key, compressed, document_start, penalty)
         return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the projections to keys ``[n, p, c]`` and to values ``[n, c, v]``."""
-        # Adapters come and go as hooks, and the projections that are kept belong to some of them.
+        """Return the projections to keys ``[n, p, c]`` and to values ``[n, c, v]``, cached if weights do not
+        change."""
+        # Adapters are added and removed as hooks; cached projections are valid for the hooks they were made
+        # with.
         hooks = tuple(self.kv_up._forward_post_hooks)
         if self.to_keys is not None and self._kept_with == hooks:
             return self.to_keys, self.to_values
@@ -146,13 +148,13 @@ class LatentAttention(HeadAttention):
 
     @paddle.no_grad()
     def keep_projections(self) -> None:
-        """Split the projections out of their matrix once, for a model whose weights no longer change."""
+        """Compute and cache the projections, for a model whose weights no longer change."""
         self.to_keys, self.to_values = self._cut_projections()
         self._kept_with = tuple(self.kv_up._forward_post_hooks)
 
     def _cut_projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         spec = self.spec
-        # Applied to the unit vectors, the linear gives its matrix, even if quantized or adapted.
+        # The linear's output for the identity matrix is its weight, even if quantized or adapted.
         unit = paddle.eye(spec.kv_rank, dtype=self.kv_norm.weight.dtype)
         matrix = self.kv_up(unit.unsqueeze(1)).reshape([spec.kv_rank, self.num_heads, -1])
         to_keys, to_values = matrix.split([spec.nope_head_dim, spec.value_head_dim], axis=-1)

@@ -1,7 +1,7 @@
-"""Declarations of the parts of layers: linears, norms, tables. Plain data, without Paddle.
+"""Declarations of linear layers, norms and embeddings: parameters and cost. Plain data, without Paddle.
 
-A declaration states the parameters and the cost of a layer. The factory makes linears, norms and tables from
-their declarations; the planner and ``--check`` use them to compute memory and time.
+The layer factory builds layers from their declarations; the planner and ``--check`` compute memory and time
+from them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, dense
 from ppfleetx.nn.tape import Step
 
 Specs = dict[str, ParamSpec]
-"""Declared parameters, by their names within a layer."""
+"""Declared parameters, by name within a layer."""
 
 
 class LayerSpec(Protocol):
-    """Base class of declarations: parameters and cost of a layer.
+    """Interface of a layer's declaration.
 
     Declarations of whole layers also have ``operations``, the operations of a forward pass on one rank, and
-    ``tape``, the tensors that these write and keep for the backward pass.
+    ``tape``, the tensors that these operations write and keep for the backward pass.
     """
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """The layer's parameters by local name, with global shapes. Their gradients may depend on
-        ``sequence_parallel``."""
+        """Return the layer's parameters by local name, with global shapes. ``sequence_parallel`` affects the
+        placement of gradients."""
 
 
 def within(layer: str, specs: Specs) -> Specs:
-    """Prefix the names of ``specs`` with the sub-layer ``layer``."""
+    """Prefix the names of ``specs`` with the name of a sub-layer."""
     return {f"{layer}.{name}": spec for name, spec in specs.items()}
 
 
 def parameters_within(
     layers: Iterable[tuple[str, LayerSpec | None]], *, sequence_parallel: bool = True
 ) -> Specs:
-    """The parameters of the sub-layers of a layer, in order; None marks a sub-layer that does not exist."""
+    """Return the parameters of a layer's sub-layers, in order, with prefixed names. None marks a sub-layer
+    that does not exist."""
     specs: Specs = {}
     for name, layer in layers:
         if layer is not None:
@@ -52,18 +53,17 @@ def parameters_within(
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """``x W + b`` with ``W [in_features, out_features]``.
+    """Declaration of a linear layer, ``x W + b`` with ``W [in_features, out_features]``.
 
     Attributes:
         in_features, out_features: sizes of the whole matrix.
-        cut: the features that tensor parallelism slices: the output features (``columns``; the output stays
-            sliced), the input features (``rows``; the input is sliced, the output whole), or none
-            (``whole``).
+        cut: what tensor parallelism slices: output features (``columns``; the output stays sliced), input
+            features (``rows``; the input is sliced, the output is whole), or nothing (``whole``).
         bias: whether there is a bias.
         init: initial values of the matrix.
         kind: kind of the matrix, see :class:`ParamSpec`.
-        parts: the matrices that are fused in it.
-        of_trunk: for a whole linear, whether its input is this rank's positions of the hidden states.
+        parts: the matrices that are fused into this one.
+        of_trunk: for a ``whole`` linear, whether its input is the hidden states at this rank's positions.
     """
 
     in_features: int
@@ -76,8 +76,8 @@ class LinearSpec:
     of_trunk: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``, and ``bias`` if there is one. With sliced rows, the bias is added after the sum over
-        ranks."""
+        """Return ``weight``, and ``bias`` if there is one. With sliced rows, the bias is added after the sum
+        over ranks."""
         of_weight, of_bias = {"columns": (Shard(1), Shard(0)), "rows": (Shard(0), REPLICATE)}.get(
             self.cut, (REPLICATE, REPLICATE)
         )
@@ -92,7 +92,7 @@ class LinearSpec:
         return {"weight": weight, "bias": bias}
 
     def _here(self, work: Work) -> tuple[float, float]:
-        """The number of a linear's features that one rank holds."""
+        """Return the numbers of input and output features on one rank."""
         rows, columns = (work.mp if self.cut == cut else 1 for cut in ("rows", "columns"))
         return self.in_features / rows, self.out_features / columns
 
@@ -103,11 +103,11 @@ class LinearSpec:
         return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
-        """Bytes of the weight's gradient on one rank."""
+        """Return the bytes of the weight's gradient on one rank."""
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """The steps of the product, its exchange between ranks, and its bias."""
+        """Return the steps of the product, the exchange between ranks, and the bias."""
         weights = self.weight_bytes(work)
         size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
@@ -115,30 +115,30 @@ class LinearSpec:
             part = size / work.split
             return [whole, Step(writes, part, (whole.writes,), scratch=part if self.bias else 0.0)]
         steps = []
-        if self.cut == "columns" and work.split > 1:  # it gathers its input, and keeps that
+        if self.cut == "columns" and work.split > 1:  # the input is gathered and kept
             steps.append(Step(f"{writes}: input", work.bytes_of(self.in_features), (reads,)))
             reads = steps[0].writes
         if not (self.bias and work.on_cpu and work.mp == 1):
             return [*steps, Step(writes, size, (reads,), keeps=(reads,), weights=weights)]
-        # Our CPU layer spreads the bias over the rows by another product.
+        # On a CPU the bias is expanded to all rows by another product (`_add_bias` in nn/layers.py).
         product = Step(f"{writes} without bias", size, (reads,), keeps=(reads,), weights=weights)
         return [*steps, product, Step(writes, size, (product.writes,), scratch=size, back=size, reuses=True)]
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm over the last dimension.
+    """Declaration of a norm over the last dimension.
 
     Attributes:
         kind: a value of ``Model.normalization``.
-        size: size of this dimension.
+        size: size of the normalized dimension.
         epsilon: added to the variance or mean square.
-        gain: initial value of the weight.
-        inside_heads: whether its input is sliced over heads.
-        over_heads: whether its dimension spans all heads, so that tensor parallelism slices it.
-        head_size: with ``over_heads``, the size of a head if each head has its own statistics; None: one
-            statistic over all heads.
-        before_split: whether its input has all positions despite sequence parallelism, like the embedding's
+        gain: initial value of the gain.
+        inside_heads: whether the input is sliced over heads.
+        over_heads: whether the dimension spans all heads, so that tensor parallelism slices it.
+        head_size: with ``over_heads``, the size of a head if each head is normalized separately; None: all
+            heads are normalized as one vector.
+        before_split: whether the input has all positions despite sequence parallelism, as for the embedding's
             norm.
     """
 
@@ -152,8 +152,8 @@ class NormSpec:
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight`` and ``bias``, if the norm was registered with them. Their gradients are partial if ranks
-        see different positions or heads."""
+        """Return ``weight`` and ``bias``, as far as the norm is registered with them. Gradients are partial
+        if ranks have different positions or heads."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
@@ -172,9 +172,9 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """The steps of normalizing the hidden states, or a tensor of ``size`` bytes."""
+        """Return the steps of normalizing the hidden states, or a tensor of ``size`` bytes."""
         u = work.part_of(self.size) if size is None else size
-        if self.head_size is not None:  # gains of the heads, after the norm without a gain; all in float32
+        if self.head_size is not None:  # norm without gain, then the gains, all in float32
             wide = u * 4 / work.activation_bytes
             normal = f"{writes} without gain"
             one = replace(self, head_size=None).tape(work, normal, reads, wide)
@@ -183,7 +183,7 @@ class NormSpec:
         if not is_rms or work.on_cpu or work.fused:
             scratch, back = u if is_rms else 0.0, 2 * u if work.on_cpu else 0.0
             return [Step(writes, u, (reads,), keeps=(reads,), scratch=scratch, back=back)]
-        wide = u * 4 / e  # squares and products are of a float32 copy
+        wide = u * 4 / e  # computed from a float32 copy
         copy = Step(f"{writes} in float32", wide, (reads,), back=0.0)
         masked = u if e != 4 else 0.0
         out = Step(writes, u, (copy.writes,), (copy.writes,), extra=masked, scratch=wide, back=2 * wide)
@@ -192,7 +192,8 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """An embedding ``[rows, width]``: of words, with sliced rows, or of positions, which is whole."""
+    """Declaration of an embedding ``[rows, width]``: a word embedding, with rows sliced by tensor
+    parallelism, or a position embedding, which is whole."""
 
     rows: int
     width: int
@@ -200,11 +201,12 @@ class TableSpec:
     of_words: bool = True
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``. Its gradient is not partial under any plan, because its output is not split yet."""
+        """Return ``weight``. Its gradient is not partial under any plan, because sequence parallelism splits
+        positions after the embedding."""
         kind, mp = ("word_embedding", Shard(0)) if self.of_words else ("position_embedding", REPLICATE)
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 
     def weight_bytes(self, work: Work) -> float:
-        """Bytes of the table's gradient on one rank."""
+        """Return the bytes of the table's gradient on one rank."""
         rows = self.rows / work.mp if self.of_words else self.rows
         return rows * self.width * work.gradient_bytes

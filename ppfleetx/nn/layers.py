@@ -1,4 +1,4 @@
-"""Layers that a factory makes of plain operators: linears, the sliced word table, dropout."""
+"""Layers made of plain operators: linear layers, the vocabulary-parallel embedding, dropout."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Linear(nn.Layer):
     """A linear layer, ``x @ weight + bias`` with ``weight [in, out]``.
 
     Attributes:
-        linear: the function that computes the product. Paddle's own parallel layers have it under the same
-            name.
+        linear: the function that computes the product. Paddle's parallel layers use the same attribute name.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -41,7 +40,11 @@ class Linear(nn.Layer):
 
 class GroupedLinear(nn.Layer):
     """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``.
-    ``weight`` and ``bias`` are shapes on this rank; None: there is no bias."""
+
+    Args:
+        weight: shape of the weight on this rank.
+        bias: shape of the bias on this rank; None: no bias.
+    """
 
     def __init__(self, weight: Sequence[int], bias: Sequence[int] | None, matmul: Matmul) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class GroupedLinear(nn.Layer):
         self.bias = None if bias is None else self.create_parameter(list(bias), is_bias=True)
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, in]``, sorted into groups of ``counts`` rows, to ``[n, out]``."""
+        """Map ``x [n, in]`` to ``[n, out]``. Rows are sorted by group; ``counts`` are the rows per group."""
         return self.matmul.grouped(x, self.weight, self.bias if adds_bias else None, counts)
 
     def extra_repr(self) -> str:
@@ -60,18 +63,18 @@ class GroupedLinear(nn.Layer):
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:
-    """Whether to use the formulation whose backward pass is faster with Paddle's CPU kernels.
+    """Return whether to use formulas whose backward pass is faster with Paddle's CPU kernels.
 
-    It is False while a program is exported, which should have plain operators.
+    False while a program is exported, which should contain plain operators.
     """
     return paddle.in_dynamic_mode() and paddle.is_grad_enabled() and x.place.is_cpu_place()
 
 
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """Compute ``x + bias``, bit for bit, but expand the bias to all rows by a matrix product.
+    """Compute ``x + bias``, bitwise equal, with the bias expanded to all rows by a matrix product.
 
-    The gradient of a broadcast sum is a column sum, for which Paddle's CPU kernel takes up to half as long as
-    for the matrix product. As the gradient of a product with ones, it is a matrix-vector product.
+    The gradient of the bias is then a matrix-vector product. Paddle's CPU kernel for the column sum, the
+    gradient of a broadcast addition, takes up to half as long as the matrix product itself.
     """
     width = bias.shape[0]
     rows = x.reshape([-1, width])
@@ -80,10 +83,10 @@ def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
 
 
 def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
-    """Add ``smaller``, broadcast to the shape of ``x``, in passes without gradients.
+    """Return ``x + smaller``, with ``smaller`` broadcast to the shape of ``x``. For passes without gradients.
 
-    Paddle's CPU kernel takes up to ten times as long to add tensors of different shapes, so there ``smaller``
-    is expanded first. Its GPU kernel does not, and cannot expand float16.
+    Paddle's CPU kernel is up to ten times slower for tensors of different shapes, so on a CPU ``smaller`` is
+    expanded first. On a GPU this is not needed, and expanding float16 is not supported.
     """
     if not paddle.in_dynamic_mode() or (x.place.is_cpu_place() and x.shape != smaller.shape):
         smaller = smaller.expand_as(x)
@@ -91,10 +94,10 @@ def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
 
 
 class VocabParallelEmbedding(nn.Layer):
-    """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums the ranks'
-    results.
+    """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums the results of
+    the ranks.
 
-    Paddle's own layer uses ``c_embedding``, which copies the whole table in each pass on a plugin's device.
+    Replaces Paddle's layer, whose ``c_embedding`` copies the whole table in each pass on a plugin's device.
     """
 
     def __init__(
@@ -105,16 +108,17 @@ class VocabParallelEmbedding(nn.Layer):
         self.weight = self.create_parameter(list(shape), default_initializer=nn.initializer.Constant(0.0))
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        """Token ids ``[...]`` to ``[..., h]``."""
+        """Map token ids ``[...]`` to embeddings ``[..., h]``."""
         rows, is_here = local_rows(tokens, self.weight.shape[0], self.rank)
         return self.join(F.embedding(rows, self.weight) * is_here.astype(self.weight.dtype))
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """For each token, a row of this rank's table and whether the token belongs to this rank, ``[..., 1]``.
+    """Return, for each token, a row of this rank's table, and whether the token belongs to this rank, ``[...,
+    1]``.
 
-    Tokens of other ranks get rows spread over the table, because a GPU is slow to add many gradients to one
-    row, even if they are zero.
+    Tokens of other ranks are mapped to different rows, because a GPU is slow to add many gradients to one
+    row, even zeros.
     """
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
@@ -122,10 +126,10 @@ def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.
 
 
 class Dropout(nn.Dropout):
-    """Dropout that does nothing in evaluation or at probability 0."""
+    """Dropout that returns its input unchanged in evaluation or with probability 0."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Drop elements of ``x``; return ``x`` itself in evaluation or if ``p`` is 0."""
+        """Drop elements of ``x``; return ``x`` itself in evaluation or with ``p`` 0."""
         if not self.training or self.p == 0:
             return x
         if lacks_kernel("dropout", x):
@@ -134,7 +138,7 @@ class Dropout(nn.Dropout):
 
 
 class NoDropout:
-    """A callable that returns its input; used where dropout never applies."""
+    """A callable that returns its input, for layers that are never trained."""
 
     p, training = 0.0, False
 
@@ -143,10 +147,10 @@ class NoDropout:
 
 
 class SlicedDropout(Dropout):
-    """Dropout of activations sliced over tensor-parallel ranks, with a different mask on each."""
+    """Dropout of activations that are sliced over tensor-parallel ranks: each rank draws its own mask."""
 
     stream = staticmethod(sliced_stream)
-    """The random stream for kernels that drop elements themselves."""
+    """Context manager of the rank's own random stream, for kernels with built-in dropout."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """Like :meth:`Dropout.forward`, with this rank's own random stream."""

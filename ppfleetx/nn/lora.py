@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al., "LoRA", 2021) for the frozen linears of a model.
 
 An adapter is a sub-layer ``lora`` of its linear, with parameters ``{linear}.lora.a`` and ``{linear}.lora.b``.
-It does not change the names and values of the linear's parameters.
+The names and values of the linear's own parameters do not change.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 
 class LoraBranch(nn.Layer):
-    """``scale * join(dropout(x) A) B``, with this rank's parts of A ``[in, rank]`` and B ``[rank, out]``.
+    """A low-rank adapter, ``scale * join(dropout(x) A) B``, with this rank's slices of A ``[in, rank]`` and B
+    ``[rank, out]``.
 
-    Experts have their own matrices, ``[experts, in, rank]`` and ``[experts, rank, out]``.
+    For experts, the matrices are ``[experts, in, rank]`` and ``[experts, rank, out]``.
 
     Args:
-        a, b: shapes of this rank's parts.
+        a, b: shapes of this rank's slices.
         scale: factor of the result.
         dropout: dropout of the input.
-        join: turns this rank's output of A into this rank's input of B; None: they are the same.
+        join: the communication between ranks after the product with A; None: no communication.
         matmul: multiplies by A and B.
     """
 
@@ -49,11 +50,9 @@ class LoraBranch(nn.Layer):
         self._matmul = matmul or Matmul()
 
     def forward(self, x: paddle.Tensor, counts: Counts | None = None) -> paddle.Tensor:
-        """Compute ``scale * dropout(x) A B``, to be added to the linear's output: ``[..., in]`` to
-        ``[..., out]``.
+        """Map the linear's input ``x [..., in]`` to ``[..., out]``, to be added to the linear's output.
 
         Args:
-            x: the linear's input.
             counts: rows of each expert; None: the linear has one matrix.
         """
         low = self._times(self.dropout(x), self.a, counts)
@@ -68,7 +67,7 @@ class LoraBranch(nn.Layer):
 
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
-    """Freeze all parameters of ``stages``, and add adapters to the linears that ``cfg`` names."""
+    """Return ``stages`` with all parameters frozen, and adapters on the linears selected by ``cfg``."""
     adapt = partial(_adapt, cfg=cfg, factory=factory)
     first, *rest = (replace(stage, finish=adapt) for stage in stages)
     return [replace(first, finish=partial(adapt, is_first=True)), *rest]

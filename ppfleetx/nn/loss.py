@@ -1,10 +1,9 @@
-"""Token loss, in float32 for training and in float64 for evaluation.
+"""Token loss (cross entropy), in float32 for training and in float64 for evaluation.
 
 Paddle's cross entropy on the CPU adds the exponentials of a row one by one in float32. Over 50,000 columns
-the small ones are rounded away, and the loss is about 1e-5 too low. Training accepts this, because the error
-of its gradients is just as small. An evaluation corrects it with the softmax of the same kernel: each column
-of it is an exponential divided by the kernel's sum, so all columns add up to the true sum divided by the
-kernel's sum. NumPy adds them pairwise.
+this loses small ones, and the loss is about 1e-5 too low. Training accepts this, because its gradients have
+an error of the same size. Evaluation corrects the loss with the softmax that the kernel returns: its columns
+add up to the true sum divided by the kernel's sum.
 """
 
 from __future__ import annotations
@@ -30,21 +29,22 @@ def token_loss(
     true_vocab: int,
     group: Any = None,
 ) -> LossOutput:
-    """Sum of the cross entropy over the tokens that count.
+    """Return the sum of the cross entropy over the valid tokens of a micro batch.
 
-    The caller divides by the global count, so that neither micro batches nor data ranks change the loss.
+    The caller divides by the global count, so that the loss does not depend on micro batches or data ranks.
 
     Args:
-        logits: ``[s, b, V]``, or an object that yields them in pieces; columns from ``true_vocab`` on are
+        logits: ``[s, b, V]``, or an object that yields them in chunks. Columns from ``true_vocab`` on are
             padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
         true_vocab: size of the vocabulary without padding.
         group: n ranks that divide the columns: logits are ``[s, b, V / n]``, and rank r has the columns from
-            ``r V / n`` on. The result is the same on all ranks. None: this rank has all columns.
+            ``r V / n`` on. All of them get the same result. None: this rank has all columns.
 
     Returns:
-        The loss, a scalar in float32 (in an evaluation float64), and a function for the losses of the rows.
+        The loss, a scalar in float32 (in an evaluation float64), and a function that returns the losses of
+            the rows.
     """
     if isinstance(logits, LogitsInPieces):
         of_piece = partial(token_loss, true_vocab=true_vocab, group=group)
@@ -60,8 +60,8 @@ def token_loss(
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-    """Cross entropy ``[...]`` of each token, from ``logits [..., V]`` float32 and ``labels [...]`` int64.
-    Without gradients it is float64, and NaN if a logit is not finite."""
+    """Return the cross entropy ``[...]`` of each token, from ``logits [..., V]`` float32 and ``labels [...]``
+    int64. Without gradients, the result is float64, and NaN if a logit is not finite."""
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
@@ -84,7 +84,7 @@ def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) 
     nothing = _nothing_if_finite(logits)
     on_cpu = softmax.place.is_cpu_place()
     parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
-    distributed.all_reduce(parts, group=group)  # another rank's column may not be finite
+    distributed.all_reduce(parts, group=group)  # includes non-finite logits on other ranks
     exact = parts[0] + parts[1].log() if on_cpu else parts.astype("float64")
     return losses.astype("float64") + exact
 
@@ -117,16 +117,17 @@ def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOut
 
 
 def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
-    """Sum the last axis of a float32 tensor in host memory, pairwise, as float64."""
+    """Return the float64 sums over the last axis of a float32 tensor in host memory, added pairwise by
+    NumPy."""
     sums = np.add.reduce(np.from_dlpack(softmax.detach()), axis=-1)
     return paddle.to_tensor(sums.astype(np.float64))
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, V]``, NaN if one of its logits is not finite.
+    """Return 0 for each position of ``logits [s, b, V]``, and NaN if one of its logits is not finite.
 
-    Paddle's cross entropy on the CPU turns NaN logits into a finite number. In training the gradient shows
-    them, but an evaluation has no gradient.
+    Paddle's cross entropy on the CPU turns NaN logits into a finite number. Training detects them by the
+    gradient, but an evaluation has no gradient.
     """
     return logits.sum(axis=-1) * 0.0
 
@@ -134,7 +135,7 @@ def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
 class _HidePadding(PyLayer):
     """Set the padding columns of the logits so low that they get neither probability nor gradient.
 
-    It touches only the padding columns; ``where`` over all columns takes three times as long.
+    Writes only the padding columns, because ``where`` over all columns takes three times as long.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The result of a task's loss: a differentiable sum, and metrics as sums with counts.
 
-Both are sums, not means. The runner divides the loss by a count that it knows before the first forward pass
-(``BasicModule.count``), and each metric by the sum of its own counts over all micro batches and ranks. So no
-number depends on the plan.
+All are sums, not means. The runner divides the loss by a count known before the first forward pass
+(``BasicModule.count``), and each metric by the sum of its own counts over all micro batches and ranks. So the
+results do not depend on the parallel plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import paddle
 from ppfleetx.utils.log import get_logger
 
 SAME_ON_MP = ("mp",)
-"""Results of the factory's functions are the same on all tensor-parallel ranks."""
+"""Axes on which results of the factory's ``token_loss`` and ``token_scores`` are the same: tensor
+parallelism."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Sum:
     Attributes:
         value: sum over this rank's part of the micro batch, a scalar without a gradient.
         count: number of tokens (or other items) in the sum.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same two numbers, rather than shares. Only the
-            first such rank counts; ranks along all other axes add up.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same two numbers, of which only the first rank
+            counts. Along all other axes, the ranks' numbers are summed.
     """
 
     value: paddle.Tensor
@@ -41,11 +42,11 @@ class LossOutput:
     """The loss of one micro batch.
 
     Attributes:
-        loss: the sum over all tokens that count, a scalar with a gradient.
-        metrics: metrics by name; the task declares the names (``BasicModule.metrics``).
-        same_on: axes of ``loss``, see :class:`Sum`.
-        rows: returns the loss of each row, ``value [b]`` and ``count [b]``, without a gradient; None: the
-            loss is not a sum over rows.
+        loss: sum of the loss over all valid tokens, a scalar with a gradient.
+        metrics: metrics by name. The task declares the names (``BasicModule.metrics``).
+        same_on: axes whose ranks hold the same ``loss``, see :class:`Sum`.
+        rows: a function that returns the loss of each row, ``value [b]`` and ``count [b]``, without a
+            gradient; None: the loss is not a sum over rows.
     """
 
     loss: paddle.Tensor
@@ -54,19 +55,19 @@ class LossOutput:
     rows: Callable[[], Sum] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack as the former result (loss sum, count), which one more version accepts."""
+        """Unpack as the former result (loss sum, count), with a warning. Supported for one more version."""
         _warn("a loss is a LossOutput, and no longer a pair: read its `loss`")
         yield self.loss
         yield None if self.rows is None else self.rows().count.sum()
 
 
 def as_loss_output(found: Any, task: object) -> LossOutput:
-    """Return the result of ``task.loss`` as a :class:`LossOutput`; a pair (loss sum, count) is accepted
-    for one more version, with a warning."""
+    """Convert the result of ``task.loss`` to a :class:`LossOutput`. A pair (loss sum, count) is supported for
+    one more version, with a warning."""
     if isinstance(found, LossOutput):
         return found
     _warn(
-        f"{type(task).__name__}.loss gives a pair (loss sum, count); return LossOutput(loss sum) "
+        f"{type(task).__name__}.loss returns a pair (loss sum, count); return LossOutput(loss sum) "
         "(docs/extending.md), and let `count` say what counts if it is not the sum of `loss_mask`"
     )
     loss, _ = found

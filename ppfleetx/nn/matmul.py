@@ -1,20 +1,18 @@
-"""The product of activations and a weight, with options that combine freely.
+"""The product of activations and a weight, with four independent options:
 
-A run's options change four things about a product, independently of each other:
+- ``cast_to``: multiply by a 16-bit copy of the weight, which is made once per step;
+- :class:`Exchange`: communication among tensor-parallel ranks that overlaps the backward pass;
+- ``fused``: add the weight's gradient to the float32 ``main_grad`` in one kernel, instead of to ``grad``;
+- ``defers``: compute the weight's gradient after the backward pass, when a pipeline rank would otherwise be
+idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
-- *the factor*: the weight itself, or its 16-bit copy, which is made once per step (``cast_to``);
-- *the communication* of tensor-parallel ranks before and during the product (:class:`Exchange`);
-- *the place of the weight's gradient*: ``grad`` or, with a fused kernel, the float32 ``main_grad``
-(``fused``);
-- *the time of the weight's gradient*: in the backward pass, or after it, when a pipeline rank would
-  otherwise wait (``defers``; Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+On a CPU, Paddle multiplies only in float32. Inside the context ``products`` of
+:mod:`ppfleetx.nn.cpu_ops.bfloat16`, that module computes the products, with bfloat16 operands and float32
+results and gradients.
 
-On a CPU, Paddle multiplies only in float32. While ``products`` of :mod:`ppfleetx.nn.cpu_ops.bfloat16` is
-active, that module computes the products, with operands in bfloat16, and results and gradients in float32.
-
-Only the fused sum changes numbers, because it does not round to 16 bits in between. Otherwise each product is
-the same as in Paddle's backward pass, a bias is added before the product is rounded, and the gradients of a
-weight are added in the order of the micro batches.
+Only ``fused`` changes numbers, because it skips a rounding to 16 bits. Otherwise each product is the same as
+in Paddle's backward pass, a bias is added before the product is rounded, and the gradients of a weight are
+added in the order of the micro batches.
 """
 
 from __future__ import annotations
@@ -40,21 +38,20 @@ Finish = Callable[[], paddle.Tensor]
 
 
 Counts = Sequence[int]
-"""The number of rows of each group."""
+"""Number of rows of each group."""
 
 
 class Exchange:
-    """Communication among tensor-parallel ranks around a column-parallel product. Here all hold the whole
-    input.
+    """Communication among tensor-parallel ranks for a column-parallel product whose input is whole on every
+    rank.
 
-    Each rank multiplies the whole input by its columns of the weight, so the gradient of the input is a sum
-    over the ranks. Earlier layers need this sum, and nothing needs the gradient of the weight yet. So the sum
-    is started first, and awaited after the weight's gradient (Narayanan et al. 2021, and Korthikanti et al.
-    2022, section 4.2.2, for sequences). One sum runs at a time, at a fixed point of the program, so all ranks
-    of a group start their sums in the same order.
+    The gradient of the input is a sum over the ranks. Earlier layers wait for it, but nothing waits for the
+    gradient of the weight, so the sum is started first and overlaps the computation of the weight's gradient
+    (Narayanan et al., 2021; for sequence parallelism Korthikanti et al., 2022, section 4.2.2). One sum runs
+    at a time, at a fixed point of the program, so all ranks of a group start their sums in the same order.
 
     Attributes:
-        gathers_again: whether the backward pass gathers the whole input again, instead of keeping it.
+        gathers_again: whether the backward pass gathers the input again instead of keeping it.
     """
 
     gathers_again = False
@@ -63,21 +60,22 @@ class Exchange:
         self._group = group
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Gather the product's whole input from this rank's part."""
+        """Return the product's whole input, gathered from all ranks."""
         return self.start_whole(x)()
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
-        """Start the gather of :meth:`whole`."""
+        """Start to gather the product's whole input."""
         return lambda: x
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start to sum the input's gradient over the ranks; this rank receives its part of the sum."""
+        """Start to sum the input's gradient over the ranks. Each rank gets the sum in the shape of its
+        input."""
         task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
         return _finish(task, gradient)
 
 
 class ScatteredInput(Exchange):
-    """The exchange of ranks that each hold some positions of the input."""
+    """The exchange for sequence parallelism, where each rank holds some positions of the input."""
 
     def __init__(self, group: Any, *, gathers_again: bool) -> None:
         super().__init__(group)
@@ -95,7 +93,7 @@ class ScatteredInput(Exchange):
 
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
-    """A function that waits for ``task`` and keeps its tensors alive until then."""
+    """Return a function that waits for ``task`` and keeps its tensors alive until then."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -115,14 +113,14 @@ class Matmul:
     """Computes the products with the weights of one model.
 
     Args:
-        cast_to: keep copies of float32 weights and biases in this type while :meth:`kept` is active. Without
-            it, ``auto_cast`` at O1 converts them before every product, in each micro batch and recomputation.
+        cast_to: dtype of the copies of float32 weights and biases that are kept inside :meth:`kept`. None: no
+            copies; ``auto_cast`` at O1 then converts weights before every product.
         fused: the fused operators in use; only ``linear_grad_add`` matters here.
-        defers: whether to leave the gradients of weights to :meth:`run_next`.
+        defers: whether to defer the gradients of weights to :meth:`run_next`.
 
     Attributes:
-        uses: number of times that each option took effect (``weight_cast``, ``linear_grad_add``,
-            ``overlapped``, ``deferred``), and number of copies made (``casts``).
+        uses: how often each option took effect (``weight_cast``, ``linear_grad_add``, ``overlapped``,
+            ``deferred``), and the number of copies made (``casts``).
     """
 
     def __init__(
@@ -140,12 +138,12 @@ class Matmul:
     def linear(
         self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None, name: Any = None
     ) -> paddle.Tensor:
-        """``x [..., in] @ weight [in, out] + bias``, with the signature of ``F.linear``, so that Paddle's
-        layers can call it."""
+        """Return ``x [..., in] @ weight [in, out] + bias``. Has the signature of ``F.linear``, so that
+        Paddle's layers can call it."""
         return self._multiply(x, weight, bias, False, None)
 
     def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """``x [..., in]`` times the transpose of ``weight [out, in]``."""
+        """Return ``x [..., in]`` times the transpose of ``weight [out, in]``."""
         return self._multiply(x, weight, None, True, None)
 
     def column(
@@ -157,13 +155,13 @@ class Matmul:
         *,
         is_transposed: bool = False,
     ) -> paddle.Tensor:
-        """Multiply by this rank's columns. The sum of the input's gradient over ranks overlaps the
+        """Multiply by this rank's columns of a weight. The reduction of the input's gradient overlaps the
         computation of the weight's gradient."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """The detached values for the leaf of :meth:`apart`: the result of :meth:`value` or, in bfloat16 on a
-        CPU, the parameter itself, because the gradient is float32 there."""
+        """Return the detached values of ``parameter`` for the leaf in :meth:`apart`: the result of
+        :meth:`value` or, in bfloat16 on a CPU, the float32 parameter, because gradients are float32 there."""
         return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
 
     def apart(
@@ -174,8 +172,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """The product with ``leaf``, which has the values of ``parameter`` and gets the gradient in its
-        place."""
+        """Multiply by ``leaf``, a detached tensor with the values of ``parameter``. The leaf gets the
+        gradient instead of the parameter."""
         if bfloat16.are_entered():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -190,9 +188,10 @@ class Matmul:
         bias: paddle.Tensor | None,
         counts: Counts,
     ) -> paddle.Tensor:
-        """Multiply ``x [n, in]``, sorted into groups of ``counts`` rows, by ``weight [groups, in, out]``.
+        """Multiply ``x [n, in]`` by ``weight [groups, in, out]``. Rows are sorted by group; ``counts`` are
+        the rows per group.
 
-        The weight's gradient never goes straight into ``main_grad``.
+        The weight's gradient is never added directly to ``main_grad``.
         """
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
@@ -208,7 +207,7 @@ class Matmul:
         is_transposed: bool,
         exchange: Exchange | None,
     ) -> paddle.Tensor:
-        if not paddle.in_dynamic_mode():  # a program that is exported
+        if not paddle.in_dynamic_mode():  # while exporting
             return _product(x, weight, bias, is_transposed)
         on_cpu = bfloat16.are_entered()
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
@@ -231,7 +230,7 @@ class Matmul:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager: keeps 16-bit copies. No parameter may be updated inside it."""
+        """Context manager that keeps 16-bit copies of weights. No parameter may be updated inside it."""
         self._copies = {}
         try:
             yield
@@ -239,11 +238,11 @@ class Matmul:
             self._copies = None
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor multiplied in place of ``parameter``, detached: its 16-bit copy, or the
+        """Return the tensor to multiply by in place of ``parameter``, detached: its 16-bit copy, or the
         parameter itself.
 
-        Only parameters have copies. A tensor that is computed from a parameter (a rounded weight) is freed
-        after its product, and the next tensor may get the same ``id``.
+        Only parameters have copies. A tensor computed from a parameter (a rounded weight) is freed after its
+        product, and another tensor may then get the same ``id``.
         """
         is_kept = self._dtype is not None and self._copies is not None
         if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:
@@ -257,8 +256,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Like :meth:`value`, but not detached, so that the gradient reaches the parameter; in bfloat16 on a
-        CPU it is the parameter itself."""
+        """Like :meth:`value`, but attached to the autograd graph, so that the gradient reaches the parameter.
+        In bfloat16 on a CPU, return the parameter itself."""
         if self._dtype is None or self._copies is None or bfloat16.are_entered():
             return parameter
         value = self.value(parameter)
@@ -267,41 +266,41 @@ class Matmul:
     # -- gradients in float32
 
     def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
-        """Whether gradients of this weight are added straight to its ``main_grad``. It is not for a weight
+        """Return whether gradients of this weight are added directly to its ``main_grad``. False for a weight
         that was computed from a parameter (rounded, cast)."""
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
-        """Add a float32 ``gradient`` that was computed elsewhere to ``main_grad``."""
+        """Add a float32 ``gradient`` that was computed elsewhere to the weight's ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         weight.main_grad = gradient if main is None else main.add_(gradient)
 
     def _add(self, weight: paddle.Tensor, left: paddle.Tensor, right: paddle.Tensor) -> None:
-        """Add ``left^T @ right``."""
+        """Add ``left^T @ right`` to the weight's ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
-        # In float32; there is no bias and no gradient of one.
+        # True: accumulate in float32. False: no bias.
         weight.main_grad = _C_ops.fused_linear_param_grad_add(left, right, main, None, True, False)[0]
 
-    # -- gradients that come later
+    # -- deferred gradients
 
     def begin(self) -> None:
-        """Discard deferred gradients of a step that was interrupted."""
+        """Discard deferred gradients, which remain if a step was interrupted."""
         self._open.clear()
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """Mark the end of a micro batch's backward pass: its input gradients are complete, and its weight
-        gradients may be computed."""
+        """Mark the end of a micro batch's backward pass: its input gradients are complete, and
+        :meth:`run_next` may compute its weight gradients."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
     def run_next(self) -> None:
-        """Compute the weight gradients of the micro batch that has waited longest.
+        """Compute the deferred weight gradients of the oldest micro batch.
 
-        If the weight was computed from a parameter (rounded, cast), the gradient is passed on to the
-        parameter. Hooks on parameters are called as in any backward pass.
+        If a weight was computed from a parameter (rounded, cast), the gradient is passed on to the parameter.
+        Hooks on parameters run as in any backward pass.
         """
         work = self._waiting.popleft()
         with paddle.amp.auto_cast(enable=False):
@@ -310,7 +309,7 @@ class Matmul:
 
     def when_complete(self, call: Callable[[], None]) -> None:
         """In a backward pass: call a function once all weights that the pass has reached have their
-        gradients."""
+        gradients, including deferred ones."""
         if self.defers:
             self._open.append(call)
         else:
@@ -334,7 +333,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """One product with one weight. It is not a tensor, so autograd ignores it."""
+    """One product with one weight, and its gradients. Not a tensor, so autograd ignores it."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -346,19 +345,19 @@ class _Work:
         return self.exchange is not None and self.exchange.gathers_again
 
     def operand(self, x: paddle.Tensor) -> paddle.Tensor:
-        """The product's input as it is multiplied."""
+        """Convert the input to the form in which it is multiplied."""
         return x
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
-        """The form of the input that the gradient of the weight needs."""
+        """Return the input in the form that is kept for the weight's gradient."""
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """The product's gradient in the type for multiplication; and the bias gradient, if it is a
-        by-product."""
+        """Convert the product's upstream gradient to the dtype for multiplication. Also return the bias
+        gradient if the conversion computes it."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -382,7 +381,7 @@ class _CpuWork(_Work):
     """A product in bfloat16 on a CPU. Input, weight and upstream gradient are rounded once each.
 
     Args:
-        value: the weight's copy in bfloat16, or the weight in float32, which is rounded for each product.
+        value: the weight's bfloat16 copy, or the float32 weight, which is then rounded for each product.
     """
 
     def __init__(
@@ -416,11 +415,11 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """The product of sorted rows with one matrix per group.
+    """The product of rows sorted by group with one matrix per group.
 
     ``x [n, in]`` has ``counts[g]`` rows of group g, and ``weight`` is ``[groups, in, out]``. Products are
-    written directly into the rows of one result, and gradients into the matrices of one gradient, so there
-    are no temporary copies. A group without rows gets a gradient of zeros.
+    written directly into slices of the result, without temporary copies. A group without rows gets a gradient
+    of zeros.
     """
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
@@ -428,8 +427,8 @@ class _GroupedWork(_Work):
         self.counts = counts
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        """Multiply in the same type as a linear would."""
-        # Mixed precision depends on lists and levels, so the product of two numbers shows the type.
+        """Multiply in the dtype that a linear would use."""
+        # Find the dtype by a product of two numbers, because auto_cast depends on lists and levels.
         dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
         with paddle.amp.auto_cast(enable=False):
             x, result = in_dtype(x, dtype), paddle.empty([x.shape[0], self.weight.shape[-1]], dtype)
@@ -461,7 +460,7 @@ class _GroupedWork(_Work):
         return self._with_zeros(result)
 
     def _spans(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each group that has rows, with the range of its rows."""
+        """Yield (group, first row, end row) for each group that has rows."""
         end = 0
         for group, count in enumerate(self.counts):
             begin, end = end, end + int(count)
@@ -483,13 +482,13 @@ def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transpos
 
 
 def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
-    """The part of a tensor that belongs to one group, as a view."""
+    """Return the part of a tensor that belongs to one group, as a view."""
     return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
 
 
 class _WeightGradient:
-    """The weight's gradient, computed from the product's input ``x`` and its output gradient ``upstream``.
-    Nothing in the backward pass waits for it, so it can run later."""
+    """The computation of a weight's gradient from the product's input ``x`` and the upstream gradient.
+    Nothing in the backward pass waits for it, so it can be deferred."""
 
     def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:
         self.work, self.x, self.upstream = work, x, upstream
@@ -501,8 +500,8 @@ class _WeightGradient:
 
 
 class _Matmul(PyLayer):
-    """The product as an autograd function: returns the gradients of input and bias, and computes the
-    weight's gradient or defers it."""
+    """The product as an autograd function. Its backward pass returns the gradients of input and bias, and
+    computes the weight's gradient or defers it."""
 
     @staticmethod
     def forward(
@@ -519,7 +518,7 @@ class _Matmul(PyLayer):
         ctx.tensors = (bias is not None, weight is not None)
         ctx.wants_x, ctx.x_dtype = not x.stop_gradient, x.dtype
         ctx.bias_dtype = None if bias is None or bias.stop_gradient else bias.dtype
-        # The weight itself, not what it holds now: sharding stage 3 brings its values back for the backward
+        # Keep the weight, not its values: sharding stage 3 frees them and fetches them again for the backward
         # pass.
         ctx.work, ctx.defer = work, defer
         ctx.x = x.detach() if work.gathers_again else work.kept(whole, result)
@@ -541,7 +540,7 @@ class _Matmul(PyLayer):
 
 
 def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
-    """Return the gradients of input and weight. The weight's is computed while the input's is being
+    """Return the gradients of input and weight. The weight's gradient is computed while the input's is being
     reduced."""
     work, x = ctx.work, ctx.x
     ctx.work = ctx.x = None
@@ -563,15 +562,15 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 def _of_bias(
     work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
 ) -> paddle.Tensor | None:
-    """Return the bias gradient, or ``known`` if it is given; None if the bias is frozen."""
+    """Return the bias gradient, or ``known`` if given; None if the bias is frozen."""
     if dtype is None or known is not None:
         return None if dtype is None else known
     return in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):
-    """A zero that depends on the weight. Its backward pass delivers the weight's gradient, also to the
-    parameter that the weight may have been computed from."""
+    """A zero that depends on the weight. Its backward pass computes the deferred gradient and passes it to
+    the weight, and on to the parameter that the weight was computed from."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
@@ -586,9 +585,9 @@ class _Given(PyLayer):
 
 def _give_gradient(rest: _WeightGradient) -> None:
     weight = rest.work.weight
-    is_away = weight.is_leaf and not weight._is_initialized()  # sharding stage 3: its owner has the values
+    is_away = weight.is_leaf and not weight._is_initialized()  # sharding stage 3: the owner has them
     if is_away:
-        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle asks for its place
+        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle reads its place
     with paddle.enable_grad():
         _Given.apply(weight, rest).backward()
     if is_away and weight._is_initialized():
@@ -597,14 +596,15 @@ def _give_gradient(rest: _WeightGradient) -> None:
 
 class _Holder:
     """Hides a tensor from autograd, which takes a result that shares memory with an argument for an in-place
-    change of the argument."""
+    change."""
 
     def __init__(self, copy: paddle.Tensor) -> None:
         self.copy = copy
 
 
 class _Copy(PyLayer):
-    """Use an existing 16-bit copy of a parameter; the gradient is converted back to the parameter's type."""
+    """Use an existing 16-bit copy of a parameter. The backward pass converts the gradient to the parameter's
+    dtype."""
 
     @staticmethod
     def forward(ctx: Any, parameter: paddle.Tensor, holder: _Holder) -> paddle.Tensor:

@@ -1,4 +1,4 @@
-"""Feed-forward block."""
+"""Activations and the MLP (feed-forward) layer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ppfleetx.distributed.device import lacks_kernel
 from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.stage import LayerFactory
 
-_PROBE_WIDTH = 8  # of the tensor that an activation is tried on
+_PROBE_WIDTH = 8  # width of the tensor that checks an activation's output shape
 
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
-    """GELU in its tanh form (Hendrycks and Gimpel, 2016), elementwise."""
+    """GELU with the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
     return F.gelu(x, approximate=True)
 
 
@@ -39,43 +39,43 @@ def relu_squared(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def _gate_and_up(x: paddle.Tensor) -> list[paddle.Tensor]:
-    # One transpose separates the pairs: taking every second column is ten times slower on CPU.
+    # One transpose separates the pairs; strided slices are ten times slower on a CPU.
     return x.reshape([-1, 2]).transpose([1, 0]).unbind(0)
 
 
 def swiglu(x: paddle.Tensor) -> paddle.Tensor:
-    """silu(gate) * up of ``[..., 2 * ffn]`` laid out pairwise ``[ffn][gate, up]``."""
+    """Return silu(gate) * up for ``x [s, b, 2 * ffn]`` with columns ``[ffn][gate, up]``."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return (F.silu(gate) * up).reshape([s, b, width // 2])
 
 
 def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
-    """gelu(gate) * up (Shazeer, 2020) with the tanh form of GELU; laid out like :func:`swiglu`'s."""
+    """Return gelu(gate) * up (Shazeer, 2020) with the tanh form of GELU; columns as in :func:`swiglu`."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return (gelu_tanh(gate) * up).reshape([s, b, width // 2])
 
 
 def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
-    """:func:`swiglu` with two copies and one fused kernel."""
+    """:func:`swiglu` with one fused kernel, after two copies."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return _C_ops.swiglu(gate, up).reshape([s, b, width // 2])
 
 
 class Activation:
-    """The activation that a declaration names, fused if that fused operator is in use.
+    """The activation named by a declaration, in its fused form if available.
 
     Raises:
-        ConfigError: the width of its output contradicts its registration.
+        ConfigError: the width of the activation's output contradicts its registration.
     """
 
     def __init__(self, factory: LayerFactory, name: str) -> None:
         self.function, self._fused = _checked_activation(name), factory.fused
 
     def __call__(self, inner: paddle.Tensor) -> paddle.Tensor:
-        """Apply the activation to ``inner [s, b, width]``; a gated one halves the width."""
+        """Apply the activation to ``inner [s, b, width]``. A gated activation halves the width."""
         if self.function is swiglu and self._fused.takes("swiglu", inner):
             return fused_swiglu(inner)
         return self.function(inner)
@@ -96,8 +96,8 @@ class MLP(nn.Layer):
 
 
 def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:
-    """Check on a small tensor that an activation halves the width if, and only if, it is registered as
-    ``gated``.
+    """Return the activation, after checking on a small tensor that it halves the width if and only if it is
+    registered as ``gated``.
 
     Otherwise it would fail later, in a matrix product whose message does not mention activations.
     """

@@ -1,4 +1,4 @@
-"""Declarations of a feed-forward block and of a mixture of experts: sizes, parameters and cost. No Paddle."""
+"""Declarations of an MLP and of a mixture of experts: sizes, parameters and cost. No Paddle."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Part, Placemen
 from ppfleetx.nn.tape import Step
 
 GATE_AND_UP = (Part("gate", 1, 2, 0, 1), Part("up", 1, 2, 1, 1))
-"""The parts of a fused gate and up, with columns ``[unit][gate, up]``."""
+"""The parts of fused gate and up projections, with columns ``[unit][gate, up]``."""
 
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """``fc2(activation(fc1(x)))``.
+    """Declaration of an MLP, ``fc2(activation(fc1(x)))``.
 
     Attributes:
-        layer: the layer's class, called with the factory and this declaration; a subclass may name its own.
+        layer: class of the layer, called with the factory and this declaration; a subclass may set another
+            class.
         hidden_size: width of the hidden states, h.
-        ffn_hidden_size: inner width. With a gate, fc1 has twice as many outputs, in pairs of gate and up, so
-            that any slice of whole pairs is a smaller block of the same kind.
+        ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs, as pairs of gate
+            and up, so that a slice of whole pairs is a smaller MLP of the same kind.
         activation: a value of ``Model.hidden_act``.
         bias: whether both linears have a bias.
         init: initial values of fc1.
@@ -67,7 +68,7 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Steps of a forward pass; their names begin with ``writes``."""
+        """Return the steps of a forward pass. Their names begin with ``writes``."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -78,7 +79,7 @@ class MLPSpec:
     def _activation(self, work: Work, active: str, fc1: str) -> list[Step]:
         size, between = work.bytes_of(self.ffn_hidden_size / work.mp), f"{active} in part"
         if self.is_gated:
-            if not work.on_cpu and not work.fused:  # one kernel, of a copy with gate and rest apart
+            if not work.on_cpu and not work.fused:  # one kernel, after a copy that separates gate and up
                 return [Step(active, size, (fc1,), keeps=(fc1,), scratch=size, back=2 * size)]
             silu = Step(between, size, (fc1,), keeps=(fc1,), back=size)
             return [silu, Step(active, size, (between, fc1), keeps=(between, fc1), back=size)]
@@ -94,14 +95,15 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """The linears of all experts in one parameter ``[experts, in, out]``."""
+    """Declaration of the linears of all experts as one parameter ``[experts, in, out]``. ``of_one`` declares
+    the linear of one expert."""
 
     num_experts: int
     of_one: LinearSpec
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``, and ``bias`` if there is one. With sliced rows, one of the ranks that sum their outputs
-        adds the bias."""
+        """Return ``weight``, and ``bias`` if there is one. With sliced rows, one of the ranks whose outputs
+        are summed adds the bias."""
         one, experts = self.of_one, self.num_experts
         cut = {"columns": (Shard(2), Shard(1)), "rows": (Shard(1), REPLICATE)}[one.cut]
 
@@ -119,14 +121,14 @@ class GroupedLinearSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts in place of an MLP.
+    """Declaration of a mixture of experts in place of an MLP.
 
     Attributes:
-        layer: the layer's class, called with the factory and this declaration.
+        layer: class of the layer, called with the factory and this declaration.
         cfg: the section ``Model.moe``.
         num_mixtures: number of mixtures of experts in the whole model.
         expert: declaration of one expert.
-        shared: the MLP that every position goes through, or None.
+        shared: declaration of the shared expert, which processes every position; None: there is none.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.moe:MoE"
@@ -150,7 +152,7 @@ class MoESpec:
 
     @property
     def shared_gate(self) -> LinearSpec | None:
-        """The linear whose sigmoid multiplies the output of the shared experts."""
+        """The linear whose sigmoid scales the output of the shared experts; None: not scaled."""
         if self.cfg.shared_experts is None or not self.cfg.shared_experts.gate:
             return None
         return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, "router", of_trunk=True)
@@ -167,8 +169,8 @@ class MoESpec:
         return tuple(name for name, is_given in given.items() if is_given)
 
     def router_parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``, and two parameters without gradients: ``bias``, and ``load``, the experts' shares of
-        the previous step."""
+        """Return ``weight`` and up to two parameters without gradients: ``bias``, and ``load``, each expert's
+        share of the choices in the previous step."""
         experts, routing = self.cfg.num_experts, self.cfg.router
         shape = (self.hidden_size, experts)
         specs = {"weight": dense(shape, self.expert.init, "router", partial=sequence_parallel)}
@@ -194,7 +196,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """The number of elements in the experts a position does not choose."""
+        """Number of elements in the experts that a position does not choose."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
@@ -212,18 +214,19 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """The rows one rank's experts process: ``load`` times the mean."""
+        """Return the work of one rank's experts: ``load`` times the mean number of rows."""
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
 
     def sent_bytes(self, work: Work) -> float:
-        """Bytes of the rows one rank sends to experts, its own included: one row per choice."""
+        """Return the bytes of the rows that one rank sends to experts, one row per choice, including rows for
+        its own experts."""
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Steps of a forward pass; their names begin with ``writes``. Memory must suffice for the rank whose
-        experts have the most rows."""
+        """Return the steps of a forward pass, for the rank whose experts get the most rows. Their names begin
+        with ``writes``."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

@@ -1,12 +1,12 @@
-"""Mixture of experts: a router sends each position to a few feed-forward blocks and sums their outputs.
+"""Mixture of experts: a router sends each position to a few MLPs (experts) and sums their outputs.
 
-One row of hidden states is gathered for each choice, in the order of the experts. So the rows of each expert
-are contiguous, and memory grows with the number of choices, not of experts. The parallel plan only affects
-the factory's ``experts``, which brings rows to the ranks of their experts and back
+The row of hidden states of each (position, expert) choice is gathered, sorted by expert. So the rows of each
+expert are contiguous, and memory grows with the number of choices, not of experts. The parallel plan only
+affects the factory's ``experts``, which sends rows to the ranks of their experts and back
 (``nn/expert_exchange.py``).
 
-Shape letters: s positions of the hidden states that this rank has, b sequences, h hidden size, n = s b rows,
-E experts, k experts of a position.
+Shape letters: s positions of the hidden states on this rank, b sequences, h hidden size, n = s b rows, E
+experts, k experts per position.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _WHOLE_SEQUENCES = ("mp", "sep")
 
 
 class Router(nn.Layer):
-    """Chooses the experts of each position and counts how many positions each expert gets.
+    """Chooses the experts of each position, and counts the positions of each expert.
 
     Attributes:
-        seen: ``[2, E]``, counts since they were last cleared, for positions that count in the loss: the
-            choices of each expert, and these choices as the balancing loss counts them. None: no positions.
+        seen: ``[2, E]`` counts since they were last cleared, over positions that count in the loss: row 0 the
+            choices of each expert, row 1 the choices as defined by the balancing loss. None: no positions
+            yet.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
@@ -123,8 +124,8 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """The choices that the balancing loss counts, ``[s, b, E]``: by score only, without bias or groups;
-        for GShard only the first choice."""
+        """Return the choices that the balancing loss counts, ``[s, b, E]``: by score only, without bias or
+        groups; with GShard only the first choice."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
@@ -134,8 +135,8 @@ class Router(nn.Layer):
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """After a step, move the bias according to the ``loads [E]`` of the global batch, and keep
-        ``shares [E]`` for the next loss. A frozen router (with adapters) does not change."""
+        """After a step, move the bias according to the ``loads [E]`` of the global batch, and store ``shares
+        [E]`` for the next step's loss. A frozen router (with adapters) does not change."""
         if self.weight.stop_gradient:
             return
         rate = self.cfg.bias_update_rate
@@ -159,7 +160,7 @@ class Experts(nn.Layer):
 
 
 class MoE(nn.Layer):
-    """A mixture of experts on ``[s, b, h]``, with optional shared experts that see every position."""
+    """A mixture of experts on ``[s, b, h]``, with optional shared experts that process every position."""
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
         super().__init__()
@@ -201,15 +202,15 @@ class MoE(nn.Layer):
 
 
 class Order:
-    """The order of rows sorted by expert, and its inverse.
+    """Sorts rows by expert, and restores the original order.
 
     Args:
         choice: ``[n, k]`` experts of each position.
         num_experts: number of experts of the layer.
-        kept: ``[n, k]`` 1 for choices that are kept, 0 for dropped ones; None: all are kept.
+        kept: ``[n, k]``, 1 for kept choices, 0 for dropped ones; None: all are kept.
 
     Attributes:
-        counts: ``[E]`` rows of each expert, int64.
+        counts: ``[E]`` number of rows per expert, int64.
     """
 
     @paddle.no_grad()
@@ -217,12 +218,12 @@ class Order:
         self._k = choice.shape[1]
         self._kept = kept
         experts = choice.reshape([-1])
-        if kept is not None:  # dropped choices come last, and are cut off
+        if kept is not None:  # dropped choices are sorted last and removed
             experts = paddle.where(kept.reshape([-1]) > 0, experts, paddle.full([], num_experts, "int64"))
         order = experts.argsort(stable=True)
         if paddle.in_dynamic_mode():
             place = paddle.scatter(paddle.empty_like(order), order, paddle.arange(order.shape[0]))
-        else:  # a program that is exported, in which the number of rows is not known
+        else:  # while exporting, when the number of rows is unknown
             place = order.argsort()
         self.counts = paddle.bincount(experts, minlength=num_experts)
         if kept is not None:
@@ -233,12 +234,13 @@ class Order:
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
         """Gather ``rows [n, h]`` into one row per choice, sorted by expert."""
-        if not paddle.in_dynamic_mode():  # a program that is exported
+        if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)
 
     def combine(self, outputs: paddle.Tensor, weights: paddle.Tensor) -> paddle.Tensor:
-        """Sum ``outputs``, one row per choice, weighted with ``weights [n, k]``: ``[n, h]``."""
+        """Return the sum of each position's ``outputs``, weighted with ``weights [n, k]``, as ``[n, h]``.
+        ``outputs`` has one row per choice, sorted by expert."""
         if self._kept is not None:
             weights = weights * self._kept
         weights = weights.astype(outputs.dtype)
@@ -261,7 +263,7 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reorder ``values [n, k]`` by expert: ``[choices, 1]``."""
+        """Reorder ``values [n, k]`` by expert, to ``[choices, 1]``."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
@@ -270,7 +272,7 @@ class Order:
 
     @property
     def kept(self) -> paddle.Tensor | None:
-        """The mask of kept choices ``[n, k]`` of 1 and 0."""
+        """The mask ``[n, k]`` of kept choices (1 or 0), or None."""
         return self._kept
 
 
@@ -297,6 +299,6 @@ class _Combine(PyLayer):
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         outputs, weights = ctx.saved_tensor()
         order, rows = ctx.order, ctx.order.gather(upstream)
-        # A product with ones: Paddle's CPU kernels are slow to sum rows.
+        # A product with ones, because Paddle's CPU kernels are slow to sum rows.
         of_weights = paddle.matmul(rows * outputs, paddle.ones([rows.shape[1], 1], rows.dtype))
         return rows * order.of_choices(weights), order.of_positions(of_weights)

@@ -25,7 +25,7 @@ class LayerNorm(nn.Layer):
         self.bias = self.create_parameter([size], is_bias=True)
 
     def gain(self) -> paddle.Tensor:
-        """What the normalized input is multiplied by."""
+        """The factor of the normalized input, ``[size]``."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -43,7 +43,7 @@ class LayerNormNoBias(LayerNorm):
 
 
 class LayerNorm1P(LayerNorm):
-    """:class:`LayerNorm` with the gain ``1 + weight``, in float32, because 16 bits cannot hold it."""
+    """:class:`LayerNorm` with gain ``1 + weight``, added in float32, because 16 bits would round it."""
 
     def gain(self) -> paddle.Tensor:
         return 1.0 + self.weight.astype("float32")
@@ -72,7 +72,7 @@ class RMSNorm(nn.Layer):
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
     def gain(self) -> paddle.Tensor:
-        """What the normalized input is multiplied by."""
+        """The factor of the normalized input, ``[size]``."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -89,9 +89,9 @@ class SlicedRMSNorm(RMSNorm):
     """:class:`RMSNorm` over a dimension that is sliced over ranks.
 
     Args:
-        size, epsilon: size of this rank's slice, and epsilon.
+        size: size of this rank's slice.
         total: size of the whole dimension.
-        join: adds up the ranks' sums of squares and, in the backward pass, the gradients of the total.
+        join: sums a tensor over the ranks, and its gradient in the backward pass.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class SlicedRMSNorm(RMSNorm):
 
 
 class NormOfEachHead(nn.Layer):
-    """A norm of each head, with a separate gain for each head: ``weight [heads * size]``.
+    """A norm over each head, with a separate gain for each head: ``weight [heads * size]``.
 
     Args:
-        norm: norm of one head of ``size`` elements, with ``weight`` and no ``bias``. Its weight becomes a
-            constant that leaves the normalized values as they are.
-        width: ``heads * size`` of the heads on this rank.
+        norm: norm over one head of ``size`` elements, with ``weight`` and without ``bias``. Its gain is
+            replaced by the constant 1.
+        width: ``heads * size`` for the heads on this rank.
         zero_centered: whether the gain is ``1 + weight``.
     """
 
@@ -127,14 +127,14 @@ class NormOfEachHead(nn.Layer):
         self.norm = norm
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Normalize ``[..., heads * size]``; the gain is applied in float32."""
+        """Normalize each head of ``[..., heads * size]``; the gain is applied in float32."""
         heads = x.reshape([*[0] * (x.ndim - 1), -1, self.size]).astype(self.norm.weight.dtype)
         normal = self.norm(heads).flatten(-2).astype("float32")
         return (normal * (self.weight.astype("float32") + self.added)).astype(x.dtype)
 
 
 class RMSNorm1P(RMSNorm):
-    """:class:`RMSNorm` with the gain ``1 + weight`` (Gemma Team, 2024), in float32."""
+    """:class:`RMSNorm` with gain ``1 + weight`` (Gemma Team, 2024), added in float32."""
 
     def gain(self) -> paddle.Tensor:
         return 1.0 + self.weight.astype("float32")
@@ -146,16 +146,17 @@ class RMSNorm1P(RMSNorm):
 
 
 def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
-    """``x / sqrt(mean(x²) + epsilon) * weight``. Paddle's own kernel only exists on GPUs."""
+    """Return ``x / sqrt(mean(x²) + epsilon) * weight`` with plain operators. Paddle's own kernel exists only
+    on GPUs."""
     x32 = x.astype("float32")
     inverse = paddle.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
     return (x32 * inverse).astype(x.dtype) * weight
 
 
 def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
-    """:func:`rms_norm` in one kernel, for tensors of one type. In 16 bits it rounds once, after the gain."""
+    """:func:`rms_norm` in one kernel, for tensors of one dtype. In 16 bits it rounds once, after the gain."""
     of_plugin = plugin_operator("rms_norm_npu")
-    if of_plugin is not None:  # its gradient of the gain is float32; the conversion gives it the gain's type
+    if of_plugin is not None:  # its gain gradient is float32; the gradient of cast converts it
         return of_plugin(x, paddle.cast(weight, weight.dtype), epsilon)[0]
     return _C_ops.rms_norm(x, weight, weight.shape, epsilon)[0]
 
@@ -163,9 +164,9 @@ def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> p
 class _CpuNorm(PyLayer):
     """LayerNorm and RMSNorm with matrix-vector products in the backward pass, which halve its time on a CPU.
 
-    With x̂ the normalized input, r its inverse deviation and g the gain, the gradients for an upstream
-    dy are dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy; only LayerNorm, which has
-    a bias, has the term in brackets.
+    With x̂ the normalized input, r the inverse deviation, g the gain and dy the upstream gradient, the
+    gradients are dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy. Only LayerNorm
+    (with bias) has the term in brackets.
     """
 
     @staticmethod
@@ -200,5 +201,5 @@ class _CpuNorm(PyLayer):
         gradients = [dx.reshape(x.shape), paddle.matmul(ones, dy_normal).reshape([-1])]
         if ctx.centered:
             gradients.append(paddle.matmul(ones, dy).reshape([-1]))
-        # Paddle insists on None where a gradient is not wanted (frozen parameters).
+        # Paddle requires None for inputs without a gradient (frozen parameters).
         return tuple(g if wanted else None for g, wanted in zip(gradients, ctx.wanted, strict=True))

@@ -1,11 +1,11 @@
-"""Products of a few rows with a large constant matrix on a CPU: the work of decoding and short prompts.
+"""Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-MKL packs the matrix again in every product, which for few rows takes as long as reading it twice more. If the
-matrix is cut into panels as narrow as one tile of MKL's kernels, they use it without packing. Measured with
-AVX-512: the same result bit for bit, 1.8 times faster for 2 to 64 rows, 1.2 times for 512, no gain from 1024
-on; with AVX2: 1.7 times faster for 8 rows, no gain from 128 on. For a single row the whole matrix is faster.
+For each product, MKL first packs the matrix, which for few rows costs as much as reading the matrix twice
+more. MKL skips the packing if the matrix is stored in panels: contiguous blocks of w columns, as wide as one
+tile of MKL's kernels. The result is bitwise equal. With AVX-512, panels are faster for 2 to 512 rows; with
+AVX2, for fewer than 128. For a single row the whole matrix is faster.
 
-If our own operator has been compiled, it computes the products for which it is faster.
+If our own operator is compiled (:mod:`ppfleetx.nn.cpu_ops`), it computes the products for which it is faster.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -22,12 +22,12 @@ from ppfleetx.nn.layers import Linear, add_smaller
 from ppfleetx.utils.machine import available_fraction, back_by_huge_pages
 
 MOST_ROWS = 512 if WIDTH == 48 else 64
-_MEMORY_LEFT = 0.25  # of the machine; with less, the copy is not made
+_MEMORY_LEFT = 0.25  # fraction of the machine's memory; with less, no panels are made
 
 
 def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
-    """Cut ``weight [k, n]`` into panels ``[p, k, w]``, padded with zeros. In an exported program, a constant
-    stays a constant."""
+    """Arrange ``weight [k, n]`` in panels ``[p, k, w]``, padded with zeros. In an exported program, a
+    constant stays a constant."""
     rows, columns = weight.shape
     missing = -columns % WIDTH
     if missing:
@@ -36,7 +36,8 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix in panels ``[p, k, w]``: ``[m, p * w]``."""
+    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix in panels ``[p, k, w]``. Returns ``[m, p *
+    w]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 
@@ -49,11 +50,11 @@ class Panels:
         use_huge_pages(self.values)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        """``x [..., k] @ weight + bias``."""
+        """Return ``x [..., k] @ weight + bias``."""
         *leading, size = x.shape
         if math.prod(leading) <= cpu_ops.MOST_ROWS and cpu_ops.are_available():
             return cpu_ops.few_rows(x, self.values, bias, self.width)
-        # One position of each row, [1, b, k], is multiplied by all panels without reshaping.
+        # A decoding step, [1, b, k], needs no reshape.
         rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
         product = times_panels(rows, self.values).reshape([*leading, -1])
         if product.shape[-1] != self.width:
@@ -62,20 +63,20 @@ class Panels:
 
 
 def use_huge_pages(tensor: paddle.Tensor) -> None:
-    """Speed up reading ``tensor`` on a CPU, see :func:`~ppfleetx.utils.machine.back_by_huge_pages`."""
+    """Make reading ``tensor`` faster on a CPU, see :func:`~ppfleetx.utils.machine.back_by_huge_pages`."""
     if tensor.place.is_cpu_place():
         back_by_huge_pages(tensor.data_ptr(), tensor.size * tensor.element_size())
 
 
 class PanelMatrix:
-    """A constant matrix ``[k, n]`` that builds its panels the first time they pay off."""
+    """A constant matrix ``[k, n]``, copied into panels at the first product for which panels are faster."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight
         self._panels: Panels | None = None
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """``x [..., k] @ weight + bias``, without gradients."""
+        """Return ``x [..., k] @ weight + bias``, without gradients."""
         num_rows = math.prod(x.shape[:-1])
         if 1 < num_rows <= MOST_ROWS and self._can_have_panels(x):
             return self._panels.linear(x, bias)
@@ -83,8 +84,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """The matrix in the form for the fused-block operator with ``num_rows`` rows: one of
-        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`, and its array; None if memory does not suffice."""
+        """Return the matrix for the fused-block operator with ``num_rows`` rows: its format (one of
+        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and array. None if there is not enough memory."""
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None
@@ -108,7 +109,7 @@ class InferenceLinear(Linear):
         self._matrix = PanelMatrix(self.weight)
 
     def use(self, weight: paddle.Tensor) -> None:
-        """Use ``weight`` in passes without gradients from now on."""
+        """Replace the weight with ``weight`` in passes without gradients."""
         if self._matrix.weight is not weight:
             self._matrix = PanelMatrix(weight)
 

@@ -1,9 +1,13 @@
-"""The declaration of a parameter: its kind, its placement, and everything that a plan derives from them.
+"""The declaration of a parameter: kind, shape, placement, and everything that a parallel plan derives from
+them.
 
-For each axis of a view of the ranks (``config/mesh.py``), a :class:`ParamSpec` states how the value is
-placed, and what part of the gradient one backward pass gives. This module alone derives the rest: slices,
-sums of gradients, owners, shares of the norm, and the ranks that write a checkpoint. It does not need Paddle,
+For each axis of the device mesh (``config/mesh.py``), a :class:`ParamSpec` states how the value is placed,
+and what part of the gradient one backward pass computes. This module alone derives slices, gradient
+reductions, owners, the gradient norm, and the ranks that write a checkpoint. It does not import Paddle,
 because the planner and ``--check`` use it too.
+
+A *view* arranges the ranks as a grid with named axes: dense parameters use one view, parameters of experts
+another.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank along the axis holds one term of a sum."""
+    """Each rank along the axis holds one term of a sum over the ranks."""
 
 
 Placement = Shard | Replicate | Partial
@@ -42,9 +46,10 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix inside a fused parameter (queries, keys, values, gate or up), or one head of a gain.
+    """One matrix inside a fused parameter (queries, keys, values, gate or up), or one head of a norm's gain.
 
-    It has ``width`` of every ``period`` consecutive indices of dimension ``dim``, from ``offset`` on.
+    Along dimension ``dim``, the part consists of ``width`` indices of every ``period`` consecutive indices,
+    starting at ``offset``.
     """
 
     name: str
@@ -54,7 +59,7 @@ class Part:
     width: int
 
     def indices(self, size: int) -> list[int]:
-        """The indices of the part along a dimension of ``size``."""
+        """Return the indices of the part along a dimension of ``size``."""
         return [at for at in range(size) if self.offset <= at % self.period < self.offset + self.width]
 
 
@@ -66,14 +71,14 @@ class ParamSpec:
         shape: shape of the whole parameter.
         init: distribution of the initial values.
         kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``,
-            ``router``, ``router_load``, ``lora``, ``quant``.
-        value: placement of the value along each axis; along axes without an entry, every rank has the whole.
-        grad: placement of the gradient after a backward pass along each axis; along axes without an entry, it
-            is placed like the value.
-        parts: the matrices, or heads, that it consists of.
-        tie: the key of the tie, if several stages of the model share the parameter.
-        trains: whether the parameter has a gradient.
-        dtype: the type in which it is stored, if it differs from the model's.
+            ``router``, ``router_bias``, ``router_load``, ``lora``, ``quant``.
+        value: placement of the value by axis. Along other axes, every rank has the whole value.
+        grad: placement of the gradient after a backward pass by axis. Along other axes, it is placed like the
+            value.
+        parts: the matrices or heads that the parameter consists of.
+        tie: key of the tie, if several stages of the model share the parameter.
+        trains: whether the parameter is trainable.
+        dtype: dtype in which the parameter is stored, if it differs from the model's.
         name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
             a stage.
     """
@@ -91,15 +96,15 @@ class ParamSpec:
 
     @property
     def view(self) -> View:
-        """The view of the ranks that the parameter uses."""
+        """The view of the ranks that the parameter uses (dense or experts)."""
         return view_of({*self.value, *self.grad})
 
     def placement(self, axis: str) -> Placement:
-        """The placement of the value along ``axis``."""
+        """Return the placement of the value along ``axis``."""
         return self.value.get(axis, REPLICATE)
 
     def sums(self, axis: str) -> bool:
-        """Whether the gradient is a sum over the ranks along ``axis``."""
+        """Return whether the gradient must be summed over the ranks along ``axis``."""
         return self.grad.get(axis) == PARTIAL
 
 
@@ -112,11 +117,12 @@ def dense(
     partial: bool = False,
     parts: tuple[Part, ...] = (),
 ) -> ParamSpec:
-    """Declare a parameter in the dense view, where all ranks along dp, sharding and sep process different
-    tokens.
+    """Declare a parameter in the dense view, where ranks along dp, sharding and sep process different tokens.
 
-    ``mp`` is the placement of the value along mp. ``partial``: ranks along mp have the whole parameter but
-    see different positions or heads, so that their gradients must be summed.
+    Args:
+        mp: placement of the value along mp.
+        partial: whether ranks along mp hold the whole parameter but process different positions or heads, so
+            that their gradients must be summed.
     """
     grad: dict[str, Placement] = dict.fromkeys(("dp", "sharding", "sep"), PARTIAL)
     if partial:
@@ -126,8 +132,8 @@ def dense(
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One rank's slice of a parameter: :func:`placed` of its :class:`ParamSpec`. ``offset`` is the first
-    global index held here, in each dimension."""
+    """One rank's slice of a parameter, as computed by :func:`placed`. ``offset`` is the first global index of
+    the slice in each dimension."""
 
     name: str
     global_shape: Shape
@@ -138,7 +144,8 @@ class ParamInfo:
 
 
 def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
-    """Return the slice that ``rank`` holds. Axes that cut the same dimension do so in the order of the view.
+    """Return the slice of a parameter that ``rank`` holds. If several axes shard the same dimension, they do
+    so in the order of the view.
 
     Raises:
         ValueError: a dimension cannot be divided evenly.
@@ -158,15 +165,18 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """The axis along which the parameter has a single owner; () if each rank owns its own slice."""
+    """Return the axis along which one rank owns the parameter (ZeRO); () if every rank owns what it holds."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
 
 def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """Assign each parameter an owner, by name: the largest first, each to the rank with the least so far.
+    """Assign each parameter, by name, to the rank that owns it. Goes from the largest parameter to the
+    smallest, and chooses the rank with the least elements so far.
 
-    Parameters named in ``first`` go to rank 0.
+    Args:
+        sizes: number of elements of each parameter, by name.
+        first: names of parameters that go to rank 0.
     """
     owners = dict.fromkeys((name for name in first if name in sizes), 0)
     loads = [(sum(sizes[name] for name in owners), 0), *((0, rank) for rank in range(1, num_ranks))]
@@ -179,7 +189,8 @@ def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
-    """The groups over which a gradient is summed, in order, after the reduction to its owner.
+    """Return the axes of the groups over which a gradient is summed, in order, after the reduction to its
+    owner.
 
     The order affects the last bits. Replicas are summed in one group, because two successive sums would add
     the numbers in different orders on different ranks. Tied copies come last, because a sum of two numbers
@@ -196,19 +207,21 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """The axis along which gradients must be equal to the last bit, because each rank holds the whole
-    parameter."""
+    """Return the axis along which gradients must be bitwise equal, because each rank holds the whole
+    parameter; () if there is none."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_miss(spec: ParamSpec) -> bool:
-    """Whether a backward pass may leave the parameter without a gradient: an expert may get no token."""
+    """Return whether a backward pass may leave the parameter without a gradient: an expert may get no
+    token."""
     return spec.trains and "ep" in spec.view.axes
 
 
 def norm_axes(view: View, mesh: Mesh) -> Axes:
-    """The axes over which squared gradients are summed: all except the axes of replicas without an owner."""
+    """Return the axes over which squared gradients are summed for the norm: all except axes of replicas
+    without an owner."""
     owners = (view.owners,) if mesh.plan.sharding > 1 else ()
     order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
@@ -219,12 +232,12 @@ def _is_replica(axis: str, view: View) -> bool:
 
 
 def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Whether ``rank`` counts the parameter in the gradient norm: exactly one rank along :func:`norm_axes`
-    does.
+    """Return whether ``rank`` includes the parameter in the gradient norm. Exactly one of the ranks along
+    :func:`norm_axes` that hold the same values does.
 
     Args:
-        owns: whether the rank is the owner.
-        first_holder: whether the rank is in the first stage that holds the parameter.
+        owns: whether the rank owns the parameter.
+        first_holder: whether the rank is in the first pipeline stage that holds the parameter.
     """
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     summed = [axis for axis in norm_axes(spec.view, mesh) if axis not in without]
@@ -232,15 +245,16 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Whether ``rank`` writes its slice into a checkpoint: the first of the replicas that count it does."""
+    """Return whether ``rank`` writes its slice into a checkpoint. Exactly one of the ranks with the same
+    slice does. Arguments as in :func:`counts`."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     copies = [a for a in spec.view.axes if a not in without and spec.placement(a) == REPLICATE]
     return owns and first_holder and all(at[axis] == 0 for axis in copies)
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """The axes along which ranks communicate about ``specs``, in the order in which all ranks create the
-    groups."""
+    """Return the axes of all process groups that ``specs`` need, in the order in which all ranks must create
+    the groups."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
@@ -249,5 +263,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """The groups of :func:`gradient_sums` of several parameters, each once, in the order of the sums."""
+    """Return the groups from :func:`gradient_sums` of several parameters, each once, in the order of the
+    sums."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

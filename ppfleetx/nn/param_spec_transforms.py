@@ -1,8 +1,8 @@
-"""Transforms of a model's declaration: adapters, fake quantization, quantized weights. No Paddle.
+"""Transforms of a model's parameter declarations: adapters, fake quantization, quantized weights. No Paddle.
 
-Each transform maps the parameters of a model, by canonical name, to its new parameters. The layers themselves
-are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare parameters with the functions
-at the end of this file.
+Each transform maps the parameters of a model, by canonical name, to new parameters. The corresponding layers
+are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``; they use the functions at the end of this
+file to declare parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = {
 def transformed(
     specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
 ) -> Mapping[str, ParamSpec]:
-    """Return ``specs`` as changed by ``Model.lora`` and section ``Compress``."""
+    """Apply the changes of ``Model.lora`` and section ``Compress`` to ``specs``."""
     if compress is not None and compress.quantization is not None:
         specs = fake_quantized(specs, compress.quantization)
     if lora is not None:
@@ -45,7 +45,8 @@ def transformed(
 
 
 def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
-    """Freeze all parameters except a classification head, and add adapters at the linears ``cfg`` names."""
+    """Freeze all parameters except a classification head, and add adapters to the linears selected by
+    ``cfg``."""
     result: Specs = {}
     for name, spec in specs.items():
         result[name] = replace(spec, trains=spec.trains and name.startswith("score."))
@@ -56,7 +57,8 @@ def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
 
 
 def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
-    """Add the parameters of fake quantizers at the linears ``cfg`` names; freeze the embedding if asked."""
+    """Add the parameters of fake quantizers to the linears selected by ``cfg``. Freeze the embedding if
+    configured."""
     result: Specs = {}
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
@@ -69,7 +71,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
 
 
 def stored_small(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
-    """Replace the matrices ``cfg`` names with codes and scales."""
+    """Replace the matrices selected by ``cfg`` with quantized integers and scales."""
     result: Specs = {}
     for name, spec in specs.items():
         layer = name.removesuffix(".weight")
@@ -90,8 +92,9 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """A low-rank adapter of ``matrix [in, out]``, sliced like the matrix: A by input features, B by output
-    features. A starts as N(0, 1 / in), so that x A has the size of x."""
+    """Declare a low-rank adapter of ``matrix [in, out]``. A is sliced like the matrix's input features, B
+    like its output features. A starts with standard deviation 1/sqrt(in), so that x A has the magnitude of
+    x."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
@@ -106,7 +109,7 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
-    """One adapter per expert. Parts that are whole on ranks with sliced experts get partial gradients
+    """Declare one adapter per expert. A factor (A or B) that is not sliced along emp has a partial gradient
     there."""
     experts, width_in, width_out = matrix.shape
 
@@ -122,7 +125,8 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
-    """The names of a quantizer's parameters: the input's scale, and the learned shares of the bounds."""
+    """Return the names of a quantizer's parameters: the scale of the input, and the learned clipping
+    factors."""
     has = {
         "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",
         "weight_clip": cfg.weight_preprocess_type is not None,
@@ -132,7 +136,7 @@ def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
 
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The parameters of a fake quantizer of ``matrix``. All experts share them."""
+    """Declare the parameters of a fake quantizer of ``matrix``. All experts of a layer share them."""
     if len(matrix.shape) == 3:
         return {name: _number_of_experts(name) for name in names}
     cut = matrix.placement("mp")
@@ -151,15 +155,16 @@ def _number_of_experts(name: str) -> ParamSpec:
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
-    """The stored integers of a frozen ``matrix``, with ``per_row`` input features in a row."""
+    """Declare the quantized integers of a frozen ``matrix``. Each stored row packs ``per_row`` input
+    features."""
     dtype = "int8" if per_row == 1 else "uint8"
     *experts, width_in, width_out = matrix.shape
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)
 
 
 def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
-    """The scales of a frozen ``matrix``: one for each output feature and group of input features or, without
-    groups, one for each output feature. In an asymmetric ``form``, scales and offsets in turn."""
+    """Declare the scales of a frozen ``matrix``: one per output feature, or per output feature and group of
+    input features. With an asymmetric ``form``, scale and offset alternate."""
     *experts, width_in, width_out = matrix.shape
     shape = (*experts, num_scales(width_in, form), width_out)
     spec = replace(matrix, shape=shape, dtype="float16" if form.asymmetric else "float32", trains=False)
@@ -171,13 +176,14 @@ def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
 
 
 def num_scales(in_features: int, form: Form) -> int:
-    """The number of scales, and offsets, of an output feature."""
+    """Return the number of scales (and offsets) per output feature."""
     num_groups = in_features // form.group_size if form.group_size else 1
     return num_groups * (2 if form.asymmetric else 1)
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """The scales of a quantized word embedding ``[V, h]``: the transposed scales of the matrix ``[h, V]``."""
+    """Declare the scales of a quantized word embedding ``[V, h]``: the transposed scales of the matrix ``[h,
+    V]``."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -14,26 +14,27 @@ from ppfleetx.nn.rope import RotaryEmbedding
 
 
 class Rotary(Protocol):
-    """Rotates queries and keys by their positions, so that scores depend on distances."""
+    """Interface of rotary embeddings, which rotate queries and keys so that scores depend on distances."""
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate ``x [b, groups, heads, s, head_dim]`` by the positions ``[b, s]``; the shape stays."""
+        """Rotate ``x [b, groups, heads, s, head_dim]`` by the positions ``[b, s]``, without changing its
+        shape."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The parts of a position embedding. If all are None, the model has no position embedding.
+    """The parts of a position embedding. With all defaults, the model has no position embedding.
 
     Attributes:
-        table_rows: rows of a learned table that is added to the embeddings.
-        offset: the table's row for position 0.
-        added: a function of ``position_ids [s, b]`` that returns vectors to add to the embeddings,
-            ``[s, b, h]``.
+        table_rows: number of rows of a learned table that is added to the word embeddings; None: no table.
+        offset: row of the table for position 0.
+        added: a function of ``position_ids [s, b]`` that returns vectors ``[s, b, h]`` to add to the word
+            embeddings.
         rotary: rotates queries and keys in every block.
-        local_rotary: rotates them in layers with a window; None: ``rotary`` does.
-        biases: whether blocks add linear biases to the scores.
-        switch_length: the longest sequence that ``rotary`` rotates by its first set of angles (LongRoPE);
-            None: it has one set.
+        local_rotary: replaces ``rotary`` in blocks with an attention window; None: no replacement.
+        biases: whether blocks add linear biases to the scores (ALiBi).
+        switch_length: the longest sequence for which ``rotary`` uses its first set of angles (LongRoPE);
+            None: there is only one set.
     """
 
     table_rows: int | None = None
@@ -49,7 +50,7 @@ class Positions:
         return self.rotary is not None or self.biases
 
 
-# -- the built-in ones, made from the ``Model`` section
+# -- the built-in position embeddings
 
 
 def learned_absolute(cfg: ModelConfig) -> Positions:
@@ -59,7 +60,7 @@ def learned_absolute(cfg: ModelConfig) -> Positions:
 
 
 def rope(cfg: ModelConfig) -> Positions:
-    """Rotary positions (Su et al., 2021), stretched according to ``Model.rope_scaling``."""
+    """Rotary positions (Su et al., 2021), scaled according to ``Model.rope_scaling``."""
 
     def turning(base: float, scaling: RopeScalingConfig | None) -> RotaryEmbedding:
         return RotaryEmbedding(
@@ -76,10 +77,10 @@ def rope(cfg: ModelConfig) -> Positions:
 
 
 def alibi(cfg: ModelConfig) -> Positions:
-    """Linear biases: scores fall linearly with the distance (Press et al., 2022)."""
+    """Linear biases (ALiBi, Press et al., 2022): scores decrease linearly with the distance."""
     return Positions(biases=True)
 
 
 def none(cfg: ModelConfig) -> Positions:
-    """No positions: attention sees the order only through its causal mask."""
+    """No position embedding: only the causal mask makes attention depend on the order."""
     return Positions()

@@ -1,15 +1,16 @@
-"""Layers whose weights are stored in 8 or 4 bits, for inference, and for the training of adapters beside them
-(Dettmers et al., "QLoRA", 2023). The weights themselves are not trained.
+"""Layers with weights stored in 8 or 4 bits, for inference and for adapters on a quantized model (Dettmers et
+al., "QLoRA", 2023). The quantized weights are not trained.
 
-A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, with 4 bits, uint8 ``[k / 2, n]`` (input features 2i
-and 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one for
-each output feature and group of k / g input features. In an asymmetric form, ``scale [2 g, n]`` is float16
-and holds the scale and the offset of each group in turn: a weight is ``q * scale + offset``. The word
-embedding ``[V, h]`` has ``weight`` int8 and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
+A linear ``[k, n]`` stores ``weight`` and ``scale``. ``weight`` is int8 ``[k, n]`` or, with 4 bits, uint8 ``[k
+/ 2, n]``: input features 2i and 2i + 1 are the low and the high half of a byte, in two's complement.
+``scale`` is float32 ``[g, n]``, one number per output feature and group of k / g input features. In an
+asymmetric form, a weight is ``q * scale + offset``, and ``scale`` is float16 ``[2 g, n]``, with the scale and
+the offset of each group alternating. The word embedding ``[V, h]`` stores ``weight`` int8, and ``scale [V,
+1]`` or, asymmetric, ``[V, 2 g]``.
 
-On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with the stored integers. On a GPU,
-with 8-bit weights and 16-bit activations, Paddle's ``weight_only_linear`` does. Otherwise weights are widened
-once, at their first use. If the input needs a gradient, they are widened for each product and not kept.
+On a CPU, :mod:`ppfleetx.nn.cpu_ops.quantized` multiplies by the stored integers. On a GPU, Paddle's
+``weight_only_linear`` does so for 8-bit weights and 16-bit activations. Otherwise weights are dequantized
+once, at their first use. If the input needs a gradient, they are dequantized for each product and not kept.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
-_GPU_MULTIPLE = 64  # of input and output features
+_GPU_MULTIPLE = 64  # divisor of input and output features
 _ZEROS = nn.initializer.Constant(0.0)
 
 
 def unpack(packed: paddle.Tensor) -> paddle.Tensor:
-    """Unpack pairs ``[k / 2, n]`` uint8 into integers ``[k, n]`` float32."""
+    """Unpack pairs of 4-bit integers, ``[k / 2, n]`` uint8, into ``[k, n]`` float32."""
     pairs = paddle.cast(packed, "float32")
     high = (pairs / 16).floor()
     halves = paddle.stack([pairs - high * 16, high], axis=1).reshape([-1, packed.shape[1]])
@@ -50,7 +51,7 @@ def unpack(packed: paddle.Tensor) -> paddle.Tensor:
 
 
 class QuantizedMatrix:
-    """A constant matrix of 8-bit or 4-bit integers and scales, stored as described for this module."""
+    """A constant matrix of 8-bit or 4-bit integers and scales. The module docstring describes the storage."""
 
     def __init__(self, weight: paddle.Tensor, scale: paddle.Tensor, form: Form) -> None:
         self.weight, self.scale, self.form = weight, scale, form
@@ -72,15 +73,16 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether integers are multiplied, with one scale per row and one per column of the result."""
+        """Whether the product can be computed on integers, with one scale per row and one per column of the
+        result."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
-        """The stored integers without scales, ``[k, n]`` float32."""
+        """Return the stored integers without scales, ``[k, n]`` float32."""
         return unpack(self.weight) if self.form.bits == 4 else paddle.cast(self.weight, "float32")
 
     def dequantized(self) -> paddle.Tensor:
-        """The matrix ``[k, n]`` float32."""
+        """Return the matrix ``[k, n]`` in float32."""
         scale = paddle.cast(self.scale, "float32")
         if self.form.asymmetric:
             scale, offset = scale[0::2], scale[1::2]
@@ -94,8 +96,8 @@ class QuantizedMatrix:
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Arrange weights and scales for our CPU operators. In an exported program, constants stay
-        constants."""
+        """Arrange weights and scales in the layout of our CPU operators. In an exported program, constants
+        stay constants."""
         if self.form.bits == 4:
             values = cpu_ops.int4_panels(self.weight)
         else:
@@ -103,7 +105,7 @@ class QuantizedMatrix:
         return values, cpu_ops.scale_panels(self.scale)
 
     def panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """The result of :meth:`make_panels`, computed once."""
+        """Return the result of :meth:`make_panels`, computed once."""
         if self._panels is None:
             self._panels = tuple(panel.contiguous() for panel in self.make_panels())
             use_huge_pages(self._panels[0])
@@ -118,17 +120,17 @@ class QuantizedMatrix:
     def multiply_panels(
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """Compute ``x [..., k] @ matrix + bias`` with our CPU operators."""
+        """Return ``x [..., k] @ matrix + bias``, computed by our CPU operators."""
         return cpu_ops.product(self.panel_format, x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
-        """Whether our CPU operators can multiply ``x`` by this matrix."""
+        """Return whether our CPU operators can multiply ``x`` by this matrix."""
         if not x.place.is_cpu_place() or x.dtype != paddle.float32 or not cpu_ops.are_available():
             return False
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x [..., k] @ matrix + bias``; only ``x`` may have a gradient."""
+        """Return ``x [..., k] @ matrix + bias``. Only ``x`` may have a gradient."""
         if _wants_gradient(x):
             product = _FrozenProduct.apply(x, self)
             return product if bias is None else add_smaller(product, bias)
@@ -136,7 +138,7 @@ class QuantizedMatrix:
             return self.multiply_panels(x, self.panels(), bias)
         arch = self._gpu_arch(x)
         if arch is not None:
-            if self._of_gpu is None:  # in the order that the kernel reads, with one scale per channel
+            if self._of_gpu is None:  # in the kernel's layout, with one scale per channel
                 wide = self.dequantized().astype(x.dtype)
                 self._of_gpu = weight_quantize(wide, "weight_only_int8", arch)
             return weight_only_linear(x, self._of_gpu[0], bias, self._of_gpu[1], "int8", arch)
@@ -147,7 +149,8 @@ class QuantizedMatrix:
         return self.rescaled(self._widened.linear, x, bias)
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
-        """The matrix ``[k, n]`` in floating point, for devices without an operator for the stored form."""
+        """Return the matrix ``[k, n]`` in floating point, for devices without an operator for the stored
+        format. For :meth:`rescaled` this may be the integers without scales."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -158,13 +161,13 @@ class QuantizedMatrix:
         x: paddle.Tensor,
         bias: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Multiply the rounded rows of ``x`` and apply their scales; ``multiply`` multiplies by
-        :meth:`widened`."""
+        """Return ``x @ matrix + bias`` with the rows of ``x`` rounded to 8 bits. ``multiply`` multiplies by
+        the matrix from :meth:`widened`."""
         if self._rounds_rows and x.dtype == paddle.float32:
             integers, step = round_rows(x)
             product = multiply(integers) * paddle.multiply(step, self.scale)
         else:
-            same = [0] * (x.ndim - 1)  # sizes, which a program does not know
+            same = [0] * (x.ndim - 1)  # 0 keeps a dimension; its size is unknown while exporting
             grouped = x.reshape([*same, -1, self.form.group_size]) if self.form.group_size else x
             integers, step = round_rows(paddle.cast(grouped, "float32"))
             rounded = (integers * step).reshape([*same, self.in_features])
@@ -172,8 +175,8 @@ class QuantizedMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
-        """The compute capability for Paddle's kernel for 8-bit weights; None if the kernel does not support
-        the card."""
+        """Return the compute capability (e.g. 80) for Paddle's kernel for 8-bit weights; None if the kernel
+        does not apply."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
         if self.form.bits != 8 or self.rounds_activations or not fits or not on_gpu():
             return None
@@ -184,7 +187,7 @@ class QuantizedMatrix:
 
 
 def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Round each row of float32 ``x [..., k]`` to 8 bits; return the integers as float32, and the scales
+    """Round each row of float32 ``x [..., k]`` to 8 bits. Return the integers as float32, and the scales
     ``[..., 1]``."""
     step = (x.abs().max(axis=-1, keepdim=True) / _LEVELS).clip(min=_SMALLEST_SCALE)
     return (x / step).round(), step
@@ -195,7 +198,7 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """A product whose backward pass computes only the gradient of ``x``, as if ``x`` had not been rounded."""
+    """A product whose backward pass computes only the gradient of ``x``, ignoring the rounding of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -220,21 +223,21 @@ Declare = Callable[[paddle.Tensor, ParamSpec], None]
 
 
 class QuantizedLinear(nn.Layer):
-    """A linear with a :class:`QuantizedMatrix` and the parameters ``weight``, ``scale`` and ``bias``.
+    """A linear layer with a :class:`QuantizedMatrix`, and parameters ``weight``, ``scale`` and ``bias``.
 
     Args:
         linear: the linear to replace.
-        form: form of the matrix.
-        declare: declares a parameter; the default is for whole parameters.
-        enter: applied to the input, under a plan that slices the linear.
-        leave: applied to the product before the bias is added; None: nothing is.
+        form: form of the matrix (bits, groups, asymmetric or not).
+        declare: declares a parameter; the default is for parameters that are not sliced.
+        enter: communication applied to the input, if the output features are sliced.
+        leave: communication applied to the product before the bias is added; None: no communication.
 
     Attributes:
         spec: declaration of the matrix ``[k, n]``. The declaration of ``weight`` describes the stored
             integers.
 
     Raises:
-        ConfigError: tensor-parallel ranks would share a group.
+        ConfigError: the group size does not divide the input features on this rank.
     """
 
     def __init__(
@@ -261,8 +264,8 @@ class QuantizedLinear(nn.Layer):
 
 
 class QuantizedGroupedLinear(nn.Layer):
-    """The linears of all experts, each with a :class:`QuantizedMatrix`. ``weight`` and ``scale`` are as in
-    :class:`QuantizedLinear`, for all experts."""
+    """The linears of all experts, each with a :class:`QuantizedMatrix`. ``weight`` and ``scale`` are those of
+    :class:`QuantizedLinear` with a leading dimension for experts."""
 
     def __init__(self, linear: nn.Layer, form: Form, *, declare: Declare = declare) -> None:
         super().__init__()
@@ -272,7 +275,8 @@ class QuantizedGroupedLinear(nn.Layer):
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, k]``, sorted into groups of ``counts`` rows, to ``[n, columns]``."""
+        """Map ``x [n, k]`` to ``[n, columns]``. Rows are sorted by expert; ``counts`` are the rows per
+        expert."""
         if not x.shape[0]:
             return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
         end, parts = 0, []
@@ -284,7 +288,7 @@ class QuantizedGroupedLinear(nn.Layer):
         return paddle.concat(parts)
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """The matrix, built at first use, when the weights are final."""
+        """Return the matrix of an expert, created at first use, when the weights are final."""
         if expert not in self._matrices:
             stored = self.weight[expert], self.scale[expert]
             self._matrices[expert] = QuantizedMatrix(*stored, self.form)
@@ -296,9 +300,9 @@ class QuantizedEmbedding(nn.Layer):
 
     Args:
         embedding: the embedding to replace.
-        form: form of the matrix ``[h, V]``, the transposed table.
+        form: form of the transposed table, ``[h, V]``.
         declare: see :class:`QuantizedLinear`.
-        join: sums the ranks' parts; None: this rank holds all rows.
+        join: sums the results of the ranks; None: this rank holds all rows.
     """
 
     def __init__(
@@ -320,7 +324,7 @@ class QuantizedEmbedding(nn.Layer):
         declare(self.scale, of_scale)
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        """Token ids ``[...]`` to ``[..., h]``."""
+        """Map token ids ``[...]`` to embeddings ``[..., h]``."""
         if self.join is None:
             return self._rows(tokens)
         rows, is_here = local_rows(tokens, self.num_rows, self.rank)
@@ -331,7 +335,7 @@ class QuantizedEmbedding(nn.Layer):
         return self._scaled(F.embedding(ids, self.weight), F.embedding(ids, self.scale))
 
     def dequantized(self) -> paddle.Tensor:
-        """The table ``[V, h]``, or this rank's rows of it."""
+        """Return the table ``[V, h]`` in floating point, or this rank's rows of it."""
         return self._scaled(self.weight, self.scale)
 
     def _scaled(self, integers: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
@@ -346,7 +350,8 @@ class QuantizedEmbedding(nn.Layer):
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
-        """The transposed table ``[h, V]``, or its first ``vocab_size`` columns."""
+        """Return the transposed table ``[h, V]``, or its first ``vocab_size`` columns, as the matrix of a
+        tied head."""
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
         return QuantizedMatrix(weight, scale, self.form)
 
@@ -354,8 +359,8 @@ class QuantizedEmbedding(nn.Layer):
 def with_small_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
-    """Return ``stages`` with linears and word embedding stored according to ``Compress.Weights``; unchanged
-    if None. Adapters are added to the new layers."""
+    """Return ``stages`` with linears and word embedding stored as configured by ``Compress.Weights``;
+    unchanged if ``cfg`` is None. Adapters attach to the new layers."""
     if cfg is None:
         return list(stages)
     put = partial(_replace, cfg=cfg, factory=factory)
@@ -391,7 +396,7 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
 def _stored(
     layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Make the parameters for the integers and scales of ``matrix``, ``[k, n]`` or one for each expert."""
+    """Create the parameters for the integers and scales of ``matrix``, ``[k, n]`` or ``[experts, k, n]``."""
     *experts, rows, columns = matrix.shape
     whole = matrix.spec.shape[-2]
     if form.group_size is not None and rows % form.group_size:

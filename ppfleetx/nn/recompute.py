@@ -1,7 +1,9 @@
-"""Recomputation: drop activations in the forward pass, and compute them again in the backward pass.
+"""Activation recomputation: drop activations in the forward pass, and compute them again in the backward
+pass.
 
-From least memory to least extra work: ``full`` keeps only a layer's input, ``full_attn`` drops the attention
-sub-block (including projections), ``core_attn`` drops only scores, softmax and context.
+The granularities, from least memory to least extra work: ``full`` keeps only a block's input; ``full_attn``
+drops the activations of attention, including its projections; ``core_attn`` drops only scores, softmax and
+context.
 """
 
 from __future__ import annotations
@@ -15,18 +17,18 @@ import paddle
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function without keeping activations, and run it again in the backward pass with the same random
+    """Run a function without keeping activations. The backward pass runs it again with the same random
     numbers and context variables.
 
-    The function must be pure except for its parameters and random numbers. ``args`` are tensors or None, and
-    at least one tensor has a gradient.
+    Apart from parameters and random numbers, the function must be pure. ``args`` are tensors or None; at
+    least one tensor must require a gradient.
     """
     from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
     context, runs = copy_context(), count()
 
-    # fleet reads the signature of what it is given, and refuses keyword-only parameters, which every partial
-    # with a keyword has.
+    # A plain function, because fleet rejects signatures with keyword-only parameters, as of a partial with a
+    # keyword.
     def run(*given: Any) -> Any:
         return context.run(_again, function, given) if next(runs) else function(*given)
 
@@ -34,12 +36,12 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_recomputing() -> bool:
-    """Whether the current code is the second run, in the backward pass."""
+    """Return whether the current code runs for the second time, in the backward pass."""
     return _RECOMPUTING.get()
 
 
 def _again(function: Callable[..., Any], given: Sequence[Any]) -> Any:
-    _RECOMPUTING.set(True)  # in the copied context alone
+    _RECOMPUTING.set(True)  # only in the copied context
     return function(*given)
 
 
@@ -47,5 +49,5 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def may_recompute(layer: paddle.nn.Layer) -> bool:
-    """Whether recomputation applies, because there will be a backward pass."""
+    """Return whether recomputation applies to a layer, that is, whether a backward pass will follow."""
     return layer.training and paddle.is_grad_enabled()

@@ -1,11 +1,12 @@
 """Rotary position embedding (Su et al., 2021).
 
 Feature ``i`` of the first half of a head is paired with feature ``i`` of the second half, as in Llama, or
-feature ``2 i`` with the next one (``Model.rotary_interleaved``). Pair ``i`` is rotated by
-``position * base ** (-2 i / head_dim)``, or with the frequency that ``Model.rope_scaling`` stretches.
+feature ``2 i`` with ``2 i + 1`` (``Model.rotary_interleaved``). Pair ``i`` is rotated by ``position * base **
+(-2 i / head_dim)``, or by the frequency scaled according to ``Model.rope_scaling``.
 
-LongRoPE has other frequencies for sequences longer than L positions. Then the tables have the angles of short
-sequences in their first L rows, and those of long ones after them; :func:`places` gives the rows.
+LongRoPE has other frequencies for sequences longer than L positions. The tables then hold the angles for
+short sequences in their first L rows, and the angles for long sequences after them; :func:`places` returns
+the rows to use.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 
 
 class RotaryEmbedding:
-    """The cos and sin tables for the positions of a batch, and the rotation.
+    """Rotates queries and keys by their positions, with tables of cos and sin.
 
     Args:
-        head_dim: even number of features to rotate: a head's size, or the first part of it.
-        max_positions: positions the table covers.
-        base: the formula's base, 10000 in the paper.
-        scaling: how the frequencies are stretched; None: not at all.
-        interleaved: whether pairs are neighbors, rather than one feature of each half.
+        head_dim: even number of features to rotate: a head's size, or the first part of a head.
+        max_positions: number of positions in the tables.
+        base: base of the frequencies, 10000 in the paper.
+        scaling: how frequencies are scaled; None: not at all.
+        interleaved: whether neighboring features are paired, instead of one feature of each half.
 
     Attributes:
         fused: the fused operators in use.
         switch_length: see :meth:`~ppfleetx.config.sections.rope.RopeScalingConfig.switch_length`. If it is
-            not None, "positions" below are those of :func:`places`.
+            not None, the ``position_ids`` of all methods are the result of :func:`places`.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -56,8 +57,8 @@ class RotaryEmbedding:
         self.switch_length = None if scaling is None else scaling.switch_length(max_positions)
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, d]`` by its
-        position ``[b, s]``."""
+        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, d]`` by the
+        positions ``[b, s]``."""
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
@@ -81,11 +82,12 @@ class RotaryEmbedding:
         return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate with the fused kernel, in float32, because in 16 bits it would also round cos and sin."""
+        """Rotate with the fused kernel, in float32, because in 16 bits the kernel would also round cos and
+        sin."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")
-        if of_plugin is not None:  # it takes the same angles for all sequences: they become one
+        if of_plugin is not None:  # takes the same angles for all sequences, so join them into one
             tables = [
                 paddle.concat([t, t], axis=-1).reshape([1, -1, 1, size]) for t in self.cos_sin(position_ids)
             ]
@@ -98,7 +100,7 @@ class RotaryEmbedding:
         with paddle.amp.auto_cast(enable=False):
             turned = _C_ops.fused_rotary_position_embedding(
                 rows,
-                None,  # further tensors to turn
+                None,  # further tensors to rotate
                 None,
                 sin,
                 cos,
@@ -111,14 +113,14 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Bring ``rows``, with positions before heads, into the order and type of ``x``."""
+        """Transpose ``rows``, with positions before heads, to the layout and dtype of ``x``."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
     def _rotate_on_cpu(self, x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
-        """Rotate with copies and a product with a permutation of the columns. This gives the same bits in a
-        sixth of the time, because on CPUs Paddle is slow to split and join the last axis, and to multiply
-        tensors of different shapes."""
+        """Rotate by a product with a permutation matrix. Bitwise equal to the plain formula in a sixth of the
+        time, because Paddle's CPU kernels are slow to split the last axis and to multiply tensors of
+        different shapes."""
         if self.interleaved:
             cos, sin = (table.repeat_interleave(2, axis=-1).expand_as(x) for table in (cos, sin))
         else:
@@ -126,14 +128,14 @@ class RotaryEmbedding:
         return x * cos + paddle.matmul(x, _partners(self.head_dim, self.interleaved)) * sin
 
     def cos_sin(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return cos and sin of every position's angles, times YaRN's attention factor, ``[b, s, head_dim
-        / 2]`` float32, computed in float64."""
+        """Return cos and sin of the angles at all positions, ``[b, s, head_dim / 2]`` float32 (computed in
+        float64), times YaRN's attention factor."""
         if paddle.in_dynamic_mode():
             cos, sin = _tables(
                 self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()
             )
             return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
-        # An exported program computes them: a table would be a constant in its text.
+        # An exported program computes the angles, because a table would be stored as a large constant.
         assert self.switch_length is None, "refused in exports"
         frequency = paddle.to_tensor(inverse_frequencies(self.head_dim, self.base, self.scaling))
         angles = position_ids.astype("float64").unsqueeze(-1) * frequency
@@ -145,13 +147,15 @@ class RotaryEmbedding:
 
 
 def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
-    """The rows of the tables for ``position_ids [b, s]`` of sequences with ``lengths [b or 1, 1]``."""
+    """Return the table rows for ``position_ids [b, s]`` of sequences with ``lengths [b or 1, 1]``
+    (LongRoPE)."""
     return position_ids + switch_length * (lengths > switch_length).astype(position_ids.dtype)
 
 
 @lru_cache(maxsize=4)
 def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
-    """The matrix ``[d, d]`` that maps each pair ``(first, second)`` of a head to ``(-second, first)``."""
+    """Return the matrix ``[d, d]`` that maps each pair ``(first, second)`` of a head to ``(-second,
+    first)``."""
     pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
     return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 
@@ -160,7 +164,7 @@ def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
 def _whole_tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, ...]:
-    """The cos and sin tables ``[1, rows, 1, head_dim]`` for both halves of a head."""
+    """Return cos and sin tables ``[1, rows, 1, head_dim]``, repeated for both halves of a head."""
     tables = _tables(max_positions, head_dim, base, scaling, device)
     return tuple(paddle.concat([table, table], axis=-1).unsqueeze([0, 2]) for table in tables)
 
@@ -169,8 +173,8 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """The cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers; with a switch length L,
-    ``[L + max_positions, head_dim / 2]``."""
+    """Return cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers; with a switch length
+    L, ``[L + max_positions, head_dim / 2]``."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
     switch_length = None if scaling is None else scaling.switch_length(max_positions)

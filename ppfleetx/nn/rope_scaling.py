@@ -1,7 +1,7 @@
-"""Frequencies of the rotary position embedding, plain or stretched to longer sequences. NumPy only.
+"""Frequencies of the rotary position embedding, optionally scaled to longer sequences. NumPy only.
 
-All numbers are float64. A frequency is an angle per position; a pair of features with frequency ``f`` makes
-``length * f / (2 pi)`` turns over a sequence.
+All numbers are float64. A frequency f is the rotation angle per position; over a sequence, a pair of features
+makes ``length * f / (2 pi)`` turns.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 def inverse_frequencies(
     head_dim: int, base: float, scaling: RopeScalingConfig | None, *, is_long: bool = False
 ) -> np.ndarray:
-    """The angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
+    """Return the rotation angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
 
     Args:
         head_dim: even size of a head.
-        base: the formula's base, 10000 in the paper.
-        scaling: how the frequencies are stretched; None: not at all.
-        is_long: for longrope, whether to use the frequencies of sequences longer than
+        base: base of the frequencies, 10000 in the paper.
+        scaling: how frequencies are scaled; None: not at all.
+        is_long: with LongRoPE, use the frequencies for sequences longer than
             ``original_max_position_embeddings``.
     """
     plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -34,7 +34,8 @@ def inverse_frequencies(
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:
-    """The factor of cos and sin in YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024); else 1."""
+    """Return the factor of cos and sin in YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024); else
+    1."""
     if scaling is None or scaling.type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -42,15 +43,14 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     if scaling.type == "longrope":
         return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
-    # transformers takes the two numbers where neither is 0.
+    # As in transformers, use the two numbers only if neither is 0.
     if scaling.mscale and scaling.mscale_all_dim:
         return _magnitude(scaling, scaling.mscale) / _magnitude(scaling, scaling.mscale_all_dim)
     return _magnitude(scaling, 1.0)
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """The factor that DeepSeek's latent attention applies to scores, in addition to
-    :func:`attention_factor`."""
+    """Return the factor of scores in DeepSeek's latent attention, in addition to :func:`attention_factor`."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2
@@ -61,8 +61,8 @@ def _magnitude(scaling: RopeScalingConfig, weight: float) -> float:
 
 
 def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:
-    """How much each frequency is stretched: 0 keeps it, 1 divides it by the factor, values in between mix
-    both."""
+    """Return how far each frequency is scaled: 0 keeps it, 1 divides it by the factor, values in between
+    interpolate."""
     if scaling.type == "linear":
         return 1.0
     if scaling.type == "llama3":
@@ -74,7 +74,8 @@ def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig)
 
 
 def _yarn_bounds(head_dim: int, base: float, scaling: RopeScalingConfig) -> tuple[float, float]:
-    """The indices of the last frequency YaRN keeps and the first it fully divides."""
+    """Return the indices of the last frequency that YaRN keeps and of the first that it divides by the full
+    factor."""
 
     def index_of(turns: float) -> float:
         length = scaling.original_max_position_embeddings

@@ -1,6 +1,7 @@
-"""The router's mathematics: choice of experts and statistics, as functions of its logits. All in float32.
+"""The router's mathematics as pure functions of its logits: choice of experts, losses, capacity. All in
+float32.
 
-Shape letters: s positions of this rank, b sequences, E experts, k experts that a position chooses.
+Shape letters: s positions on this rank, b sequences, E experts, k experts per position.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import paddle.nn.functional as F
 
 from ppfleetx.config.sections.moe import RouterConfig
 
-_TINY = 1e-20  # DeepSeek-V3's; sigmoids of all chosen experts may be 0
+_TINY = 1e-20  # as in DeepSeek-V3; the sigmoids of all chosen experts may be 0
 
 
 class Routing(NamedTuple):
     """A router's decision for each position.
 
     Attributes:
-        choice: ``[s, b, k]`` experts of each position, the best one first.
-        weights: ``[s, b, k]`` weights of the experts' outputs.
-        scores: ``[s, b, E]`` scores of all experts, whose sum is 1.
+        choice: ``[s, b, k]`` chosen experts, the best one first.
+        weights: ``[s, b, k]`` weights of the chosen experts' outputs.
+        scores: ``[s, b, E]`` scores of all experts, normalized to sum 1.
     """
 
     choice: paddle.Tensor
@@ -30,8 +31,8 @@ class Routing(NamedTuple):
 
 
 def route(logits: paddle.Tensor, top_k: int, cfg: RouterConfig, bias: paddle.Tensor | None = None) -> Routing:
-    """Choose the ``top_k`` experts of each position from its ``logits [s, b, E]``. ``bias [E]`` is added to
-    the scores for the choice only, not for the weights."""
+    """Choose the ``top_k`` experts of each position from ``logits [s, b, E]``. ``bias [E]`` is added to the
+    scores for the choice only, not for the weights."""
     if cfg.score == "softmax":
         own = shares = F.softmax(logits)
     else:
@@ -65,24 +66,27 @@ def _choose(
 
 
 def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
-    """Turn ``choice [..., k]`` of ``count`` items into a mask ``[..., count]`` of ones and zeros."""
+    """Convert the chosen indices ``choice [..., k]`` to a mask ``[..., count]`` of ones and zeros."""
     zeros = paddle.zeros([*choice.shape[:-1], count], "float32")
     return zeros.put_along_axis(choice, paddle.ones([], "float32"), -1)
 
 
-# -- losses, as :class:`~ppfleetx.nn.aux_loss.AuxLoss` adds them up
+# -- values of the auxiliary losses (:class:`~ppfleetx.nn.aux_loss.AuxLoss`)
 
 
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Statistics of each sequence, ``[b, 2 E + 1]``, over its counted positions on this rank (``counts [s,
-    b]``): choices per expert, summed scores per expert, and the number of positions. Ranks that share a
-    sequence sum them."""
+    """Return statistics of each sequence, ``[b, 2 E + 1]``: choices per expert, summed scores per expert, and
+    number of positions.
+
+    Only positions on this rank that count in the loss are included (``counts [s, b]``). Ranks that share a
+    sequence must sum the result.
+    """
     of_each = counts.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 
 
 def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
-    """The balancing loss ``E sum_e f_e P_e`` of each sequence, ``[b]``, from its :func:`sequence_sums`
+    """Return the balancing loss ``E sum_e f_e P_e`` of each sequence, ``[b]``, from :func:`sequence_sums`
     (Wang et al., 2024)."""
     experts = (sums.shape[-1] - 1) // 2
     choices, scores, positions = sums.split([experts, experts, 1], -1)
@@ -91,28 +95,28 @@ def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
 
 
 def balance_of_shares(scores: paddle.Tensor, shares: paddle.Tensor) -> paddle.Tensor:
-    """The balancing loss ``E sum_e f_e p_e`` of each position, ``[s, b]``, with ``f`` given as ``shares
-    [E]``."""
+    """Return the balancing loss ``E sum_e f_e p_e`` of each position, ``[s, b]``, where ``shares [E]`` are
+    the f."""
     return scores.shape[-1] * (scores * shares).sum(-1)
 
 
 def z_loss(logits: paddle.Tensor) -> paddle.Tensor:
-    """The squared log-sum-exp of each position's logits, ``[s, b]`` (Zoph et al., 2022)."""
+    """Return the squared log-sum-exp of each position's logits, ``[s, b]`` (Zoph et al., 2022)."""
     return logits.logsumexp(-1).square()
 
 
 def entropy(scores: paddle.Tensor) -> paddle.Tensor:
-    """The entropy of each position's scores, ``[s, b]``: ``log E`` if all scores are equal, 0 if one expert
-    has the whole score."""
+    """Return the entropy of each position's scores, ``[s, b]``: ``log E`` if all scores are equal, 0 if one
+    expert has the whole score."""
     return -(scores * scores.clip(min=_TINY).log()).sum(-1)
 
 
-# -- balancing without a loss, and capacity
+# -- loss-free balancing, and capacity
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """Move ``bias [E]`` by ``rate``: up for experts with ``loads [E]`` below the mean, down for experts with
-    loads above it."""
+    """Move ``bias [E]`` by ``rate``: up for experts with a load below the mean of ``loads [E]``, down for
+    experts above the mean."""
     return bias + rate * (loads.mean() - loads).sign()
 
 
@@ -126,10 +130,11 @@ def within_capacity(
     factor: float,
     policy: str,
 ) -> paddle.Tensor:
-    """The mask ``[s, b, k]`` of choices that are not dropped.
+    """Return the mask ``[s, b, k]`` of choices that are kept: 1 for kept, 0 for dropped.
 
-    An expert takes ``ceil(factor k n / E)`` of the n positions of a sequence that count; positions that do
-    not count are never dropped. This rank must have all positions of the sequences.
+    In each sequence, an expert accepts ``ceil(factor k n / E)`` choices, where n is the number of positions
+    that count in the loss. Positions that do not count are never dropped. All positions of the sequences must
+    be on this rank.
     """
     chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
     if policy == "position":
@@ -138,6 +143,6 @@ def within_capacity(
         order = paddle.zeros_like(chosen).put_along_axis(choice, weights, -1) * chosen
         place = order.argsort(0, descending=True, stable=True).argsort(0) + 1.0
     limit = factor * choice.shape[-1] / num_experts * counts.sum(0)
-    limit = (limit * (1 - 1e-6)).ceil().reshape([1, -1, 1])  # float32 lies a little above whole products
+    limit = (limit * (1 - 1e-6)).ceil().reshape([1, -1, 1])  # float32 rounding may exceed an integer
     dropped = (chosen * (place > limit).astype(chosen.dtype)).take_along_axis(choice, -1)
     return 1.0 - dropped

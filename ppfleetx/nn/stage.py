@@ -1,8 +1,8 @@
-"""A model as a list of named stages, and parameters that know their global slice.
+"""A model as a list of named stages, and parameters with canonical names and slices.
 
-A stage is a recipe (class and arguments) for one layer. A single card builds all stages into a plain
-container; a pipeline rank builds its own stages from the same list. The name, initial value and slice of a
-parameter are the same in both cases.
+A stage is a recipe (class and arguments) for one layer, such as a transformer block. A single device builds
+all stages into one container; a pipeline rank builds its own stages from the same list. Name, initial value
+and slice of a parameter are the same in both cases.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ NameOf = Callable[[str], str]
 _ALONE = Mesh()
 
 Finish = Callable[[nn.Layer, NameOf], None]
-"""A function that extends a new layer before its parameters get names and values."""
+"""A function that modifies a new layer before its parameters get names and values."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A sub-layer shared by all stages with the same ``key``: their ``attribute`` is one object.
+    """A sub-layer that is shared by all stages with the same ``key``: their ``attribute`` is one object.
 
-    ``key`` is also its canonical name: the parameters of the shared sub-layer are named ``{key}.weight`` in
-    every stage. The sub-layer only holds shared parameters, so that a pipeline's copy on another rank has no
-    parameter without a gradient.
+    ``key`` is also the canonical name of the sub-layer: its parameters are named ``{key}.weight`` in every
+    stage. The sub-layer must only hold shared parameters, because a copy on another pipeline rank would leave
+    other parameters without a gradient.
     """
 
     key: str
@@ -58,13 +58,13 @@ class Stage:
 
     Attributes:
         name: unique name, e.g. ``decoder.layers.3``.
-        layer_cls: the layer's class. ``forward(state, cache=None)`` maps a tuple of tensors to a tuple of
-            tensors (the last stage: to one tensor).
+        layer_cls: class of the layer. ``forward(state, cache=None)`` maps a tuple of tensors to a tuple of
+            tensors (in the last stage, to one tensor).
         kwargs: arguments of the class.
-        tie: sub-layer shared with other stages.
-        wraps: whether the layer only holds a sub-layer with the stage's own name. The parameters of stage
-            ``head`` are then named ``head.weight``, not ``head.head.weight``.
-        finish: called with the new layer before its parameters get names and values; may extend it.
+        tie: the sub-layer that is shared with other stages.
+        wraps: whether the layer only wraps a sub-layer with the stage's name. Stage ``head`` then names its
+            parameters ``head.weight``, not ``head.head.weight``.
+        finish: called with the new layer before its parameters get names and values; may modify the layer.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """A copy whose new layer goes to ``extend`` first, and then to the present ``finish``."""
+        """Return a copy whose new layer is passed to ``extend``, and then to the existing ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -86,21 +86,20 @@ def _finish_both(first: Finish, then: Finish | None, layer: nn.Layer, name_of: N
 
 
 class LayerFactory(Protocol):
-    """Makes the layers whose parameters a parallel plan may slice. Callers give global sizes.
+    """Makes the layers whose parameters a parallel plan may slice. Callers pass global sizes.
 
-    The factory declares every parameter it makes (:func:`declare`), without a name. Blocks never ask for a
-    degree; they ask :meth:`local_count` how many of a number of equal parts this rank has.
+    The factory declares every parameter of its layers (:func:`declare`), still without a name. Blocks never
+    read a parallel degree; :meth:`local_count` tells how many of a number of equal parts are on this rank.
 
     Attributes:
-        attention: strategy for attention over whole sequences.
-        group: ranks that share the columns of logits; None: this rank has all of them.
-        sequence_parallel: whether tensor-parallel ranks see different positions of the hidden states.
+        attention: the context-parallel strategy of attention.
+        group: process group of the ranks that divide the columns of logits; None: this rank has all columns.
+        sequence_parallel: whether tensor-parallel ranks hold different positions of the hidden states.
         fused: the fused operators that its layers use.
-        matmul: computes the products with the weights of its layers.
+        matmul: multiplies by the weights of its layers.
         keeps_weights: whether weights keep their values and memory after their first use.
-        experts: brings rows of hidden states to the ranks of their experts, and back.
-        hidden_same_on: the axes, among those that share a micro batch, whose ranks hold the same hidden
-            states.
+        experts: sends rows of hidden states to the ranks of their experts, and back.
+        hidden_same_on: axes whose ranks hold the same hidden states of a micro batch.
     """
 
     attention: AttentionStrategy
@@ -113,23 +112,24 @@ class LayerFactory(Protocol):
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
-        """How many of ``count`` equal parts are on this rank; ``what`` names them ("key/value heads")."""
+        """Return how many of ``count`` equal parts are on this rank. ``what`` names the parts in messages
+        ("key/value heads")."""
 
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
-        """Declare a parameter that a layer created itself, with the shape it has on this rank."""
+        """Declare a parameter that a layer created itself, with the shape of this rank's slice."""
 
     def linear(self, spec: LinearSpec) -> nn.Layer:
-        """Make the declared linear; see :class:`LinearSpec` for how it is sliced."""
+        """Make a linear layer; see :class:`LinearSpec` for its slicing."""
 
     def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
-        """Make this rank's part of the declared linears of experts."""
+        """Make this rank's part of the linears of experts."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
-        """Make the :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear; with ``follows``, training
-        moves its scale."""
+        """Make the :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear. With ``follows``, training
+        updates the scale of its input."""
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Make an adapter, sliced like its linear, that maps the linear's input to its output."""
+        """Make a low-rank adapter of a linear, sliced like the linear."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Make the quantized replacement of a linear, with weights stored in ``form``."""
@@ -138,49 +138,52 @@ class LayerFactory(Protocol):
         """Make the quantized replacement of a word embedding, with rows stored in 8 bits."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
-        """Make the declared table; its output is whole."""
+        """Make an embedding. Its output has the full width, at all positions it is given."""
 
     def norm(self, spec: NormSpec) -> nn.Layer:
-        """Make the declared norm."""
+        """Make a norm over the last dimension."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
-        """Make a dropout layer; ``inside_heads`` if its input is sliced over heads, so that masks must
-        differ by rank."""
+        """Make a dropout layer. ``inside_heads``: the input is sliced over heads, so each tensor-parallel
+        rank must draw its own mask."""
 
     def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Turn whole ``[s, b, h]`` into the blocks' input: under sequence parallelism, this rank's part of
-        ``s``."""
+        """Convert the embedding's output ``[s, b, h]`` to the input of the blocks: under sequence
+        parallelism, this rank's part of ``s``."""
 
     def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Turn the blocks' output into whole ``[s, b, h]``, for layers that all ranks compute in the same
-        way."""
+        """Convert the output of the blocks to ``[s, b, h]`` at all positions, for layers that all
+        tensor-parallel ranks compute identically."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Turn hidden states ``[s, b, h]`` into the head's input, which has all positions of the rank."""
+        """Convert hidden states to the input of the language-model head: under sequence parallelism, gather
+        the positions."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Multiply hidden states by the transposed word embedding ``[V, h]``; the columns stay sliced."""
+        """Multiply hidden states by the transposed word embedding ``[V, h]``. The columns of the logits stay
+        sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the positions of ``[b, s]`` on this rank (its part of ``s`` under sep)."""
+        """Return the columns of ``ids [b, s]`` for this rank's positions under context parallelism (sep)."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Turn sums over this rank's positions into sums over whole sequences, in float32.
+        """Sum values over the ranks that hold different positions, so that sums over this rank's positions
+        become sums over whole sequences. Float32.
 
-        A loss computed from them is the same along the axes ``mp`` and ``sep``.
+        A loss computed from the result is the same along the axes ``mp`` and ``sep``.
         """
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Gather ``[s, ...]`` of this rank's positions over whole sequences; no gradient passes."""
+        """Gather ``values [s, ...]`` at this rank's positions over whole sequences. No gradient."""
 
     def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return this rank's positions: the inverse of :meth:`all_positions`."""
+        """Return the values at this rank's positions: the inverse of :meth:`all_positions`."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
-        """:func:`ppfleetx.nn.loss.token_loss` for the head's output: logits of this rank's positions, with
-        sliced columns. The sum is the same on all ranks that share the columns."""
+        """:func:`ppfleetx.nn.loss.token_loss` for the head's output: logits at this rank's positions, with
+        sliced columns. All ranks that divide the columns get the same sum."""
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
@@ -195,13 +198,14 @@ def build_stage(
     *,
     empty: bool = False,
 ) -> nn.Layer:
-    """Build one stage: canonical names on its parameters, initial values from (seed, name).
+    """Build the layer of one stage, with canonical names and initial values of its parameters.
 
     Args:
-        seed: None: no values are drawn, because a checkpoint provides them.
-        shared: tied sub-layers built so far in this process, by key. A stage uses the sub-layer with its key
-            if there is one, and otherwise adds its own.
-        empty: parameters have names, shapes and types, but no memory; nothing is drawn.
+        seed: seed of the initial values, which also depend on the names; None leaves them unset, because a
+            checkpoint will be loaded.
+        shared: tied sub-layers built so far in this process, by key. A stage uses the sub-layer with its key,
+            or adds its own.
+        empty: whether to free the parameters' memory after naming them, without drawing values.
     """
     kwargs = dict(stage.kwargs)
     known = stage.tie is not None and shared is not None and stage.tie.key in shared
@@ -213,7 +217,7 @@ def build_stage(
     if stage.tie is not None and shared is not None:
         shared[stage.tie.key] = getattr(layer, stage.tie.attribute)
     for path, parameter in layer.named_parameters():
-        if parameter.info.name:  # made, named and filled by the stage it is shared with
+        if parameter.info.name:  # already initialized by the stage that shares it
             continue
         _name(parameter, stage, path)
         if empty:
@@ -224,7 +228,7 @@ def build_stage(
 
 
 def declare(parameter: paddle.Tensor, spec: ParamSpec, mesh: Mesh = _ALONE, rank: int = 0) -> None:
-    """Attach the declaration ``spec`` to a parameter, and as ``info`` the slice of it that ``rank`` holds."""
+    """Attach the declaration ``spec`` to a parameter, and as ``info`` the slice that ``rank`` holds."""
     info = placed(spec, mesh, rank)
     assert tuple(parameter.shape) == info.local_shape, f"{parameter.shape} is made, {info} is declared"
     parameter.spec, parameter.info = spec, info
@@ -241,7 +245,7 @@ def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:
 
 
 def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
-    """Draw the initial values, in float32, of a parameter that has its named ``info``."""
+    """Draw the initial values, in float32, of a parameter that already has its name."""
     info: ParamInfo = parameter.info
     return paddle.to_tensor(
         draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
@@ -259,13 +263,13 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """A hook for a frozen first layer: its output still requires a gradient, because recomputation, pipelines
-    and sharding stage 3 rely on it."""
+    """A forward hook for a frozen first layer: makes its output require a gradient, on which recomputation,
+    pipelines and sharding stage 3 rely."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state
 
 
 def canonical_parameters(layer: nn.Layer) -> dict[str, paddle.Tensor]:
-    """Return the parameters of a layer or container by canonical name; a tied one appears once."""
+    """Return the parameters of a layer or container by canonical name. A tied parameter appears once."""
     return {parameter.info.name: parameter for parameter in layer.parameters()}

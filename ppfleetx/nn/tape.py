@@ -1,8 +1,8 @@
-"""Memory of a forward and backward pass, computed by replaying a list of operations.
+"""Memory of a forward and backward pass, simulated from a list of operations (a tape).
 
-An operation allocates its result and temporary memory, and keeps some tensors for its backward pass, where it
-turns the gradient of its result into gradients of its inputs. The replay gives the memory that is kept
-between the passes, and the peak of each pass.
+Each operation allocates its result and temporary memory, and keeps some tensors for its backward pass, which
+turns the gradient of the result into gradients of the inputs. The simulation returns the memory kept between
+the passes, and the peak of each pass.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ class Step:
         writes: name of the result.
         size: size of the result.
         reads: names of the inputs that get a gradient.
-        keeps: names of results, its own or earlier ones, that its backward pass needs.
-        extra: memory kept in addition to named tensors (masks).
+        keeps: names of tensors (its own result or earlier results) that the operation's backward pass needs.
+        extra: memory kept for the backward pass in addition to named tensors, such as masks.
         scratch: temporary memory in the forward pass.
         back: temporary memory in the backward pass, in addition to the gradients.
-        weights: size of its parameters' gradients.
+        weights: size of the gradients of the operation's parameters.
         view: whether the result shares the memory of the first input.
-        reuses: whether the gradient of the input reuses the memory of the result's gradient.
-        no_values: whether it needs no parameters, so that sharding stage 3 need not hold their values.
-        inner: steps whose tensors are dropped in the forward pass and recomputed in the backward pass;
+        reuses: whether the input's gradient reuses the memory of the result's gradient.
+        no_values: whether the operation uses no parameters, so that sharding stage 3 need not hold their
+            values.
+        inner: steps whose tensors are dropped in the forward pass and recomputed in the backward pass; only
             ``reads`` are kept.
     """
 
@@ -50,10 +51,9 @@ class Tape:
     """Operations in the order of the forward pass.
 
     Attributes:
-        inputs: sizes of the tensors from outside, by name; they exist before and after.
-        steps: the operations; the result of the last one is the tape's result.
-        low_share: size of a new parameter gradient, as a share of the size in which gradients are
-            accumulated; 0 if the type is the same.
+        inputs: sizes of the input tensors by name. Their memory exists before and after the pass.
+        steps: the operations. The result of the last operation is the result of the tape.
+        low_share: see :attr:`ppfleetx.nn.cost.Work.low_share`.
     """
 
     inputs: dict[str, float]
@@ -78,12 +78,12 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """The memory that holds the tape's result."""
+        """Name of the tensor whose memory holds the tape's result."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property
     def _held(self) -> set[str]:
-        """The memory that survives the forward pass, without the inputs."""
+        """Names of the tensors whose memory survives the forward pass, without the inputs."""
         kept = {name for step in self.steps for name in self._kept_by(step)} | {self.output}
         return kept - self.inputs.keys()
 
@@ -94,10 +94,10 @@ class Tape:
         return sum(self._sizes[name] for name in self._held) + extra
 
     def forward_peak(self, values: float = 0.0) -> float:
-        """The peak of the forward pass in bytes, without the inputs.
+        """Return the peak memory of the forward pass in bytes, without the inputs.
 
         Args:
-            values: bytes of fetched parameters, which are added in steps that use parameters.
+            values: bytes of fetched parameters (sharding stage 3), added in steps that use parameters.
         """
         with_values, without = self._forward_peaks
         return max(with_values + values, without)
@@ -111,7 +111,7 @@ class Tape:
         return max(self._forward(keeps=False))
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
-        """The forward peaks of the steps that use parameters, and of all others."""
+        """Return the forward peaks of the steps that use parameters, and of all other steps."""
         last = {}  # memory -> the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):
@@ -129,11 +129,11 @@ class Tape:
         return peaks[0], peaks[1]
 
     def backward_peak(self, *, first: bool, values: float = 0.0) -> float:
-        """The peak of the backward pass in bytes: kept tensors, gradients and temporaries.
+        """Return the peak memory of the backward pass in bytes: kept tensors, gradients and temporaries.
 
         Args:
-            first: whether this is the first micro batch, whose parameter gradients stay; later ones are added
-                to them.
+            first: whether this is the first micro batch, whose parameter gradients are allocated; later
+                gradients are added to them.
             values: as in :meth:`forward_peak`.
         """
         with_values, without = self._backward_peaks[not first]
@@ -160,12 +160,12 @@ class Tape:
             inside = 0.0
             if step.inner is not None:
                 inner = step.inner
-                # The result is computed again too, and nobody reads it.
+                # Recomputation also produces the step's result again, which is not used.
                 backward = inner.backward_peak(first=first) + step.size - upstream
                 inside = max(inner.forward_peak(), backward)
             moment = sum(new.values()) + step.back + step.weights * (1 + self.low_share)
             peaks[step.no_values] = max(peaks[step.no_values], alive + max(moment, inside))
-            if not new:  # the same memory under another name
+            if not new:  # a view, or a gradient that reuses memory
                 new = {step.reads[0]: upstream} if step.reads else {}
             for name, size in new.items():
                 if name not in gradients:

@@ -1,7 +1,7 @@
-"""Score the tokens of a text: the log probability of each, and whether it was the likeliest.
+"""Score the tokens of a text: the log probability of each token, and whether it is the most likely one.
 
-Unlike the training loss, the values have no limit: Paddle's cross entropy on the CPU stops at 64, and turns
-NaN logits into a finite number.
+The scores are exact also where the training loss is not: Paddle's cross entropy on the CPU is capped at 64,
+and turns NaN logits into a finite number.
 
 Shape letters: s positions, b rows, V columns of the logits, n scored positions.
 """
@@ -16,7 +16,7 @@ import paddle
 from ppfleetx.distributed.collectives import sum_gathered
 from ppfleetx.nn.chunked_loss import LogitsInPieces
 
-# Rows of logits looked at together: the temporaries of a whole batch would be as large as its logits.
+# Rows of logits processed at a time, because temporaries are as large as the rows' logits.
 _BLOCK_ROWS = 128
 
 
@@ -27,19 +27,19 @@ def token_scores(
     true_vocab: int,
     group: Any = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Log probability of each label, and whether no other token has a higher one.
+    """Return the log probability of each label, and whether no other token has a higher one.
 
     Args:
-        logits: ``[s, b, V]``; columns from ``true_vocab`` on are padding and get no probability.
+        logits: ``[s, b, V]``. Columns from ``true_vocab`` on are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
-        mask: ``[b, s]``; only positions where it is not 0 are scored.
+        mask: ``[b, s]``; only positions where the mask is not 0 are scored.
         true_vocab: size of the vocabulary without padding.
-        group: the ranks that divide the columns, as in :func:`ppfleetx.nn.loss.token_loss`. The results are
-            the same on all of them.
+        group: the ranks that divide the columns, as in :func:`ppfleetx.nn.loss.token_loss`. All of them get
+            the same results.
 
     Returns:
         Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
-        Of equal logits, the first counts as the likeliest. Logits that are NaN or +inf give NaN.
+            Of equal logits, the first counts as the most likely. Logits that are NaN or +inf give NaN.
     """
     if isinstance(logits, LogitsInPieces):
         of_piece = partial(token_scores, true_vocab=true_vocab, group=group)
@@ -65,8 +65,8 @@ def token_scores(
 def _score_rows(
     rows: paddle.Tensor, wanted: paddle.Tensor, true_vocab: int, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the log probability (float64) of the given tokens ``[n]`` under ``rows [n, V]`` of logits,
-    and whether each is the likeliest."""
+    """Return the log probability (float64) of the ``wanted`` tokens ``[n]`` under the logits ``rows [n, V]``,
+    and whether each token is the most likely."""
     width = rows.shape[-1]
     first = 0 if group is None else group.rank * width
     rows, num_true = rows.astype("float32"), max(0, true_vocab - first)
@@ -78,7 +78,7 @@ def _score_rows(
     is_here = paddle.logical_and(column >= 0, column < width)
     own = rows.take_along_axis(column.clip(0, width - 1).unsqueeze(-1), axis=-1).squeeze(-1)
     own = paddle.where(is_here, own.astype("float64"), paddle.zeros([], dtype="float64"))
-    # Summed in float64: a float32 sum over 50000 columns is off by 1e-6 of the logarithm.
+    # Sum in float64, because a float32 sum over 50,000 columns changes the logarithm by 1e-6.
     powers = (rows - highest.unsqueeze(-1)).exp().sum(axis=-1, dtype="float64")
     if group is not None:
         own, powers = sum_gathered(paddle.stack([own, powers]), group).unbind(0)
@@ -88,13 +88,14 @@ def _score_rows(
 def _likeliest(
     highest: paddle.Tensor, token: paddle.Tensor, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Reduce the highest logits ``[n]`` of this rank, and their tokens ``[n]``, over the whole vocabulary."""
+    """Return the highest logit and its token over the whole vocabulary, from this rank's highest logits
+    ``[n]`` and their tokens ``[n]``."""
     from paddle import distributed
 
     if group is None:
         return highest, token
     gathered: list[paddle.Tensor] = []
-    # A token id is exact in float64, and so is a float32.
+    # Token ids and float32 values are exact in float64.
     mine = paddle.stack([highest.astype("float64"), token.astype("float64")])
     distributed.all_gather(gathered, mine, group=group)
     found = paddle.stack(gathered)

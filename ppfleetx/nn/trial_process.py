@@ -1,8 +1,8 @@
-"""Trials of fused operators on a card, run in a child process.
+"""Run trials of fused operators on a device in a child process.
 
-If an operator accesses invalid memory, the card refuses all further requests of the process, or the process
-is killed. So a child process runs the trials on the same card, and reports the result of each. If a trial
-kills the child or makes it lose the card, the next child continues after this trial.
+A faulty operator may access invalid memory. The device then rejects all further work of the process, or the
+process is killed. So a child process on the same device runs the trials and reports each result. If a trial
+breaks the child, a new child continues with the next trial.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import exact_products
 from ppfleetx.resilience.heartbeat import PROGRESS
 
-_SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels
-_READY, _SAID = "trials: ready", "trial: "  # prefixes of the lines that are read
-_CARD_LOST = 70  # exit code
+_SECONDS = 120.0  # timeout of one child, which imports Paddle and runs a few kernels
+_READY, _SAID = "trials: ready", "trial: "  # the child's output lines that the parent reads
+_CARD_LOST = 70  # exit code of a child whose device stopped working
 
 Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
-"""The results of a trial: pairs (from the fused operator, from the composite)."""
+"""The results of a trial: pairs (fused result, unfused result)."""
 Trial = tuple[str, str]
 """(``module:function``, element type)"""
 
 
 def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
-    """Return each operator's failure in its trial, in the order of ``trials``; None if it passed. ``device``
-    has its number; ``flags`` are the Paddle flags of this run."""
+    """Run trials in child processes. Return the failure of each trial as text, in the order of ``trials``;
+    None if it passed.
+
+    Args:
+        device: the device with its number, for example ``gpu:0``.
+        flags: the Paddle flags of this run.
+    """
     found: list[str | None] = []
     while len(found) < len(trials):
         PROGRESS.go_on()
@@ -44,7 +49,7 @@ def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any
         if len(said) == len(left):
             break
         if not is_ready:
-            found += [f"no trial could be made: {end}"] * len(left)
+            found += [f"no trial could run: {end}"] * len(left)
         elif end:
             found.append(f"its trial in {left[len(said)][1]} {end}")
     return found
@@ -53,8 +58,8 @@ def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any
 def _child(
     trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
 ) -> tuple[bool, list[str | None], str]:
-    """Run one child. Return whether it reached the first trial, its reported results, and how it ended (""
-    if it reported every trial it began)."""
+    """Run one child. Return whether it reached the first trial, the results it reported, and how it ended (""
+    if it ended normally)."""
     command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
     try:
@@ -73,13 +78,14 @@ def _end_of(code: int, errors: bytes) -> str:
     if code in (0, _CARD_LOST):
         return ""
     if code < 0:
-        return f"ended the process that made it ({signal.Signals(-code).name})"
+        return f"crashed its process ({signal.Signals(-code).name})"
     lines = errors.decode(errors="replace").strip().splitlines()
-    return f"ended the process that made it (exit code {code}{': ' if lines else ''}{''.join(lines[-1:])})"
+    return f"crashed its process (exit code {code}{': ' if lines else ''}{''.join(lines[-1:])})"
 
 
 def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
-    """Return how an operator differs from its composite in its trial; None if it agrees."""
+    """Run a trial. Return how the fused results differ from the unfused ones; None if they agree within
+    tolerance."""
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:
@@ -97,7 +103,7 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first informative line of an error; Paddle puts a frame around errors of backward passes."""
+    """Return the first informative line of an error. Paddle frames errors of backward passes."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
     return said[0] if said else type(error).__name__

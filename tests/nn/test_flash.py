@@ -84,7 +84,7 @@ def test_where_it_can_serve(
         return
     assert taken == ["reference"] * 2
     (said,) = caplog.messages
-    assert said.startswith("attention takes the reference kernel: ") and obstacle in said
+    assert said.startswith("attention uses the reference kernel: ") and obstacle in said
     with pytest.raises(ConfigError, match="flash attention cannot run here: ") as refused:
         attend(query, key, key, None, dropout, KernelOptions("flash"))
     assert obstacle in str(refused.value) and "use auto or reference" in str(refused.value)

@@ -76,4 +76,4 @@ def test_a_pair_is_taken_for_one_more_version(monkeypatch):
     loss, count = found
     assert as_loss_output((loss, count), object()).loss is found.loss
     assert count.item() == mask.sum().item()
-    assert "read its `loss`" in warnings[0] and "object.loss gives a pair" in warnings[1]
+    assert "read its `loss`" in warnings[0] and "object.loss returns a pair" in warnings[1]

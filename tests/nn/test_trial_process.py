@@ -72,7 +72,7 @@ def test_a_trial_that_does_not_end_is_given_up(monkeypatch):
 
 def test_a_card_that_takes_no_second_process_costs_speed_and_nothing_else():
     found = tried("right", "right", device="npu:0")
-    assert len(found) == 2 and all(why.startswith("no trial could be made: ") for why in found)
+    assert len(found) == 2 and all(why.startswith("no trial could run: ") for why in found)
 
 
 @pytest.mark.parametrize("device", ["gpu:3", "npu:0"])

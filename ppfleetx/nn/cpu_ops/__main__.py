@@ -23,20 +23,20 @@ def main() -> None:
         description="Compile the operators that make decoding and bfloat16 training faster on this CPU.",
     )
     parser.add_argument(
-        "--if-possible", action="store_true", help="where they cannot be compiled, say so and end with code 0"
+        "--if-possible", action="store_true", help="if they cannot be compiled, say so and exit with code 0"
     )
     args = parser.parse_args()
     import_paddle()
     from ppfleetx.nn.cpu_ops.build import build
 
     try:
-        with ThreadPoolExecutor() as pool:  # each starts a compiler
+        with ThreadPoolExecutor() as pool:  # each thread runs a compiler
             for purpose, path in zip(LIBRARIES, pool.map(build, LIBRARIES.values()), strict=True):
-                print(f"{purpose}: {path or 'none, the processor or Paddle has no such products'}")
+                print(f"{purpose}: {path or 'none, because the processor or Paddle lacks support'}")
     except UserError as error:
         if not args.if_possible:
             raise
-        print(f"no operators for this CPU, decoding and training take longer: {error}")
+        print(f"no operators for this CPU, so decoding and training are slower: {error}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Products in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's wheel.
+"""Matrix products in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's wheel.
 
-Paddle has no bfloat16 products for CPUs. These products round float32 operands to bfloat16, as a cast does,
-and sum in float32; the result is float32. They take about half the time of MKL's float32 products.
-``bfloat16.cc`` explains how.
+Paddle has no bfloat16 products for CPUs. These products round float32 operands to bfloat16, accumulate in
+float32 and return float32, in about half the time of MKL's float32 products. ``bfloat16.cc`` has the details.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _entered = False
 
 @contextmanager
 def products() -> Iterator[None]:
-    """Context manager: inside it, layers compute products with weights by :func:`matmul`, as with
-    ``auto_cast`` on a card. Backward passes use the same products as their forward passes."""
+    """Context manager in which layers compute products with weights by :func:`matmul`, like ``auto_cast`` on
+    a GPU. Backward passes use the same kind of product as their forward passes."""
     global _entered
     before, _entered = _entered, True
     try:
@@ -33,7 +32,7 @@ def products() -> Iterator[None]:
 
 
 def are_entered() -> bool:
-    """Whether :func:`products` is active."""
+    """Return whether :func:`products` is active."""
     return _entered
 
 
@@ -45,10 +44,10 @@ def matmul(
     transpose_x: bool = False,
     transpose_y: bool = False,
 ) -> paddle.Tensor:
-    """``x @ y + bias`` in float32, without gradients.
+    """Return ``x @ y + bias`` in float32, without gradients.
 
     Args:
-        x: ``[..., m, k]``, float32 or bfloat16; ``[..., k, m]`` with ``transpose_x``.
+        x: ``[..., m, k]`` float32 or bfloat16; ``[..., k, m]`` with ``transpose_x``.
         y: ``[..., k, n]`` with the leading dimensions of ``x``, or ``[k, n]``; with ``transpose_y`` its last
             two dimensions are swapped.
         bias: ``[n]`` float32.
@@ -64,7 +63,7 @@ def cast(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def cast_and_sum(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Round float32 ``x [..., n]`` to bfloat16; also return the sums ``[n]`` of its columns before
+    """Return float32 ``x [..., n]`` rounded to bfloat16, and the sums ``[n]`` of its columns before
     rounding."""
     low, sums = _C_ops._run_custom_op("ppfleetx_bfloat16_cast_and_sum", x.detach())
     return low, sums

@@ -1,7 +1,7 @@
-"""Compiles the operators for CPUs.
+"""Compile our operators for CPUs.
 
-It does not use Paddle's own ``paddle.utils.cpp_extension``, which needs Python's headers and a setuptools
-that still has ``easy_install``.
+Paddle's ``paddle.utils.cpp_extension`` is not used, because it needs Python's headers and a version of
+setuptools that still has ``easy_install``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _ONEDNN = "libdnnl.so.3"
 
 
 def build(library: str) -> Path | None:
-    """Compile a library of operators for this machine if necessary; return its path. None for ``bfloat16`` if
-    the processor has no such products, or this build of Paddle has no oneDNN.
+    """Compile a library of operators for this machine if necessary, and return its path.
+
+    Returns None for ``bfloat16`` if the processor has no bfloat16 instructions, or this build of Paddle has
+    no oneDNN.
 
     Raises:
-        UserError: there is no compiler, it fails, or its result cannot be written or loaded.
+        UserError: there is no compiler, the compiler fails, or the library cannot be written or loaded.
     """
     has_onednn = (Path(paddle.sysconfig.get_lib()) / _ONEDNN).exists()
     if library == "bfloat16" and (cpu_obstacle("bfloat16") or not has_onednn):
@@ -50,15 +52,15 @@ def build(library: str) -> Path | None:
     load.cache_clear()
     if not load(library):
         target.unlink(missing_ok=True)
-        raise UserError(f"what {' '.join(compiler)} made cannot be loaded")
+        raise UserError(f"the library made by {' '.join(compiler)} cannot be loaded")
     return target
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++ compiler: ``CXX`` if it is set, else the first one found.
+    """Return the command of a C++ compiler: ``CXX`` if it is set, else the first of c++ and g++ that exists.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no compiler.
     """
     wanted = shlex.split(os.environ.get("CXX", ""))
     if wanted:

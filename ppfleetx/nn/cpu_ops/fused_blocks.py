@@ -1,11 +1,11 @@
-"""One CPU operator that runs all transformer blocks over a few new positions.
+"""One CPU operator that runs all transformer blocks on a few new positions (decoding).
 
-A block takes thirty operations of Paddle. For few rows, starting them takes as long as computing them, or
-longer if weights have few bits. ``fused_blocks.cc`` does all blocks and the final norm in one operation:
-norms, rotary positions, the cache, attention, activations, and products with matrices as they are stored. It
-computes the same as the layers, in float32, up to rounding.
+A block takes about thirty Paddle operators. For few rows their launch overhead is as large as the
+computation, or larger for quantized weights. ``fused_blocks.cc`` runs all blocks and the final norm in one
+operator: norms, rotary positions, key/value cache, attention, activations, and products with matrices in
+their stored format. The result is that of the layers, in float32, up to rounding.
 
-Shape letters: s new positions, b rows, h hidden, g key/value heads, k columns of the cache, d head size.
+Shape letters: s new positions, b rows, h hidden size, g key/value heads, k columns of the cache, d head size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ppfleetx.nn.cpu_ops import ops, quantized
 from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
 FORMATS = ("whole", "panels", "int8", "int4", "int8_int8", "int4_int8")
-"""The formats of a matrix: ``[in, out]`` float32, the panels of :mod:`ppfleetx.nn.packed_weights`, or the
-panels of :mod:`ppfleetx.nn.cpu_ops.quantized`, in the order of its products."""
+"""The formats of a matrix: ``whole`` is ``[in, out]`` float32, ``panels`` the panels of
+:mod:`ppfleetx.nn.packed_weights`, and the others are the panels of :mod:`ppfleetx.nn.cpu_ops.quantized`. The
+operator knows a format by its index."""
 ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     gelu_tanh,
     F.gelu,
@@ -32,13 +33,13 @@ ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     relu_squared,
     swiglu,
 )
-"""The activations that the operator supports in a feed-forward part."""
+"""The MLP activations that the operator supports."""
 are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:
-    """Whether this and all other CPU operators can be called. A program with fused blocks needs all of
-    them."""
+    """Return whether this operator and all other CPU operators are compiled. A program with fused blocks
+    needs all of them."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 
@@ -47,13 +48,13 @@ class BlockSizes:
     """The sizes that all blocks of the model share.
 
     Attributes:
-        groups: key/value heads.
+        groups: number of key/value heads.
         per_group: query heads per key/value head.
-        head_dim: d.
+        head_dim: head size.
         rotary_dim: number of features of a head with rotary positions; 0: none.
         activation: index in :data:`ACTIVATIONS`.
-        inner: input features of the second matrix of the feed-forward part.
-        parallel_residual: whether the feed-forward part has the same input as attention.
+        inner: input features of the MLP's second matrix.
+        parallel_residual: whether the MLP reads the same hidden states as attention.
     """
 
     groups: int
@@ -67,18 +68,19 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """Weights in the order in which the operator reads them, and their positions.
+    """Weights in the order in which the operator reads them.
 
     Attributes:
         tensors: the weights.
-        layout: numbers for the sizes, then for the linears and norms of each block, then for the final norm.
+        layout: integers: the sizes, then the indices of weights for the linears and norms of each block, then
+            for the final norm.
     """
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
-        """Start a new block; call this before its linears and norms are added."""
+        """Write the sizes. Call this once, before the linears and norms of the first block."""
         self.layout += [
             sizes.groups,
             sizes.per_group,
@@ -98,8 +100,8 @@ class BlockWeights:
         columns: int,
         bias: paddle.Tensor | None,
     ) -> None:
-        """Add a matrix with ``columns`` output features; ``kind`` is one of :data:`FORMATS`. A block has four
-        matrices: ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
+        """Add a matrix with ``columns`` output features. ``kind`` is one of :data:`FORMATS`. Each block has
+        four matrices: ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
         self.layout.append(FORMATS.index(kind))
         self._point_to(values)
         self._point_to(scales)
@@ -107,9 +109,9 @@ class BlockWeights:
         self._point_to(bias)
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
-        """Add a norm: LayerNorm if it has a bias, RMSNorm if not, and no norm if ``weight`` is None. A block
-        has six, after its linears: before and after attention, before and after the feed-forward part, of
-        queries, of keys."""
+        """Add a norm: LayerNorm with a bias, RMSNorm without, no norm if ``weight`` is None. Each block has
+        six norms, after its linears: before and after attention, before and after the MLP, of queries, of
+        keys."""
         self._point_to(weight)
         self._point_to(bias)
 
@@ -132,16 +134,16 @@ def run(
 
     Args:
         hidden: float32 on CPU.
-        column: ``[1]`` int64, the cache's column for the first new position.
-        penalty: ``[b, 1, s, k]`` or ``[1, 1, s, k]`` float32, added to the scores; None: nothing is added. A
-            position never sees later positions.
+        column: ``[1]`` int64, the column of the cache for the first new position.
+        penalty: ``[b, 1, s, k]`` or ``[1, 1, s, k]`` float32, added to the scores; None: nothing is added.
+            The causal mask always applies.
         angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.
-        cache: keys and values of each block in turn, ``[b, g, k, d]``; new columns are written into them.
-        weights: see :class:`BlockWeights`.
+        cache: keys and values of each block in turn, ``[b, g, k, d]``. New columns are written in place.
+        weights: the weights of all blocks.
         epsilon: epsilon of all norms.
 
     Returns:
-        ``[s, b, h]``, and the cache's tensors.
+        Hidden states ``[s, b, h]``, and the tensors of the cache.
     """
     cos, sin = (None, None) if angles is None else angles
     out, *cached = _C_ops._run_custom_op(

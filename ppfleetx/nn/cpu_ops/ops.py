@@ -1,17 +1,16 @@
-"""Our own operators for decoding on a CPU, which are used if they have been compiled.
-
-``few_rows`` multiplies few rows with a large matrix: eight rows with the matrices of a GPT of 124M parameters
-take two thirds of the time of MKL's fastest method. ``grouped_product`` multiplies rows by the matrices of
-their experts, without Paddle's slow loops. ``nucleus`` is top-p in one operation instead of eighty.
-``few_rows.h`` and ``kernels.cc`` explain how. Further operators are in :mod:`~ppfleetx.nn.cpu_ops.quantized`,
-for few bits, and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks`, for all blocks of a model at once. They are
-optional, and only an explicit command compiles them:
+"""Our own C++ operators for decoding on a CPU. They are optional, and used if they have been compiled:
 
     python -m ppfleetx.nn.cpu_ops
 
-This needs a C++ compiler and a few seconds; ``make`` runs it for its own environment. The library is for one
-version of Paddle and one kind of CPU. Anywhere else it is not found, and Paddle's operations and NumPy give
-the same results. To undo it, delete the directory ``built``.
+This needs a C++ compiler and a few seconds; ``make`` runs it for its own environment. A compiled library is
+for one version of Paddle and one kind of CPU. Without it, Paddle's operators and NumPy give the same results.
+To undo it, delete the directory ``built``.
+
+``few_rows`` multiplies a few rows by a large matrix, faster than MKL. ``grouped_product`` multiplies rows by
+the matrices of their experts, without Paddle's slow loops. ``nucleus`` is top-p sampling in one operator
+instead of eighty. ``few_rows.h`` and ``kernels.cc`` have the details. :mod:`~ppfleetx.nn.cpu_ops.quantized`
+has operators for quantized weights, and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks` an operator for all blocks
+of a model.
 """
 
 from __future__ import annotations
@@ -29,28 +28,30 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
 WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
-"""Columns of a panel: one tile of MKL's kernels, three registers of float32 with AVX-512, two with AVX2."""
+"""Number of columns of a panel, one tile of MKL's kernels: three registers of float32 with AVX-512, two with
+AVX2."""
 MOST_ROWS = 32
-"""The most rows for which ``few_rows`` is surely faster than MKL; in dynamic mode MKL multiplies more
-rows."""
+"""The most rows for which ``few_rows`` is always faster than MKL. In dynamic mode, products with more rows
+use MKL."""
 OPTIONS = (
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w", f"-DPANEL_WIDTH={WIDTH}"),
     *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # Paddle's headers choose by these
 )
-"""Options of the compiler."""
-_HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
+"""Options for the compiler."""
+_HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops compiles operators for this CPU (needs a C++ compiler)"
 _NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
 SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
-"""The source of each library: ``kernels`` has the operators of this file, the others those of the module with
-their name."""
+"""Source file of each library. ``kernels`` has the operators of this module, each other library the operators
+of the module with its name."""
 BUILT = Path(__file__).with_name("built")
 
 
 def library_path(library: str) -> Path:
-    """The path of a library for this Paddle, this kind of CPU and its source, whether or not it exists."""
+    """Return the path of a library for the installed Paddle, this kind of CPU and the current source, whether
+    or not the file exists."""
     source = SOURCES[library]
     cpuinfo = read_cpuinfo()
-    # Where Linux lists no flags (other processors than x86), the whole description is that of the kind.
+    # On processors other than x86, Linux lists no flags; use the whole description.
     cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
     kind = [paddle.__version__, paddle.version.commit, *OPTIONS, *cpu]
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
@@ -60,8 +61,8 @@ def library_path(library: str) -> Path:
 
 @functools.cache
 def load(library: str) -> bool:
-    """Load a library of operators into Paddle, once. Return False if it is not compiled, or cannot be loaded,
-    of which a warning says why."""
+    """Load a library of operators into Paddle, once. Return False if it is not compiled, or, with a warning,
+    if it cannot be loaded."""
     path = library_path(library)
     if not path.exists():
         return False
@@ -75,30 +76,35 @@ def load(library: str) -> bool:
 
 
 are_available = functools.partial(load, "kernels")
-"""Whether the operators of this file can be called."""
+"""Returns whether the operators of this module can be called."""
 
 
 def note_if_missing() -> None:
     """Log how to compile the operators if they are missing."""
     if not are_available():
-        get_logger().info(f"NOTE: batches take longer than they need to: {_HOW_TO_MAKE}")
+        get_logger().info(f"NOTE: batches are slower than necessary: {_HOW_TO_MAKE}")
 
 
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
-    """``x [..., k] @ weight + bias``, float32 on a CPU, without gradients. ``panels`` is ``weight [k,
-    num_columns]`` as ``[p, k, WIDTH]``, padded with zeros."""
+    """Return ``x [..., k] @ weight + bias``, float32 on a CPU, without gradients. ``panels [p, k, WIDTH]`` is
+    ``weight [k, num_columns]`` in panels, padded with zeros."""
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply rows ``x [n, k]``, sorted into groups, by the matrix of their group in ``weight [groups, k,
-    columns]``: ``[n, columns]``, float32 on a CPU. ``counts [groups]`` int64 are the rows of each group."""
+    """Multiply each row by the matrix of its group and return ``[n, columns]``, float32 on a CPU.
+
+    Args:
+        x: ``[n, k]``, rows sorted by group.
+        weight: ``[groups, k, columns]``.
+        counts: ``[groups]`` int64, number of rows of each group.
+    """
     return _C_ops._run_custom_op("ppfleetx_grouped_product", x, weight, counts)[0]
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """:func:`ppfleetx.generation.processors.nucleus` for ``[b, V]`` float32 on CPU and ``top_p [1]``
-    float32."""
+    """:func:`ppfleetx.generation.processors.nucleus` (top-p) for ``probabilities [b, V]`` float32 on CPU and
+    ``top_p [1]`` float32."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]

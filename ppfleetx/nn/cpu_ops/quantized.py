@@ -1,14 +1,15 @@
-"""Our own operators for matrices of 8 and 4 bits on a CPU, which are used if they have been compiled.
+"""Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled (``python -m
+ppfleetx.nn.cpu_ops``).
 
-Decoding reads every weight once per token, so it is faster with a quarter or an eighth of the bytes. The
-numbers are widened to float32 in registers; with activations of 8 bits, integers are summed (by ``vpdpbusd``
-if the CPU has it). ``quantized.cc`` explains how, and ``python -m ppfleetx.nn.cpu_ops`` compiles it.
+Decoding reads every weight once per token, so it is faster with a quarter or an eighth of the bytes. Weights
+are widened to float32 in registers; with 8-bit activations, products are summed as integers (by ``vpdpbusd``
+if the CPU has it). ``quantized.cc`` has the details.
 
-Scales may be float16 ``[2 g, n]``: the scale and the offset of each group in turn. The product
-then also adds ``offset * sum(x)`` of each group; the sums are computed once for all columns.
+Asymmetric scales are float16 ``[2 g, n]``, with the scale and the offset of each group alternating. The
+product then adds ``offset * sum(x)`` for each group.
 
-Shape letters: k input features, n output features, g groups of input features, p panels of w columns.
-Results differ from ``x @ dequantized + bias`` in float64 by no more than 2e-6 of ``|x| @ |dequantized|``.
+Shape letters: k input features, n output features, g groups of input features, p panels of w columns. Results
+differ from ``x @ dequantized + bias`` in float64 by at most 2e-6 of ``|x| @ |dequantized|``.
 """
 
 from __future__ import annotations
@@ -22,32 +23,34 @@ from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.cpu_ops.ops import WIDTH
 
 BLOCK = 8
-"""The number of input features that are read together. Sizes of groups are multiples of it."""
+"""Number of input features that are read at once. Group sizes are multiples of it."""
 MOST_INPUTS = 65536
-"""The most input features for which sums of 8-bit products stay within 32 bits."""
+"""The most input features for which sums of 8-bit products cannot overflow 32 bits."""
 are_available = partial(ops.load, "quantized")
 
 
 def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
-    """Arrange integers ``[k, n]`` int8 in panels ``[p, k8, w]``, with k padded by zeros to a multiple of
-    :data:`BLOCK`."""
+    """Arrange integers ``[k, n]`` int8 in panels ``[p, k8, w]``, where k8 is k padded with zeros to a
+    multiple of :data:`BLOCK`."""
     filled = _fill(levels, BLOCK)
     return filled.reshape([filled.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
 def int4_panels(packed: paddle.Tensor) -> paddle.Tensor:
-    """Arrange pairs of integers ``[k / 2, n]`` uint8 as ``[p, k / 8, w, 4]``: 8 of a column in 4 bytes."""
+    """Arrange packed pairs of integers ``[k / 2, n]`` uint8 as ``[p, k / 8, w, 4]``: 4 bytes hold 8 integers
+    of a column."""
     return _fill(packed, 4).reshape([packed.shape[0] // 4, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
-    """Arrange integers ``[k, n]`` int8 as ``[p, k4, w, 4]``: 4 of a column side by side."""
+    """Arrange integers ``[k, n]`` int8 as ``[p, k / 4, w, 4]``, padded with zeros: 4 integers of a column are
+    adjacent."""
     quads = -(-levels.shape[0] // 4)
     return _fill(levels, 4).reshape([quads, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
-    """Arrange ``scales [g, n]``, or ``[2 g, n]``, as ``[p, g, w]``."""
+    """Arrange ``scales [g, n]`` (or ``[2 g, n]``) as ``[p, g, w]`` (or ``[p, 2 g, w]``)."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
@@ -59,12 +62,11 @@ def product(
     bias: paddle.Tensor | None,
     columns: int,
 ) -> paddle.Tensor:
-    """``x [..., k] @ (levels * scales [+ offsets]) + bias``, without gradients.
+    """Return ``x [..., k] @ (levels * scales [+ offsets]) + bias``, without gradients.
 
     Args:
-        kind: ``int8`` or ``int4``; ``int8_int8`` or ``int4_int8`` to round ``x`` to 8 bits. Each row then has
-            a grid for each group of ``scales``, which ends at its largest magnitude there; a row with NaN or
-            infinity gives NaN.
+        kind: ``int8`` or ``int4``, the type of the weights; ``int8_int8`` or ``int4_int8`` also rounds ``x``
+            to 8 bits, with one scale per row and group of ``scales``. A row with NaN or infinity gives NaN.
         x: float32 on CPU.
         panels: result of :func:`int8_panels` (``int8``), :func:`int8_quads` (``int8_int8``) or
             :func:`int4_panels`.
@@ -76,7 +78,8 @@ def product(
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
-    """Pad ``matrix`` with zeros below and to the right, to multiples of ``multiple`` and :data:`WIDTH`."""
+    """Pad ``matrix`` with zeros at the bottom and on the right, to multiples of ``multiple`` and
+    :data:`WIDTH`."""
     rows, columns = matrix.shape
     below, right = -rows % multiple, -columns % WIDTH
     if not below and not right:
