@@ -89,19 +89,19 @@ def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
 @cache
 def _warn_of_update_rule(name: str) -> None:
     get_logger().warning(
-        f"Optimizer.name = {name!r} is an UpdateRule, which the next version does not know: make it a Rule "
+        f"Optimizer.name = {name!r} is an UpdateRule, which the next version rejects: make it a Rule "
         "(docs/extending.md, An optimizer)"
     )
 
 
 def _check_states(groups: Sequence[Group], name: str) -> None:
     if not groups:
-        raise ConfigError("gives no group of parameters", key="Optimizer.name", value=name)
+        raise ConfigError("returns no group of parameters", key="Optimizer.name", value=name)
     most = max(sum(not state.is_number for state in group.rule.states) for group in groups)
     if most != OPTIMIZERS.traits(name).states:
         raise ConfigError(
             f"keeps {counted(most, 'state')} for each parameter, and was registered with "
-            f"OptimizerTraits(states={OPTIMIZERS.traits(name).states}), which is what memory is counted by",
+            f"OptimizerTraits(states={OPTIMIZERS.traits(name).states}), from which memory is computed",
             key="Optimizer.name",
             value=name,
         )
@@ -120,7 +120,7 @@ def _check_place(groups: Sequence[Group], place: UpdatePlace) -> None:
         is_cut = any(place.group_of(axis) is not None for axis in ("mp", "emp"))
         if group.rule.needs_whole and place.on_host and is_cut:
             raise ConfigError(
-                "needs whole matrices, which tensor parallelism divides; they are not put together in host "
+                "needs whole matrices, which tensor parallelism slices; they cannot be gathered in host "
                 "memory. Set Distributed.sharding.sharding_offload to False",
                 key="Optimizer",
                 value=type(group.rule).__name__,

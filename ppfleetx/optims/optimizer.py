@@ -193,7 +193,9 @@ def _group(name: str, param: Tensor, groups: Sequence[Group]) -> Group:
         return groups[0]
     found = next((group for group in groups if group.takes(param.spec)), None)
     if found is None:
-        raise ValueError(f"no group of the optimizer takes {name}; let the last one take everything")
+        raise ValueError(
+            f"no group of the optimizer accepts {name}; make the last group accept all parameters"
+        )
     return found
 
 

@@ -94,14 +94,14 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
                 raise ConfigError("matches no trainable parameter", key=f"{key}.parameters", value=pattern)
         if own.optimizer == "Muon" and not any(map(is_hidden_matrix, found)):
             raise ConfigError(
-                "matches no matrix of a block, and Muon moves nothing else",
+                "matches no matrix of a block, and Muon updates nothing else",
                 key=f"{key}.optimizer",
                 value="Muon",
             )
         rows += _rows(key, own, own.optimizer or cfg.name, found)
     if cfg.name == "Muon" and not any(row.optimizer == "Muon" for row in rows):
         raise ConfigError(
-            "finds no matrix of a block to move (adapters do not count); take AdamW",
+            "finds no matrix of a block to update (adapters do not count); use AdamW",
             key="Optimizer.name",
             value="Muon",
         )

@@ -64,8 +64,8 @@ class Schedule:
         rate = SCHEDULES.make(self.decay_style, step, self)
         if isinstance(rate, Real) and math.isfinite(rate) and rate >= 0:
             return rate
-        rule = f"must give a finite number, 0 or more, as the learning rate of step {step}"
-        raise ConfigError(f"{rule}; it gives {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
+        rule = f"must return a finite number, 0 or more, as the learning rate of step {step}"
+        raise ConfigError(f"{rule}; it returns {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
         """Return the weight decay of step ``step`` (the first step is 1): constant, or a linear or cosine
@@ -102,8 +102,8 @@ class Schedule:
         schedule."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
-            "the learning-rate schedule in the checkpoint is not one this version can read; "
-            "set Engine.save_load.lr_schedule to config to use the one of the configuration"
+            "this version cannot read the learning-rate schedule in the checkpoint; "
+            "set Engine.save_load.lr_schedule to config to use the configured one"
         )
         if not isinstance(state, Mapping) or set(state) != known:
             raise unreadable
@@ -140,7 +140,7 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     listing = ", ".join(f"{name}: {here} now, {there} saved" for name, (here, there) in different.items())
     if policy == "checkpoint":
         if different:
-            get_logger().warning(f"the learning-rate schedule stays the checkpoint's ({listing})")
+            get_logger().warning(f"the learning-rate schedule of the checkpoint is kept ({listing})")
         return from_checkpoint
     if different:
         raise CheckpointError(

@@ -92,8 +92,8 @@ class LossScaler:
             is_scale = type(scale) in (int, float) and 0 < scale < 1e300
             if not is_scale or any(type(count) is not int for count in steps):
                 raise CheckpointError(
-                    "the loss scale in the checkpoint is none; set Engine.save_load.load_optim to False to "
-                    "start with a fresh one"
+                    "the loss scale in the checkpoint is invalid; set Engine.save_load.load_optim to False "
+                    "to start with a new one"
                 )
             self.scale = float(scale)
             self._quiet_steps, self._tolerated = steps

@@ -84,7 +84,7 @@ def _detached(number: paddle.Tensor | float) -> paddle.Tensor | float:
 
 def _refused(names: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"gives metrics that are not declared: {', '.join(sorted(names))}. Name them in `metrics` of the "
+        f"reports metrics that are not declared: {', '.join(sorted(names))}. Add them to `metrics` of the "
         "task (`BasicModule.metrics`), or of the architecture (`ArchitectureTraits`)",
         key="Model.module",
     )
@@ -186,9 +186,9 @@ class ExpertLoads:
             if (idle == _PATIENCE).any():
                 starving = np.flatnonzero(idle == _PATIENCE).tolist()
                 get_logger().warning(
-                    f"layer {_layer(name)}: {_PATIENCE} steps without a position for the experts "
-                    f"{', '.join(map(str, starving))}; {(idle >= _PATIENCE).sum()} of {len(idle)} get none. "
-                    "Model.moe.aux_loss or bias_update_rate balances them"
+                    f"layer {_layer(name)}: no positions in the last {_PATIENCE} steps for the experts "
+                    f"{', '.join(map(str, starving))}; {(idle >= _PATIENCE).sum()} of {len(idle)} are idle. "
+                    "Model.moe.aux_loss or bias_update_rate balances the experts"
                 )
 
 

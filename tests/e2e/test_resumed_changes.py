@@ -40,7 +40,7 @@ def test_what_changes_is_named_in_one_line(tool: Tool, saved: Path, tmp_path: Pa
         "epoch_0_step_4: Data.Train.dataset.reset_attention_mask = True (was False), "
         "Optimizer.beta2 = 0.95 (was 0.999)"
     )
-    assert "stays the checkpoint's (max_lr: 0.002 now, 0.001 saved)" in done.stdout
+    assert "of the checkpoint is kept (max_lr: 0.002 now, 0.001 saved)" in done.stdout
     assert losses(tmp_path) != losses(saved)[4:]
 
 

@@ -264,7 +264,7 @@ def test_a_parameter_that_no_group_takes_is_named(monkeypatch):
         (Rule, "which lacks update"),
         (lambda params, cfg: None, "does not take that: missing a required argument"),
         (lambda cfg: None, "must return an object of the type list. It returned None"),
-        (lambda cfg: [], "gives no group of parameters"),
+        (lambda cfg: [], "returns no group of parameters"),
     ],
 )
 def test_an_optimizer_of_ones_own_is_what_it_was_registered_as(monkeypatch, part, said):

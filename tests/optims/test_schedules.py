@@ -81,9 +81,9 @@ def test_impossible_schedules_are_refused(change, word):
 @pytest.mark.parametrize(
     ("course", "said"),
     [
-        (lambda n, schedule: None, "learning rate of step 5; it gives None"),
-        (lambda n, schedule: float("nan") if n == 10 else 1.0, "learning rate of step 10; it gives nan"),
-        (lambda n, schedule: "1e-4", "it gives '1e-4'"),
+        (lambda n, schedule: None, "learning rate of step 5; it returns None"),
+        (lambda n, schedule: float("nan") if n == 10 else 1.0, "learning rate of step 10; it returns nan"),
+        (lambda n, schedule: "1e-4", "it returns '1e-4'"),
         (lambda n, schedule: -1.0, "finite number, 0 or more"),
         (lambda n: 1.0, "does not take that: too many positional arguments"),
         (0.5, "was registered as 0.5"),
@@ -102,7 +102,7 @@ def test_a_schedule_of_ones_own_may_fail_later(monkeypatch):
     SCHEDULES.register("own", lambda n, schedule: None if n == 7 else 1)
     schedule = build_schedule(OptimizerConfig(lr=LRConfig(decay_style="own", decay_steps=10)), max_steps=20)
     assert schedule.lr(6) == 1
-    with pytest.raises(ConfigError, match="learning rate of step 7; it gives None"):
+    with pytest.raises(ConfigError, match="learning rate of step 7; it returns None"):
         schedule.lr(7)
 
 
@@ -116,7 +116,7 @@ def test_state_round_trip_and_resume_policies():
     assert resume_schedule("checkpoint", configured, older) == saved
     with pytest.raises(CheckpointError, match=r"max_lr: 0.0003 now, 0.00015 saved"):
         resume_schedule("strict", configured, saved.state())
-    with pytest.raises(CheckpointError, match="not one this version can read"):
+    with pytest.raises(CheckpointError, match="this version cannot read"):
         resume_schedule("checkpoint", configured, {"max_lr": 1.0})
 
 

@@ -487,8 +487,8 @@ def _with_listed_parameters(spec: ModelSpec, cfg: ModelConfig, layer_shapes: Cal
 @cache
 def _warn_of_layer_shapes(architecture: str) -> None:
     get_logger().warning(
-        f"architecture {architecture}: ArchitectureTraits(layer_shapes=...) will go in the next version; "
-        "give spec=..., which makes a ModelSpec (docs/extending.md)"
+        f"architecture {architecture}: ArchitectureTraits(layer_shapes=...) is removed in the next version; "
+        "pass spec=..., a function that returns a ModelSpec (docs/extending.md)"
     )
 
 

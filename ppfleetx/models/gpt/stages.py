@@ -37,7 +37,7 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
     if not stages or other is not None:
         found = "none" if not stages else shown(other)
         raise ConfigError(
-            f"must be made of one or more Stages; found {found}", key="Model.name", value=cfg.name
+            f"must consist of one or more Stages; found {found}", key="Model.name", value=cfg.name
         )
     return stages
 
@@ -57,7 +57,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
     rows = spec.embedding.positions and spec.embedding.positions.rows
     if positions.table_rows != rows:
         raise ConfigError(
-            f"was made with a table of {positions.table_rows} rows; by its traits it has {rows}",
+            f"has a table of {positions.table_rows} rows; by its registered traits it must have {rows}",
             key="Model.position_embedding_type",
             value=cfg.position_embedding_type,
         )
@@ -68,7 +68,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
     granularity = cfg.recompute_granularity or "full"
     if block is not None and "shape" in inspect.signature(block.__init__).parameters:
         raise ConfigError(
-            f"is made of {block.__name__}, which takes a shape; a block takes its declaration: "
+            f"uses the block {block.__name__}, which takes a shape; a block must take its declaration: "
             "__init__(self, factory, spec, **options) (docs/extending.md)",
             key="Model.name",
             value=cfg.name,
