@@ -101,8 +101,11 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """The attention function passed to an attention strategy. A ``penalty`` is added to the scores in
-        place of the masks."""
+        """Attend with the layer's window; called by the attention strategy. A ``penalty`` is added to the
+        scores in place of all masks.
+
+        Shapes: ``query [b, g, r, q, d]``, ``key, value [b, g, k, d]``, ``document_start [b, q]``.
+        """
         if self.window is not None and penalty is None:
             document_start = window_start(
                 self.window, query.shape[0], query.shape[3], document_start, key.shape[2]

@@ -18,8 +18,8 @@ from ppfleetx.nn.tape import Step, Tape
 
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
-    """Return the parts of a fused projection with columns ``[key/value head][query ... query, key,
-    value][head_dim]``."""
+    """Return the parts of a fused projection with columns
+    ``[key/value head][query ... query, key, value][head_dim]``."""
     return parts_of({"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim})
 
 
@@ -134,8 +134,8 @@ class AttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Return the steps of a forward pass. With ``recompute_core``, scores and attention weights are not
-        kept."""
+        """Return the memory steps of a forward pass (see :class:`~ppfleetx.nn.tape.Step`). With
+        ``recompute_core``, scores and attention weights are not kept."""
         q = work.bytes_of(self.q_width / work.mp)
         steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
         kv = work.bytes_of(self.kv_width / work.mp)
@@ -145,7 +145,8 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """Return the steps that make queries, keys and values from the projection, as views or as copies.
+        """Return the memory steps that make queries, keys and values from the projection, as views or as
+        copies.
 
         Scaling copies the queries again, so unscaled queries are kept only for a recomputed core or flash
         attention.
@@ -226,7 +227,7 @@ class CoreSizes:
     capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Return the steps from queries, keys and values to the context at this rank's positions.
+        """Return the memory steps from queries, keys and values to the context at this rank's positions.
 
         Args:
             heads: bytes of queries, keys and values to keep for the backward pass.
@@ -337,8 +338,8 @@ class LatentAttentionSpec:
 
     @property
     def q_up(self) -> LinearSpec:
-        """The projection of compressed queries to heads, with columns ``[head][nope_head_dim,
-        rope_head_dim]``."""
+        """The projection of compressed queries to heads, with columns
+        ``[head][nope_head_dim, rope_head_dim]``."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
         return self._up(width_in, {"q": self.head_dim})
 
@@ -354,8 +355,8 @@ class LatentAttentionSpec:
 
     @property
     def kv_up(self) -> LinearSpec:
-        """The projection of compressed vectors to keys and values, with columns ``[head][nope_head_dim,
-        value_head_dim]``."""
+        """The projection of compressed vectors to keys and values, with columns
+        ``[head][nope_head_dim, value_head_dim]``."""
         return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property
@@ -405,8 +406,8 @@ class LatentAttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Return the steps of a forward pass. With ``recompute_core``, scores and attention weights are not
-        kept."""
+        """Return the memory steps of a forward pass. With ``recompute_core``, scores and attention weights
+        are not kept."""
         q, v = self._bytes(work)
         steps = [*self._up_steps(work, reads), *self._heads(work, keeps_queries=recompute_core)]
         sizes = CoreSizes(self.num_heads, q, q, v, v, self.dropout, self.softmax_in_fp32)

@@ -2,16 +2,15 @@
 
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
-returns ``hidden`` unchanged. The backward pass starts the gradient of the loss at this point, so the loss
-need not be passed to the end of the model. This works in any layer of any pipeline stage. A layer may attach
-several losses. All losses with the same name add this term to the loss of a step:
+returns ``hidden`` unchanged; its backward pass starts the gradient of the loss, so the loss need not be
+passed to the end of the model. This works in any layer of any pipeline stage. All losses with the same name
+add this term to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
-The divisor is a count over the whole step, known before its first forward pass. So the loss does not depend
+The divisor is a count over the whole step, known before its first forward pass, so the loss does not depend
 on the parallel plan, micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the
-values over layers and valid tokens, without the weight. The logged ``loss`` contains only the loss of the
-task.
+values over layers and valid tokens, without the weight. The logged ``loss`` is only the loss of the task.
 
 Shape letters: s positions of the hidden states on this rank, b rows of the micro batch.
 """

@@ -160,7 +160,6 @@ class _HeadMatrix:
     def logits(
         self, hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Return the logits of ``hidden`` for this ``weight`` and ``bias``."""
         return self._cap(self.matmul.apart(hidden, weight, bias, self.is_transposed, self.parameters[0]))
 
 

@@ -107,9 +107,9 @@ class Operation:
         flops: floating-point operations of the forward pass. The backward pass takes twice as many, or 2.5
             times with flash attention, which recomputes the scores.
         num_bytes: bytes read and written in the forward pass, without the operands of a product.
-        backward_bytes: bytes read and written in the backward pass.
-        kernels: number of kernel launches in the forward pass.
-        narrowest: smallest dimension of a product with weights; 0 for other operations.
+        backward_bytes: the same for the backward pass.
+        kernels: kernel launches in the forward pass.
+        narrowest: smallest dimension of a product with weights, else 0.
         operands: elements of input and output of a product with weights, which the weight's gradient reads.
     """
 
@@ -158,7 +158,8 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return the step of dropout on a tensor of ``size`` bytes, which keeps one byte of mask per element."""
+    """Return the memory step of dropout on a tensor of ``size`` bytes, which keeps one byte of mask per
+    element."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

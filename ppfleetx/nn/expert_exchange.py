@@ -1,23 +1,21 @@
-"""The all-to-all exchange that sends hidden states to the ranks of their experts and back (expert
-parallelism).
+"""All-to-all exchange that sends hidden states to the ranks of their experts and back (expert parallelism;
+Lepikhin et al., "GShard", 2020).
 
-A mixture layer gathers one row of hidden states per choice of an expert, sorted by expert. The experts of a
-layer are divided among the ranks along ``ep``, so every rank sends each other rank the rows for that rank's
-experts (Lepikhin et al., "GShard", 2020). Ranks first exchange the numbers of rows, then the rows; nothing is
-dropped. If the matrices of each expert are also sliced, the ranks along ``emp`` gather each other's rows, and
-sum the outputs of their slices.
+A mixture layer gathers one row of hidden states per choice of an expert, sorted by expert. Experts are
+divided among the ranks along ``ep``. Ranks exchange the numbers of rows, then the rows; nothing is dropped.
+If each expert's matrices are sliced, the ranks along ``emp`` gather each other's rows, and sum the outputs of
+their slices.
 
-Across nodes, messages can be exchanged in two levels, to send fewer and larger messages (hierarchical
-all-to-all: Nie et al., "HetuMoE", and Hwang et al., "Tutel", 2022). A rank has a *place*, its index within
-its node. It sends the rows for all experts of a node in one message, to the rank with the same place on that
-node. The ranks of a node then exchange what they received. Row counts are exchanged the same way. Experts
-receive the same rows in the same order as with one level.
+Across nodes the exchange can have two levels, to send fewer and larger messages (hierarchical all-to-all: Nie
+et al., "HetuMoE", and Hwang et al., "Tutel", 2022). A rank's *place* is its index within its node. A rank
+sends the rows for all experts of a node in one message, to the rank with the same place there; then the ranks
+of a node exchange what they received. Experts receive the same rows in the same order as with one level.
 
 The backward pass is the same exchange in the other direction. All ranks take part in every exchange, even
-without rows to send or receive.
+without rows.
 
-Shape letters: n rows of this rank, h hidden size, E experts of a layer. Axes of tables of row counts: a
-nodes, i places on a node.
+Shape letters: n rows of this rank, h hidden size, E experts of a layer; in tables of row counts, a nodes, i
+places on a node.
 """
 
 from __future__ import annotations

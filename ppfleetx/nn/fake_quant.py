@@ -3,9 +3,9 @@
 The grid of b bits is symmetric: the integers from -L to L with L = 2^(b-1) - 1, times ``bound / L``. The
 gradient ignores the rounding (Bengio et al., 2013), and is 0 for values beyond the bound.
 
-Results do not depend on the parallel plan, because a bound is a maximum over a whole tensor. All micro
-batches of a step round a linear's input with the moving average from the beginning of the step; after the
-step, the maximum over the global batch is added to the average once.
+A bound is a maximum over a whole tensor, so results do not depend on the parallel plan. All micro batches of
+a step round a linear's input with the moving average from the beginning of the step; after the step, the
+maximum over the global batch updates the average once.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def limit(
 
 def flash_version(head_size: int, *, packed: bool) -> int:
     """Return the version of flash attention that Paddle will run: the value of its flag, but version 2 in
-    some deterministic cases."""
+    deterministic mode, except for packed documents with heads of up to 128."""
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version
@@ -143,8 +143,8 @@ def flash_attention(
 
 
 def packed_flash_attention(qkv: paddle.Tensor, dropout: nn.Layer) -> paddle.Tensor:
-    """Compute causal attention of ``qkv [s, b, n, 3, d]`` (query, key and value of n heads); returns ``[s, b,
-    n * d]``.
+    """Compute causal attention of ``qkv [s, b, n, 3, d]`` (query, key and value of n heads); returns
+    ``[s, b, n * d]``.
 
     Needs one copy into the kernel's layout, and one for the gradient, instead of one per query, key and
     value.

@@ -2,10 +2,8 @@
 
 A composite of plain operators, which runs everywhere, defines the result of each fused operator. A fused
 operator is used if Paddle or the device's plugin has it for the device and element type, and if its results
-in a small trial, forward and backward, match the composite. So a fused operator that is missing, fails or is
-wrong on some device only costs speed, and the log gives the reason.
-
-Exported programs contain only composites.
+in a small trial, forward and backward, match the composite. Otherwise the composite runs, and the log gives
+the reason. Exported programs contain only composites.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention kernels, and the choice between them.
 
 Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per key/value
-head, d head size. Kernels map ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` to ``[b, g, r, q,
-d]``. Values may be narrower than keys; the result has the width of the values.
+head, d head size. Kernels map ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` to
+``[b, g, r, q, d]``. Values may be narrower than keys; the result has the width of the values.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ Specs = dict[str, ParamSpec]
 class LayerSpec(Protocol):
     """Interface of a layer's declaration.
 
-    Declarations of whole layers also have ``operations``, the operations of a forward pass on one rank, and
-    ``tape``, the tensors that these operations write and keep for the backward pass.
+    Declarations of whole layers also have ``operations``, the operations of a forward pass on one rank
+    (:mod:`ppfleetx.nn.cost`), and ``tape``, the tensors that these operations write and keep for the backward
+    pass (:mod:`ppfleetx.nn.tape`).
     """
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
@@ -107,7 +108,7 @@ class LinearSpec:
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the steps of the product, the exchange between ranks, and the bias."""
+        """Return the memory steps of the product, the exchange between ranks, and the bias."""
         weights = self.weight_bytes(work)
         size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
@@ -172,7 +173,7 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """Return the steps of normalizing the hidden states, or a tensor of ``size`` bytes."""
+        """Return the memory steps of normalizing the hidden states, or a tensor of ``size`` bytes."""
         u = work.part_of(self.size) if size is None else size
         if self.head_size is not None:  # norm without gain, then the gains, all in float32
             wide = u * 4 / work.activation_bytes

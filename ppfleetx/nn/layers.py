@@ -114,8 +114,8 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return, for each token, a row of this rank's table, and whether the token belongs to this rank, ``[...,
-    1]``.
+    """Return, for each token, a row of this rank's table, and whether the token belongs to this rank,
+    ``[..., 1]``.
 
     Tokens of other ranks are mapped to different rows, because a GPU is slow to add many gradients to one
     row, even zeros.

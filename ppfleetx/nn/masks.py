@@ -27,8 +27,8 @@ def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tenso
 
     Args:
         document_start: ``[b, q]``, the first absolute position that each query may attend to, for packed
-            documents and left-padded prompts. The mask is then ``[b, 1, q, k]``. None: the causal mask ``[1,
-            1, q, k]``.
+            documents and left-padded prompts. The mask is then ``[b, 1, q, k]``. None: the causal mask
+            ``[1, 1, q, k]``.
     """
     causal = causal_mask(num_queries, num_keys).unsqueeze([0, 1])
     if document_start is None:

@@ -7,12 +7,11 @@
 idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
 On a CPU, Paddle multiplies only in float32. Inside the context ``products`` of
-:mod:`ppfleetx.nn.cpu_ops.bfloat16`, that module computes the products, with bfloat16 operands and float32
-results and gradients.
+:mod:`ppfleetx.nn.cpu_ops.bfloat16`, operands are rounded to bfloat16; results and gradients are float32.
 
-Only ``fused`` changes numbers, because it skips a rounding to 16 bits. Otherwise each product is the same as
-in Paddle's backward pass, a bias is added before the product is rounded, and the gradients of a weight are
-added in the order of the micro batches.
+Only ``fused`` changes numbers, because it skips a rounding to 16 bits. Otherwise products are those of
+Paddle's backward pass, a bias is added before the product is rounded, and the gradients of a weight are added
+in the order of the micro batches.
 """
 
 from __future__ import annotations
@@ -460,7 +459,6 @@ class _GroupedWork(_Work):
         return self._with_zeros(result)
 
     def _spans(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (group, first row, end row) for each group that has rows."""
         end = 0
         for group, count in enumerate(self.counts):
             begin, end = end, end + int(count)
@@ -494,7 +492,6 @@ class _WeightGradient:
         self.work, self.x, self.upstream = work, x, upstream
 
     def compute(self) -> paddle.Tensor | None:
-        """Return the weight's gradient; None if it was added to ``main_grad``."""
         gradient = self.work.of_weight(self.x, self.upstream)
         return None if gradient is None else in_dtype(gradient, self.work.weight.dtype)
 

@@ -68,7 +68,7 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the steps of a forward pass. Their names begin with ``writes``."""
+        """Return the memory steps of a forward pass. Their names begin with ``writes``."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -225,8 +225,8 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the steps of a forward pass, for the rank whose experts get the most rows. Their names begin
-        with ``writes``."""
+        """Return the memory steps of a forward pass, for the rank whose experts get the most rows. Their
+        names begin with ``writes``."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

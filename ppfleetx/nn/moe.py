@@ -1,9 +1,8 @@
 """Mixture of experts: a router sends each position to a few MLPs (experts) and sums their outputs.
 
-The row of hidden states of each (position, expert) choice is gathered, sorted by expert. So the rows of each
-expert are contiguous, and memory grows with the number of choices, not of experts. The parallel plan only
-affects the factory's ``experts``, which sends rows to the ranks of their experts and back
-(``nn/expert_exchange.py``).
+The row of hidden states of each (position, expert) choice is gathered, sorted by expert, so memory grows with
+the number of choices, not of experts. The parallel plan only affects the factory's ``experts``, which sends
+rows to the ranks of their experts and back (``nn/expert_exchange.py``).
 
 Shape letters: s positions of the hidden states on this rank, b sequences, h hidden size, n = s b rows, E
 experts, k experts per position.
@@ -135,8 +134,8 @@ class Router(nn.Layer):
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """After a step, move the bias according to the ``loads [E]`` of the global batch, and store ``shares
-        [E]`` for the next step's loss. A frozen router (with adapters) does not change."""
+        """After a step, move the bias according to the ``loads [E]`` of the global batch, and store
+        ``shares [E]`` for the next step's loss. A frozen router (with adapters) does not change."""
         if self.weight.stop_gradient:
             return
         rate = self.cfg.bias_update_rate

@@ -1,11 +1,10 @@
 """Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-For each product, MKL first packs the matrix, which for few rows costs as much as reading the matrix twice
-more. MKL skips the packing if the matrix is stored in panels: contiguous blocks of w columns, as wide as one
-tile of MKL's kernels. The result is bitwise equal. With AVX-512, panels are faster for 2 to 512 rows; with
-AVX2, for fewer than 128. For a single row the whole matrix is faster.
-
-If our own operator is compiled (:mod:`ppfleetx.nn.cpu_ops`), it computes the products for which it is faster.
+MKL packs the matrix for each product, which for few rows costs as much as reading it twice more. MKL skips
+this if the matrix is stored in panels: contiguous blocks of w columns, as wide as one tile of its kernels.
+Results are bitwise equal. Panels are faster for 2 to 512 rows with AVX-512, and up to 64 rows with AVX2; for
+one row the whole matrix is faster. If our own operator is compiled (:mod:`ppfleetx.nn.cpu_ops`), it computes
+the products for which it is faster.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -36,8 +35,8 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix in panels ``[p, k, w]``. Returns ``[m, p *
-    w]``."""
+    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix in panels ``[p, k, w]``. Returns
+    ``[m, p * w]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 

@@ -1,10 +1,10 @@
 """The declaration of a parameter: kind, shape, placement, and everything that a parallel plan derives from
 them.
 
-For each axis of the device mesh (``config/mesh.py``), a :class:`ParamSpec` states how the value is placed,
-and what part of the gradient one backward pass computes. This module alone derives slices, gradient
-reductions, owners, the gradient norm, and the ranks that write a checkpoint. It does not import Paddle,
-because the planner and ``--check`` use it too.
+A :class:`ParamSpec` states for each axis of the device mesh (``config/mesh.py``) how the value is placed, and
+what part of the gradient one backward pass computes. This module alone derives slices, gradient reductions,
+owners, the gradient norm, and the ranks that write a checkpoint. No Paddle, because the planner and
+``--check`` use it too.
 
 A *view* arranges the ranks as a grid with named axes: dense parameters use one view, parameters of experts
 another.

@@ -182,8 +182,8 @@ def num_scales(in_features: int, form: Form) -> int:
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a quantized word embedding ``[V, h]``: the transposed scales of the matrix ``[h,
-    V]``."""
+    """Declare the scales of a quantized word embedding ``[V, h]``: the transposed scales of the matrix
+    ``[h, V]``."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -1,16 +1,15 @@
-"""Layers with weights stored in 8 or 4 bits, for inference and for adapters on a quantized model (Dettmers et
-al., "QLoRA", 2023). The quantized weights are not trained.
+"""Layers with weights stored in 8 or 4 bits, for inference and for training adapters (Dettmers et al.,
+"QLoRA", 2023). The quantized weights are not trained.
 
-A linear ``[k, n]`` stores ``weight`` and ``scale``. ``weight`` is int8 ``[k, n]`` or, with 4 bits, uint8 ``[k
-/ 2, n]``: input features 2i and 2i + 1 are the low and the high half of a byte, in two's complement.
-``scale`` is float32 ``[g, n]``, one number per output feature and group of k / g input features. In an
-asymmetric form, a weight is ``q * scale + offset``, and ``scale`` is float16 ``[2 g, n]``, with the scale and
-the offset of each group alternating. The word embedding ``[V, h]`` stores ``weight`` int8, and ``scale [V,
-1]`` or, asymmetric, ``[V, 2 g]``.
+A linear ``[k, n]`` stores ``weight`` as int8 ``[k, n]`` or, with 4 bits, as uint8 ``[k / 2, n]``: input
+features 2i and 2i + 1 are the low and the high half of a byte, in two's complement. ``scale`` is float32
+``[g, n]``, for g groups of k / g input features. In an asymmetric form, a weight is ``q * scale + offset``,
+and ``scale`` is float16 ``[2 g, n]``, with scale and offset of each group alternating. The word embedding
+``[V, h]`` stores ``weight`` int8, and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
 
-On a CPU, :mod:`ppfleetx.nn.cpu_ops.quantized` multiplies by the stored integers. On a GPU, Paddle's
-``weight_only_linear`` does so for 8-bit weights and 16-bit activations. Otherwise weights are dequantized
-once, at their first use. If the input needs a gradient, they are dequantized for each product and not kept.
+:mod:`ppfleetx.nn.cpu_ops.quantized` multiplies by the stored integers on a CPU, and Paddle's
+``weight_only_linear`` on a GPU for 8-bit weights and 16-bit activations. Otherwise weights are dequantized at
+their first use or, if the input needs a gradient, for each product.
 """
 
 from __future__ import annotations

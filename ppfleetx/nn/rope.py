@@ -1,12 +1,11 @@
 """Rotary position embedding (Su et al., 2021).
 
 Feature ``i`` of the first half of a head is paired with feature ``i`` of the second half, as in Llama, or
-feature ``2 i`` with ``2 i + 1`` (``Model.rotary_interleaved``). Pair ``i`` is rotated by ``position * base **
-(-2 i / head_dim)``, or by the frequency scaled according to ``Model.rope_scaling``.
+feature ``2 i`` with ``2 i + 1`` (``Model.rotary_interleaved``). Pair ``i`` is rotated by
+``position * base ** (-2 i / head_dim)``, or by the frequency scaled according to ``Model.rope_scaling``.
 
-LongRoPE has other frequencies for sequences longer than L positions. The tables then hold the angles for
-short sequences in their first L rows, and the angles for long sequences after them; :func:`places` returns
-the rows to use.
+LongRoPE uses other frequencies for sequences longer than L positions. The tables hold the angles for short
+sequences in their first L rows, then those for long sequences; :func:`places` returns the rows to use.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: i
 
 @lru_cache(maxsize=4)
 def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
-    """Return the matrix ``[d, d]`` that maps each pair ``(first, second)`` of a head to ``(-second,
-    first)``."""
+    """Return the matrix ``[d, d]`` that maps each pair ``(first, second)`` of a head to
+    ``(-second, first)``."""
     pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
     return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 

@@ -1,8 +1,8 @@
 """Gradient reductions that overlap the backward pass.
 
 Parameters are grouped into buckets in reverse model order, the order in which the backward pass reaches them.
-A bucket is sent when all its gradients are complete. All ranks send the buckets in the same fixed order, as
-collectives require. If the data of one rank do not reach a parameter, that rank sends zeros.
+A bucket is sent when all its gradients are complete. All ranks send buckets in the same fixed order, as
+collectives require; a rank whose data do not reach a parameter sends zeros.
 
 The backward pass never waits for a bucket. The gradients of a bucket move into one flat tensor and stay
 there, so buckets in transit take no extra memory except during the move. :meth:`BucketSums.finish` sends the

@@ -4,14 +4,14 @@ This module and those it starts (``grad_buckets.py``, ``sharding.py``) are the o
 gradients. Each rank differentiates a loss that is already divided by the job's number of valid tokens, so
 every reduction is a plain sum.
 
-All copies of a parameter must receive bitwise equal gradients, so that they stay bitwise equal. On GPUs, two
-ranks that compute the same gradient may differ in the last bit (atomic additions), and so may two groups that
-add the same numbers (NCCL's order depends on the location of ranks). Therefore sums run over one group at a
-time, in the order of ``nn/param_spec.py``, and gradients of parameters that every tensor-parallel rank holds
-in full are made equal at the end.
+All copies of a parameter need bitwise equal gradients, to stay bitwise equal. On GPUs, ranks that compute the
+same gradient may differ in the last bit (atomic additions), and so may groups that add the same numbers
+(NCCL's order depends on the location of ranks). Therefore sums run over one group at a time, in the order of
+``nn/param_spec.py``, and gradients of parameters that every tensor-parallel rank holds in full are made equal
+at the end.
 
-The set of gradients depends only on the parameters, so that all ranks of a group send the same tensors. If
-the data of a step do not reach a parameter, its gradient is zero.
+All ranks of a group must send the same tensors, so a parameter that the data of a step do not reach gets a
+gradient of zero.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Return each process group of ``axes_of``, in the order of the sums, with this rank's parameters
-        that use it."""
+        """Return (process group, this rank's parameters that use it) pairs, in the order of the sums.
+        ``axes_of`` returns the axes of each parameter's groups."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (

@@ -96,7 +96,6 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train
 
 
 def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: ParallelContext) -> Any:
-    """Return Paddle's pipeline for the model, with the schedule of the plan."""
     from paddle.distributed import fleet
 
     from ppfleetx.parallel.pipeline_messages import interleave_two_stages, take_turns
@@ -217,9 +216,8 @@ def give_values(
 ) -> dict[str, paddle.Tensor]:
     """Allocate each empty parameter that this rank holds, and fill it with its initial value.
 
-    The model is built with names, shapes and types, but without memory, so that every parameter's owner is
-    known before its value exists. A rank never holds more than the values it keeps plus one parameter in
-    float32.
+    The model is built without memory, so that every parameter's owner is known before its value exists. A
+    rank never holds more than the values it keeps plus one parameter in float32.
 
     Args:
         seed: seed of the initial values; None draws none, because a checkpoint will be loaded.

@@ -1,19 +1,17 @@
-"""The order of pipeline messages, for the cases in which Paddle's order would deadlock or mix up messages.
+"""The order of pipeline messages, for two cases in which Paddle's order would deadlock or mix up messages.
 
-*Device plugins.* Paddle's schedules exchange messages with both neighbors at once. NCCL runs such a group of
-messages concurrently, but the library of a device plugin may run them one after the other. Two neighbors that
-both receive first would then deadlock, as would two that both send first if a send waits for its receive.
-:func:`take_turns` makes one of two neighbors send first and the other receive first, also around the ring of
-pipeline ranks. Paddle uses the same order for asynchronous messages (``_p2p_ops`` in
+*Device plugins.* Paddle exchanges messages with both neighbors at once, and NCCL runs them concurrently. A
+plugin's library may run them one after the other; two neighbors that both receive first (or both send first,
+if a send waits for its receive) then deadlock. :func:`take_turns` makes one of two neighbors send first and
+the other receive first, the order that Paddle uses for asynchronous messages (``_p2p_ops`` in
 ``p2p_communication.py``).
 
-*Virtual stages on two ranks.* Paddle's interleaved schedule requires more than two ranks, because with two
-ranks the previous and the next rank are the same. A four-way exchange in Paddle 3.3.1 starts: gradient to the
-previous rank, activation from it, activation to the next rank, gradient from it. NCCL and our CPU groups
-match the messages between two ranks in this order, so a gradient would be received as an activation of the
-same shape. :func:`interleave_two_stages` splits the exchange into gradients and then activations, in the same
-order on both ranks. ``tests/parallel/test_two_stages.py`` checks that the rest of the schedule is correct for
-two ranks and cannot deadlock.
+*Virtual stages on two ranks.* Paddle rejects these, because previous and next rank are the same. In Paddle
+3.3.1 a four-way exchange starts: gradient to the previous rank, activation from it, activation to the next
+rank, gradient from it. NCCL and our CPU groups match messages between two ranks in this order, so a gradient
+would be received as an activation. :func:`interleave_two_stages` exchanges gradients, then activations.
+``tests/parallel/test_two_stages.py`` checks that the rest of the schedule is correct for two ranks and cannot
+deadlock.
 """
 
 from __future__ import annotations

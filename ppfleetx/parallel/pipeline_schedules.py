@@ -1,13 +1,13 @@
-"""ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes.
+"""ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes (:func:`order_of`).
 
 In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass has two parts: the gradients of
 inputs (B), which the previous stage waits for, and the gradients of weights (W), which fill the idle time of
-1F1B. :func:`order_of` returns the order of the forward passes (F), B and W.
+1F1B.
 
 The messages and their order are those of Paddle's 1F1B. After B, a rank starts to receive the input of the
 next forward pass before it sends the gradient; the previous stage sends that input before it receives the
-gradient. So sends and receives match even if a send waits for its receive, as on a GPU. W needs no message. F
-waits for its input, and each gradient message waits for the previous one.
+gradient. So sends and receives match even if a send waits for its receive, as on a GPU. W needs no message. A
+forward pass waits for its input, and each gradient message for the previous one.
 """
 
 from __future__ import annotations

@@ -203,10 +203,10 @@ class Sharding:
         exists.
 
         If another operator, such as a cast, uses a weight before the product, Paddle may add to the weight's
-        gradient after it has computed the input's gradient. The end of the backward pass is always late
-        enough. Stage 3 can wait for it in the first layer only (``can_wait``), because ranks send gradients
-        before they fetch the values of the previous layer. In other layers, a weight that passes through more
-        than two operators before its product ends the run with an error.
+        gradient after the input's gradient. The end of the backward pass is always late enough, but stage 3
+        can wait for it in the first layer only (``can_wait``), because ranks send gradients before they fetch
+        the values of the previous layer. In other layers, a weight that passes through more than two
+        operators before its product ends the run with an error.
         """
         if not can_wait:
             call()

@@ -78,8 +78,8 @@ class Embedding(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Embed a state: tokens ``[b, s]``, position ids ``[b, s]``, and optionally document starts ``[b,
-        s]``.
+        """Embed a state: tokens ``[b, s]``, position ids ``[b, s]``, and optionally document starts
+        ``[b, s]``.
 
         Returns the packed :class:`HiddenState`, with ``hidden [s, b, h]`` of this rank's positions.
         """

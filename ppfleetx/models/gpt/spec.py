@@ -135,7 +135,7 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """Return the steps of the forward pass, with the tensors that each step keeps for the backward
+        """Return the memory steps of the forward pass, with the tensors that each step keeps for the backward
         pass."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.low_share
@@ -250,8 +250,8 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _loss_in_pieces(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return the step of head and loss in ``Model.loss_chunks`` chunks. Gradients are computed in the
-        forward pass."""
+        """Return the memory step of head and loss in ``Model.loss_chunks`` chunks. Gradients are computed in
+        the forward pass."""
         size, weights = work.bytes_of(self.matrix.in_features), self.matrix.weight_bytes(work)
         e = work.activation_bytes
         piece, elements = (
@@ -392,8 +392,8 @@ def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> Bloc
 
 
 def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
-    """Build the declaration of the mixture of experts that replaces ``mlp``. Experts copy ``mlp``, with their
-    own hidden size."""
+    """Build the declaration of the mixture of experts that replaces ``mlp``. Experts are copies of ``mlp``
+    with their own inner width."""
     expert = replace(mlp, ffn_hidden_size=cfg.moe.expert_ffn_size or mlp.ffn_hidden_size)
     shared = cfg.moe.shared_experts
     shared_mlp = None if shared is None else replace(mlp, ffn_hidden_size=shared.ffn_size)

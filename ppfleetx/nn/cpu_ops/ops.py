@@ -2,15 +2,14 @@
 
     python -m ppfleetx.nn.cpu_ops
 
-This needs a C++ compiler and a few seconds; ``make`` runs it for its own environment. A compiled library is
-for one version of Paddle and one kind of CPU. Without it, Paddle's operators and NumPy give the same results.
-To undo it, delete the directory ``built``.
+This needs a C++ compiler and a few seconds; ``make`` runs it for its own environment. A library is for one
+version of Paddle and one kind of CPU. Without it, Paddle's operators and NumPy give the same results. To
+remove the libraries, delete the directory ``built``.
 
-``few_rows`` multiplies a few rows by a large matrix, faster than MKL. ``grouped_product`` multiplies rows by
-the matrices of their experts, without Paddle's slow loops. ``nucleus`` is top-p sampling in one operator
-instead of eighty. ``few_rows.h`` and ``kernels.cc`` have the details. :mod:`~ppfleetx.nn.cpu_ops.quantized`
-has operators for quantized weights, and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks` an operator for all blocks
-of a model.
+``few_rows`` multiplies a few rows by a large matrix, ``grouped_product`` rows by the matrices of their
+experts; ``nucleus`` is top-p sampling. ``few_rows.h`` and ``kernels.cc`` have the details.
+:mod:`~ppfleetx.nn.cpu_ops.quantized` has operators for quantized weights,
+:mod:`~ppfleetx.nn.cpu_ops.fused_blocks` one for all blocks of a model.
 """
 
 from __future__ import annotations
