@@ -172,7 +172,7 @@ class AttentionSpec:
         if self.rotary_size is not None:
             steps.append(self._turned(work, steps[-1].writes, turning))
         if work.on_cpu:
-            kept -= kv  # values stay within "apart", which is kept
+            kept -= kv  # values remain views of "apart", which is kept
         return [*steps, Step("heads", kept, (steps[-1].writes,), scratch=whole - kept, back=turning)]
 
     def _turned(self, work: Work, source: str, turning: float) -> Step:

@@ -123,7 +123,7 @@ class StepScope:
             yield
         finally:
             self._micro_batches, self._weights = (), {}
-            _PLACE.set(None)  # of a layer whose forward pass has failed
+            _PLACE.set(None)  # still set if a forward pass has failed
 
     def attach(self, hidden: paddle.Tensor, aux: AuxLoss, micro_batch: int) -> paddle.Tensor:
         value = aux.value.astype("float32")

@@ -24,7 +24,7 @@ from ppfleetx.resilience.heartbeat import PROGRESS
 
 _SECONDS = 120.0  # timeout of one child, which imports Paddle and runs a few kernels
 _READY, _SAID = "trials: ready", "trial: "  # the child's output lines that the parent reads
-_CARD_LOST = 70  # exit code of a child whose device stopped working of a child whose device stopped working
+_CARD_LOST = 70  # exit code of a child whose device stopped working
 
 Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
 """The results of a trial: pairs (fused result, unfused result)."""

@@ -86,7 +86,7 @@ class GradientSync:
             view: [p for p in self._mine if p.spec.view == view and self._is(counts, p)]
             for view in ((DENSE, EXPERTS) if has_experts else (DENSE,))
         }
-        self._early: set[int] = set()  # their gradients are summed during the backward pass
+        self._early: set[int] = set()  # ids of parameters whose gradients are summed in the backward pass
         self._sums = None if bucket_bytes is None else self._bucket_sums(bucket_bytes)
         mesh = ctx.mesh
         self._rounds = self._grouped(lambda p: self._sums_of(p)[int(id(p) in self._early) :])

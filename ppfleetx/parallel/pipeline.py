@@ -141,7 +141,7 @@ class PipelineRunner(StepRunner):
         pipeline._broadcast_final_loss = lambda *_, **__: None
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        # Paddle divides each micro batch's loss by their number.
+        # Paddle divides each micro batch's loss by the number of micro batches.
         self._loss.begin(self._sums, len(micro_batches), scale=len(micro_batches) / num_valid)
         self._prepare(micro_batches)
         self._pipeline.set_virtual_pipeline_rank(0)

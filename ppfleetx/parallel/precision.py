@@ -194,7 +194,7 @@ class Precision:
                 parameter.compute_dtype = self._cfg.dtype
                 continue
             if parameter.info.kind == "quant" or parameter.spec.dtype == "float32":
-                continue  # few numbers with small updates, which 16 bits would lose
+                continue  # few numbers with small updates, which 16 bits would round away
             low = paddle.empty(parameter.shape, self._cfg.dtype)
             parameter.get_tensor()._share_data_with(low.get_tensor())
             parameter._clear_data()

@@ -34,7 +34,7 @@ MOST_ROWS = 32
 use MKL."""
 OPTIONS = (
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w", f"-DPANEL_WIDTH={WIDTH}"),
-    *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # Paddle's headers choose by these
+    *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # required by Paddle's headers
 )
 """Options for the compiler."""
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops compiles operators for this CPU (needs a C++ compiler)"
