@@ -207,7 +207,7 @@ class _Attached(PyLayer):
     @staticmethod
     def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:
         ctx.gradient, ctx.gives_hidden = gradient, not hidden.stop_gradient
-        return hidden.view(hidden.shape)  # autograd would take the tensor itself for an in-place change
+        return hidden.view(hidden.shape)  # the tensor itself would count as changed in place
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor]:

@@ -73,8 +73,8 @@ def trains_on_cpu(x: paddle.Tensor) -> bool:
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
     """Compute ``x + bias``, bitwise equal, with the bias expanded to all rows by a matrix product.
 
-    The gradient of the bias is then a matrix-vector product. Paddle's CPU kernel for the column sum, the
-    gradient of a broadcast addition, takes up to half as long as the matrix product itself.
+    The gradient of the bias is then a matrix-vector product. With a broadcast addition it is a column sum,
+    for which Paddle's CPU kernel takes up to half the time of the layer's matrix product.
     """
     width = bias.shape[0]
     rows = x.reshape([-1, width])

@@ -592,7 +592,7 @@ def _give_gradient(rest: _WeightGradient) -> None:
 
 
 class _Holder:
-    """Hides a tensor from autograd, which takes a result that shares memory with an argument for an in-place
+    """Hides a tensor from autograd, which treats a result that shares memory with an argument as an in-place
     change."""
 
     def __init__(self, copy: paddle.Tensor) -> None:

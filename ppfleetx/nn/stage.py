@@ -232,7 +232,7 @@ def declare(parameter: paddle.Tensor, spec: ParamSpec, mesh: Mesh = _ALONE, rank
     info = placed(spec, mesh, rank)
     assert tuple(parameter.shape) == info.local_shape, f"{parameter.shape} is made, {info} is declared"
     parameter.spec, parameter.info = spec, info
-    parameter.is_distributed = "mp" not in spec.view.axes or spec.placement("mp") != REPLICATE  # fleet reads it
+    parameter.is_distributed = "mp" not in spec.view.axes or spec.placement("mp") != REPLICATE  # for fleet
 
 
 def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:

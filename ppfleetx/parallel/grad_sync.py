@@ -168,8 +168,8 @@ class GradientSync:
         return self._is(writes, parameter)
 
     def _is(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Apply ``chosen`` (``counts`` or ``writes`` of ``nn/param_spec.py``) to the parameter and this
-        rank."""
+        """Return the result of ``chosen`` (``counts`` or ``writes`` of ``nn/param_spec.py``) for the
+        parameter and this rank."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
