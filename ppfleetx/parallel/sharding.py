@@ -2,9 +2,9 @@
 
 Parameters are not split: each whole parameter has one owner among the ranks that share it. Stage 1: only the
 owner keeps optimizer states and updates the parameter, then broadcasts the result (``param_broadcast.py``).
-Stage 2: gradients are also reduced to their owners during the backward pass. Stage 3: only the owner keeps
-the values between uses; the other ranks fetch the values of a layer just before its forward and backward pass
-(``zero3.py``).
+Stage 2: each backward pass also reduces gradients to their owners, which alone keep them. Stage 3: only the
+owner keeps the values between uses; the other ranks fetch the values of a layer just before its forward and
+backward pass (``zero3.py``).
 """
 
 from __future__ import annotations
