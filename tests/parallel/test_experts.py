@@ -21,7 +21,7 @@ def test_a_run_whose_tokens_all_go_to_one_expert_goes_on_and_says_so(comparison,
     for rank in found:
         np.testing.assert_allclose(rank["losses"], one["losses"], rtol=1e-6)
         assert rank["loads"] == [4.0] * 22
-    said, *others = [[text for text in rank["said"] if "without a position" in text] for rank in found]
+    said, *others = [[text for text in rank["said"] if "no positions in the last" in text] for rank in found]
     assert [text.partition(":")[0] for text in said] == ["layer 0", "layer 1"]  # once each, on the first rank
     assert "3 of 4 are idle" in said[0] and not any(others)
 
