@@ -169,12 +169,12 @@ def ours(
 
     from ppfleetx.generation.decode_loop import Rules, Sampler, decode, greedy
     from ppfleetx.generation.prompt_lookup import decode_with_lookup
-    from ppfleetx.generation.row_options import RowOptions
+    from ppfleetx.generation.sampling_params import SamplingParams
     from ppfleetx.generation.session import DecodingSession
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         streams = [(row, 0) for row in range(len(prompts))]
-        choose = Sampler(0, streams, VOCAB, RowOptions(**sampling)) if sampling else greedy
+        choose = Sampler(0, streams, VOCAB, SamplingParams(**sampling)) if sampling else greedy
         with paddle.no_grad():
             limits = [NEW] * len(prompts)
             if most_guesses:

@@ -107,7 +107,7 @@ def small_model(weights: WeightsConfig) -> NextTokenModel:
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.models.staged import StagedModel
     from ppfleetx.nn.factory import InferenceFactory
-    from ppfleetx.nn.quantized import with_small_weights
+    from ppfleetx.nn.quantized import with_quantized_weights
     from ppfleetx.nn.stage import canonical_parameters
 
     cfg = ModelConfig(
@@ -118,7 +118,7 @@ def small_model(weights: WeightsConfig) -> NextTokenModel:
         max_position_embeddings=decode.POSITIONS,
     )
     factory = InferenceFactory()
-    model = StagedModel(with_small_weights(gpt_stages(cfg, factory), weights, factory), None)
+    model = StagedModel(with_quantized_weights(gpt_stages(cfg, factory), weights, factory), None)
     rng = np.random.default_rng(0)
     parameters = canonical_parameters(model)
     for name, parameter in parameters.items():

@@ -95,12 +95,12 @@ def sample_with(next_token: Any) -> Sample:
     import paddle
 
     from ppfleetx.generation.decode_loop import Rules, Sampler, decode
-    from ppfleetx.generation.row_options import RowOptions
+    from ppfleetx.generation.sampling_params import SamplingParams
     from ppfleetx.generation.session import DecodingSession
 
     def sample(prompts: list[list[int]], first: int, options: dict[str, Any]) -> list[list[int]]:
         streams = [(first + row, 0) for row in range(len(prompts))]
-        choose = Sampler(SEED, streams, VOCAB, RowOptions(**options))
+        choose = Sampler(SEED, streams, VOCAB, SamplingParams(**options))
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
             return [row.ids for row in decode(session, choose, Rules(), [NEW] * len(prompts))]

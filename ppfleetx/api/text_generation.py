@@ -13,7 +13,7 @@ from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
 from ppfleetx.api.model import GPT
 from ppfleetx.api.trainer import Trainer as NativeTrainer
 from ppfleetx.commands.finetune_defaults import finetuning_defaults
-from ppfleetx.commands.resolve_model import ModelPlace, resolve_model
+from ppfleetx.commands.resolve_model import ResolvedModel, resolve_model
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.config.sections.generation import READ_BY
@@ -185,7 +185,7 @@ class Trainer:
         self._trainer: NativeTrainer | None = None
         self._scratch = ExitStack()
         weakref.finalize(self, self._scratch.close)
-        self._places: dict[str, ModelPlace] = {}
+        self._places: dict[str, ResolvedModel] = {}
         if not Path(model).exists() and str(model) not in shipped_configs():
             raise ConfigError(
                 f"there is no directory {model}, and no shipped configuration of this name", key="model"
@@ -298,7 +298,7 @@ class Trainer:
             **self._data,
         )
 
-    def _found(self, place: str | Path) -> ModelPlace:
+    def _found(self, place: str | Path) -> ResolvedModel:
         """The model in a directory. Its temporary files are removed with this trainer."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)

@@ -27,7 +27,7 @@ BASE = "base"
 _ROWS, _COLUMNS = 8, 64
 
 
-def is_beside_base(name: str) -> bool:
+def is_adapter_or_head(name: str) -> bool:
     return ".lora." in name or name.startswith("score.")
 
 
@@ -123,7 +123,7 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))
-    names = [name for name in parameter_shapes(model) if is_beside_base(name)]
+    names = [name for name in parameter_shapes(model) if is_adapter_or_head(name)]
     if heads := [name for name in names if ".lora." not in name]:
         raise CheckpointError(f"checkpoint {checkpoint.path} has a classification head, {heads[0]}")
     source = with_vocabulary(open_resolved(resolve_checkpoint(base)), model.vocab_size)
@@ -145,7 +145,7 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:
     """Return the names of the base weights in ``source``, including the scales of quantized weights."""
     scales = {name for name in source.names() if name.endswith(".scale")}
-    names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
+    names = [name for name in parameter_shapes(model) if not is_adapter_or_head(name)]
     return names + [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
 
 

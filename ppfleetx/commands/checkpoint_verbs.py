@@ -84,7 +84,7 @@ def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tok
         yield cfg, place.checkpoint, tokenizer
 
 
-def refuse_unfit(cfg: RunConfig, place: str) -> None:
+def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
     """Raise CheckpointError if the model is quantized or has adapters."""
     if cfg.Compress.Weights is not None:
         raise CheckpointError(

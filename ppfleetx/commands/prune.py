@@ -17,7 +17,7 @@ from ppfleetx.commands.checkpoint_verbs import (
     Prune,
     calibration_samples,
     open_model,
-    refuse_unfit,
+    refuse_quantized_or_adapted,
 )
 from ppfleetx.commands.start_process import start_with
 from ppfleetx.compress.prune import (
@@ -65,7 +65,7 @@ def prune(options: Prune) -> Path:
     configure_logging()
     _check(options)
     with open_model(options) as (cfg, directory, tokenizer):
-        refuse_unfit(cfg, options.checkpoint)
+        refuse_quantized_or_adapted(cfg, options.checkpoint)
         take_out = _without_experts if options.part == "experts" else _without_parts
         pruned, checkpoint = take_out(cfg, directory, options, tokenizer)
         return _write(cfg, checkpoint, options, pruned, tokenizer)

@@ -12,7 +12,7 @@ from ppfleetx.checkpoint.weights_only import save_weights
 from ppfleetx.commands.checkpoint_verbs import (
     calibration_samples,
     open_model,
-    refuse_unfit,
+    refuse_quantized_or_adapted,
 )
 from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError
@@ -33,7 +33,7 @@ def quantize(options: Quantize) -> Path:
     output = Path(options.output)
     options.check()
     with open_model(options) as (cfg, directory, tokenizer):
-        refuse_unfit(cfg, options.checkpoint)
+        refuse_quantized_or_adapted(cfg, options.checkpoint)
         if not cfg.Model.task.continues_text:
             raise cfg.error("Model.module", "only models that continue text are quantized")
         cfg, _ = start_with(cfg)

@@ -147,7 +147,7 @@ _SIZES = {
 
 
 @dataclass(frozen=True)
-class ModelPlace:
+class ResolvedModel:
     """A model that is ready to be loaded.
 
     Attributes:
@@ -184,7 +184,7 @@ class ModelPlace:
         return [*ours, *given]
 
 
-def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
+def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ResolvedModel:
     """Find the model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, a GGUF
     file, or ``hf:NAME`` on the Hugging Face hub, which is downloaded.
 
@@ -211,7 +211,7 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
     checkpoint = open_resolved(resolve_checkpoint(path, verify=False))
     tokenizer = find_tokenizer_dir(checkpoint.path)
     if not with_config:
-        return ModelPlace(str(place), None, checkpoint.path, tokenizer)
+        return ResolvedModel(str(place), None, checkpoint.path, tokenizer)
     config: Path | Sections
     if is_fleetx(checkpoint.path):
         config = Sections(_sections_of_fleetx(checkpoint.path), model_in(place))
@@ -220,7 +220,7 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
         _refuse_more_than_a_model(config)
     else:
         config = Sections(_sections_of_manifest(checkpoint, tokenizer), model_in(place))
-    return ModelPlace(str(place), config, checkpoint.path, tokenizer)
+    return ResolvedModel(str(place), config, checkpoint.path, tokenizer)
 
 
 def refuse_absent(place: str | Path) -> None:
@@ -257,7 +257,7 @@ def _is_lasting(key: str) -> bool:
     return key not in OF_ONE_CALL
 
 
-def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> ModelPlace:
+def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> ResolvedModel:
     def fill(target: Path) -> None:
         whose = {"hf": "is Hugging Face's", "gguf": "is a GGUF file"}[source]
         _log().info(
@@ -269,7 +269,7 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
     target = shared_directory(path, os.environ, fill, stack)
     step = resolve_checkpoint(target)
     config = made_sections(step / CONFIG_FILE, model_in(place))
-    return ModelPlace(str(place), config, step, find_tokenizer_dir(step))
+    return ResolvedModel(str(place), config, step, find_tokenizer_dir(step))
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.weights import fitted, network_of, slices_of
 from ppfleetx.checkpoint.weights_only import read_ppfleetx, save_weights
-from ppfleetx.commands.checkpoint_verbs import Upcycle, open_model, refuse_unfit
+from ppfleetx.commands.checkpoint_verbs import Upcycle, open_model, refuse_quantized_or_adapted
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
@@ -34,7 +34,7 @@ def upcycle(options: Upcycle) -> Path:
     if not 0 <= options.noise <= 1:
         raise ConfigError("must be between 0 and 1", key="--noise", value=options.noise)
     with open_model(options) as (cfg, directory, tokenizer):
-        refuse_unfit(cfg, options.checkpoint)
+        refuse_quantized_or_adapted(cfg, options.checkpoint)
         dense, weights = cfg.Model.model_copy(update={"moe": None}), read_ppfleetx(directory)
         _check_source(weights.model, dense, options.checkpoint)
         _check_mixture(cfg.Model)

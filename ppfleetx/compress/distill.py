@@ -29,9 +29,9 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.module import BasicModule, Tensors, WrappedTask
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.chunked_loss import LogitsInPieces, OfPiece, PieceHead
+from ppfleetx.nn.chunked_loss import ChunkedHead, DeferredLogits, OfPiece
 from ppfleetx.nn.loss_output import LossOutput
-from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.quantized import with_quantized_weights
 from ppfleetx.nn.stage import LayerFactory, canonical_parameters
 from ppfleetx.utils.log import get_logger
 
@@ -50,7 +50,7 @@ class Distillation(WrappedTask):
         """The distillation loss in training; the task's own loss in evaluation."""
         if not paddle.is_grad_enabled():
             return super().loss(outputs, batch, factory)
-        in_pieces = isinstance(outputs, LogitsInPieces)
+        in_pieces = isinstance(outputs, DeferredLogits)
         with paddle.no_grad():
             teacher = self._outputs(self._loaded(factory), batch, in_pieces)
         if in_pieces:
@@ -61,7 +61,7 @@ class Distillation(WrappedTask):
         return replace(found, loss=self._add_divergence(found.loss, outputs, teacher, mask, factory))
 
     def _outputs(self, teacher: StagedModel, batch: Tensors, in_pieces: bool) -> Any:
-        heads = [layer for layer in teacher.sublayers() if isinstance(layer, PieceHead)]
+        heads = [layer for layer in teacher.sublayers() if isinstance(layer, ChunkedHead)]
         with heads[0].loss_follows() if in_pieces else nullcontext():
             return self.task.forward(teacher, batch)
 
@@ -86,11 +86,11 @@ class Distillation(WrappedTask):
         return self._teacher
 
 
-class _PiecesOfBoth(LogitsInPieces):
+class _PiecesOfBoth(DeferredLogits):
     """The student's logits in chunks. The loss of each chunk uses the same chunk of the teacher's logits."""
 
     def __init__(
-        self, student: LogitsInPieces, teacher: LogitsInPieces, add: Callable[..., paddle.Tensor]
+        self, student: DeferredLogits, teacher: DeferredLogits, add: Callable[..., paddle.Tensor]
     ) -> None:
         super().__init__(student.head, student.hidden)
         self._teacher, self._add = teacher, add
@@ -134,7 +134,7 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
     rows = "vocab_size_divisible_unit"  # so that both models slice their logits in the same way
     alike = {rows: getattr(student, rows), "loss_chunks": student.loss_chunks}
     model = model.model_copy(update={**alike, "lora": None})
-    stages = with_small_weights(model_stages(model, factory), _weights_of(checkpoint), factory)
+    stages = with_quantized_weights(model_stages(model, factory), _weights_of(checkpoint), factory)
     teacher = StagedModel(stages, seed=None)
     teacher.eval()
     parameters = canonical_parameters(teacher)

@@ -28,7 +28,7 @@ from ppfleetx.compress.rounding import (
     SMALLEST_SCALE,
     Stored,
     check_form,
-    compensated,
+    gptq,
     nearest,
     on_trained_grid,
     output_error,
@@ -49,7 +49,7 @@ from ppfleetx.models.gpt.spec import parameter_shapes, parameter_specs
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.quantized import QuantizedLinear, with_small_weights
+from ppfleetx.nn.quantized import QuantizedLinear, with_quantized_weights
 from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress_bar import track
@@ -201,7 +201,7 @@ class Quantizer:
         stages = model_stages(self._model, factory)
         # For whole windows, float products are faster. Only rounded activations need the quantized layers.
         small_stages = (
-            stages if weights.activation_bits is None else with_small_weights(stages, weights, factory)
+            stages if weights.activation_bits is None else with_quantized_weights(stages, weights, factory)
         )
         shared: dict[str, nn.Layer] = {}
         small_shared: dict[str, nn.Layer] = {}
@@ -270,7 +270,7 @@ class Quantizer:
         weight = values.T if is_table else values  # an embedding table has one scale per row
         try:
             if hessian is not None and self._options.method == "gptq":
-                stored = compensated(weight, hessian, form)
+                stored = gptq(weight, hessian, form)
             elif weight.ndim == 3:
                 of_experts = [self._rounded(linear, matrix, form) for matrix in weight]
                 levels, scale = (

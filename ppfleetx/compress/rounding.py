@@ -266,7 +266,7 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
     return scales_of(weight, form.bits, group_size=form.group_size, method=method)
 
 
-def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
+def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
     """Apply GPTQ (Frantar et al., 2022): round one input feature at a time, and adjust the remaining ones to
     compensate for the error.
 

@@ -164,7 +164,7 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
     """Cut all micro batches of a step to their longest sequence (``lengths``), rounded up to a multiple. All
     micro batches of a step get the same length, because a pipeline requires it."""
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
@@ -207,7 +207,7 @@ class DataLoader:
     def _load(self, micro_batches: list[np.ndarray]) -> list[MicroBatch]:
         batches = [collate([self.dataset[index] for index in indices.tolist()]) for indices in micro_batches]
         multiple = getattr(self.dataset, "length_multiple", None)
-        return batches if multiple is None else without_padding(batches, multiple)
+        return batches if multiple is None else trim_padding(batches, multiple)
 
     def _prefetch(self) -> Iterator[list[MicroBatch]]:
         steps = iter(self.sampler)

@@ -31,7 +31,7 @@ def is_packed(path: Path) -> bool:
     return path.suffix in _PACKED
 
 
-def refuse_other_packing(path: Path) -> None:
+def refuse_unsupported_compression(path: Path) -> None:
     """Raise DataError for a text file with an unsupported compression, which would otherwise be skipped
     silently."""
     packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)

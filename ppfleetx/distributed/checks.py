@@ -108,7 +108,7 @@ Held = tuple[str, "Tensor", Any]
 """(name of a tensor, the tensor, ``info`` of the parameter that the tensor is or belongs to)."""
 
 
-def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
+def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
     """Check that all replicas of a tensor are bitwise equal: across dp, sharding, sep and mp, and across
     pipeline stages for tied weights. Raises CheckFailedError on every rank, with tensors and rank numbers."""
     if ctx.world_size == 1:

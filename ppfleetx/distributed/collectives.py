@@ -17,11 +17,11 @@ ALIGNMENT = 256
 Multi-tensor kernels use vector loads without checking the alignment."""
 
 
-def begins_of(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
+def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
     """Return the offsets, in elements, of parts with these ``sizes`` in an aligned flat tensor, and the end
     of the last part.
 
-    >>> begins_of([3, 64, 65, 1], 4) ([0, 64, 128, 256], 257)
+    >>> aligned_offsets([3, 64, 65, 1], 4) ([0, 64, 128, 256], 257)
     """
     step, begins, end = ALIGNMENT // itemsize, [], 0
     for size in sizes:
@@ -107,7 +107,7 @@ class Packed:
 
 
 @paddle.no_grad()
-def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
+def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     """Move ``tensors`` of one type into one flat tensor, and make them views of it. Returns the flat tensor.
 
     Each view starts at a multiple of :data:`ALIGNMENT`, with zeros in the gaps, and the old memory is freed.
@@ -116,7 +116,7 @@ def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
-    begins, _ = begins_of([tensor.size for tensor in tensors], tensors[0].element_size())
+    begins, _ = aligned_offsets([tensor.size for tensor in tensors], tensors[0].element_size())
     parts, end = [], 0
     for tensor, begin in zip(tensors, begins, strict=True):
         if begin > end:

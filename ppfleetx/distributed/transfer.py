@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppfleetx.distributed.collectives import ALIGNMENT, begins_of
+from ppfleetx.distributed.collectives import ALIGNMENT, aligned_offsets
 from ppfleetx.distributed.device import on_card, queue_copy, queue_copy_to_host, recorded_event
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.heartbeat import PROGRESS
@@ -91,7 +91,7 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
-    offsets, end = begins_of([array.nbytes for array in arrays.values()], itemsize=1)
+    offsets, end = aligned_offsets([array.nbytes for array in arrays.values()], itemsize=1)
     begins = dict(zip(arrays, offsets, strict=True))
     flat = np.zeros(-(-end // ALIGNMENT) * ALIGNMENT, np.uint8)
     for name, array in arrays.items():

@@ -15,8 +15,8 @@ import paddle
 
 from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.processors import forbid, force
-from ppfleetx.generation.row_options import PLAIN, RowOptions, RowTokens, chosen, processed
 from ppfleetx.generation.sampling import TokenScore, score_tokens
+from ppfleetx.generation.sampling_params import PLAIN, RowTokens, SamplingParams, chosen, processed
 from ppfleetx.generation.session import DecodingSession
 from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
@@ -39,7 +39,7 @@ class Rules:
 
     end_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
-    options: RowOptions = PLAIN
+    options: SamplingParams = PLAIN
     forced_bos_id: int | None = None
     forced_eos_id: int | None = None
 
@@ -166,7 +166,7 @@ class Sampler:
         seed: int,
         streams: Sequence[tuple[int, int]],
         vocab_size: int,
-        options: RowOptions = PLAIN,
+        options: SamplingParams = PLAIN,
     ) -> None:
         self._streams = [RandomStream(seed, prompt, copy, vocab_size) for prompt, copy in streams]
         self._options = options

@@ -20,8 +20,8 @@ from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.decode_loop import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, Assistant, ProposedRows, decode_with_lookup
-from ppfleetx.generation.row_options import RowOptions, check_ids, ended_by
 from ppfleetx.generation.sampling import TokenScore
+from ppfleetx.generation.sampling_params import SamplingParams, check_ids, ended_by
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import NoTokenizer, Prompt, RowText, token_ids
 from ppfleetx.models.staged import StagedModel
@@ -46,7 +46,7 @@ class Batch:
     first_prompt: int
     max_new_tokens: list[int]
     end_ids: tuple[int, ...]
-    options: RowOptions
+    options: SamplingParams
     on_text: OnText | None
 
     @property
@@ -162,7 +162,7 @@ class TextGenerator(ABC):
                 "this program takes no assistant", key="Generation.assistant_model", value=cfg.assistant_model
             )
         end_ids = self.end_ids(cfg)
-        options = RowOptions.of(cfg, self.tokenizer, end_ids)
+        options = SamplingParams.of(cfg, self.tokenizer, end_ids)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
         per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences

@@ -13,7 +13,7 @@ import paddle
 
 from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.generation.processors import forbid, largest, log_probabilities
-from ppfleetx.generation.row_options import RowOptions, RowTokens, chosen, processed
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, chosen, processed
 from ppfleetx.generation.session import NextTokenModel
 
 _COLUMNS = 128  # prompt positions per pass, which bounds the memory for logits
@@ -28,7 +28,7 @@ class RowChoice:
         forbidden: ids that may not be chosen, such as end tokens before the minimum length.
     """
 
-    options: RowOptions
+    options: SamplingParams
     tokens: RowTokens
     exponentials: np.ndarray | None = None
     forbidden: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class RowChoice:
 
 def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[int]:
     """Choose one token per row of ``logits [b, V]``. Rows with equal options are processed in one batch."""
-    groups: dict[tuple[RowOptions, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[SamplingParams, tuple[int, ...]], list[int]] = {}
     for row, choice in enumerate(choices):
         groups.setdefault((choice.options, choice.forbidden), []).append(row)
     tokens = [0] * len(choices)

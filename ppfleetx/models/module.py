@@ -31,7 +31,7 @@ class BasicModule(ABC):
     loss_in_pieces = False
     """Whether :meth:`loss` does nothing with ``outputs`` except pass them to the factory's ``token_loss`` or
     ``token_scores``. ``Model.loss_chunks`` greater than 1 requires this, because ``outputs`` are then
-    :class:`~ppfleetx.nn.chunked_loss.LogitsInPieces` instead of a tensor."""
+    :class:`~ppfleetx.nn.chunked_loss.DeferredLogits` instead of a tensor."""
 
     metrics: tuple[str, ...] = ()
     """Names of the metrics that :meth:`loss` reports, the same on all ranks. Metrics of the model's layers

@@ -31,7 +31,7 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.transfer import upload
-from ppfleetx.nn.chunked_loss import PieceHead
+from ppfleetx.nn.chunked_loss import ChunkedHead
 from ppfleetx.nn.loss_output import Sum
 from ppfleetx.nn.recompute import is_recomputing
 
@@ -80,7 +80,7 @@ def counted_positions() -> paddle.Tensor | None:
     return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
 
 
-class StepScope:
+class AuxLossScope:
     """Tracks the current step and micro batch for every layer that runs.
 
     Args:
@@ -139,7 +139,7 @@ class StepScope:
         return _Attached.apply(hidden, value, aux.weight * self._loss_scale / self._divisors[aux.divisor])
 
     def _enter(self, layer: nn.Layer, inputs: tuple[Any, ...]) -> None:
-        if not self._micro_batches or (isinstance(layer, PieceHead) and layer.defers(inputs)):
+        if not self._micro_batches or (isinstance(layer, ChunkedHead) and layer.defers(inputs)):
             return
         micro_batch = self._passes.get(layer, 0)
         self._passes[layer] = micro_batch + 1
@@ -152,7 +152,7 @@ class StepScope:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
                 weights = self._factory.local_positions(weights).transpose([1, 0])
-                weights = self._factory.enter_trunk(weights)
+                weights = self._factory.scatter_positions(weights)
             self._weights[micro_batch, of] = weights
         return self._weights[micro_batch, of]
 
@@ -182,7 +182,7 @@ def divisors_of(counts: Sequence[float]) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class _Place:
-    scope: StepScope
+    scope: AuxLossScope
     micro_batch: int
 
 

@@ -29,7 +29,7 @@ OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
 
 
 @dataclass(frozen=True)
-class PieceTarget:
+class ChunkTarget:
     """What the head needs in order to return a loss instead of logits.
 
     Attributes:
@@ -42,7 +42,7 @@ class PieceTarget:
     function: OfPiece
 
 
-class LogitsInPieces:
+class DeferredLogits:
     """A placeholder for logits, from which the loss requests the logits chunk by chunk.
 
     Args:
@@ -50,18 +50,18 @@ class LogitsInPieces:
         hidden: ``[s, b, h]``, the input of the head.
     """
 
-    def __init__(self, head: PieceHead, hidden: paddle.Tensor) -> None:
+    def __init__(self, head: ChunkedHead, hidden: paddle.Tensor) -> None:
         self.head, self.hidden = head, hidden
 
     def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
         """Return the sum of ``function`` over all chunks, differentiable."""
         if paddle.is_grad_enabled():
-            return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
+            return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
         """Return the result of ``function`` for each chunk, in order, without gradients."""
-        return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
+        return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
         """Yield the logits ``[s', b, V]`` of each chunk, in order, computed on demand. No gradients; hooks of
@@ -69,8 +69,8 @@ class LogitsInPieces:
         return self.head.logits_in_pieces(self.hidden)
 
 
-class PieceHead(nn.Layer):
-    """A head that can return :class:`LogitsInPieces` instead of logits.
+class ChunkedHead(nn.Layer):
+    """A head that can return :class:`DeferredLogits` instead of logits.
 
     Args:
         num_pieces: number of chunks of positions; 1: the head always returns logits.
@@ -89,7 +89,7 @@ class PieceHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager in which the head may return :class:`LogitsInPieces`, because only the loss reads
+        """Context manager in which the head may return :class:`DeferredLogits`, because only the loss reads
         its output."""
         self._loss_follows = self.num_pieces > 1
         try:
@@ -98,7 +98,7 @@ class PieceHead(nn.Layer):
             self._loss_follows = False
 
     def defers(self, inputs: Sequence[Any]) -> bool:
-        """Return whether a call with these positional arguments returns :class:`LogitsInPieces`, without
+        """Return whether a call with these positional arguments returns :class:`DeferredLogits`, without
         reading any weights."""
         _, cache, target = (*inputs, None, None)[:3]
         return self._loss_follows and cache is None and target is None
@@ -124,7 +124,7 @@ class PieceHead(nn.Layer):
                 piece = self.capped(piece)
             yield piece
 
-    def run_pieces(self, whole: paddle.Tensor, target: PieceTarget) -> Any:
+    def run_pieces(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
         """Return the loss of ``whole [s, b, h]``; without gradients, a list of the results of ``function``
         for each chunk."""
         weight, bias, is_transposed = self.matrix()
@@ -173,7 +173,7 @@ class _LossInPieces(PyLayer):
         weight: paddle.Tensor,
         bias: paddle.Tensor | None,
         head: _HeadMatrix,
-        target: PieceTarget,
+        target: ChunkTarget,
         num_pieces: int,
     ) -> paddle.Tensor:
         loss, of_whole, sums = None, [], [None] * len(head.parameters)
@@ -236,7 +236,7 @@ def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddl
 
 
 def _pieces(
-    whole: paddle.Tensor, target: PieceTarget, num_pieces: int
+    whole: paddle.Tensor, target: ChunkTarget, num_pieces: int
 ) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
     """Yield hidden states, labels and mask of each chunk. Chunks are consecutive; their lengths differ by at
     most one."""

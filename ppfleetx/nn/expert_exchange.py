@@ -70,7 +70,7 @@ class ExpertExchange:
         """Gather the parts from :meth:`own` into all ``num_rows`` rows."""
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
-    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
+    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         """Start to send rows to their experts.
 
         Args:
@@ -78,11 +78,11 @@ class ExpertExchange:
             counts: ``[E]`` int64, number of rows for each expert.
         """
         if self._between is None and self._emp is None:
-            return Journey(rows, counts)
+            return RoundTrip(rows, counts)
         return _Travel(rows, Route.of(counts, self._between, self._within, self._emp))
 
 
-class Journey:
+class RoundTrip:
     """One round trip of rows to their experts and back. This base class sends nothing."""
 
     def __init__(self, rows: paddle.Tensor, counts: paddle.Tensor) -> None:
@@ -98,7 +98,7 @@ class Journey:
         return outputs
 
 
-class _Travel(Journey):
+class _Travel(RoundTrip):
     def __init__(self, rows: paddle.Tensor, route: Route) -> None:
         if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks join the backward pass
             rows = rows.detach()

@@ -45,7 +45,7 @@ from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.mlp_spec import GroupedLinearSpec
-from ppfleetx.nn.norm import NormOfEachHead, RMSNorm, SlicedRMSNorm
+from ppfleetx.nn.norm import PerHeadNorm, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.param_spec_transforms import adapter, quantizer, quantizer_numbers
@@ -190,16 +190,16 @@ class LocalFactory:
             )
         if spec.head_size is not None:
             (width,) = placed(specs["weight"], self.mesh, self.rank).local_shape
-            layer = NormOfEachHead(layer, width, zero_centered=traits.zero_centered)
+            layer = PerHeadNorm(layer, width, zero_centered=traits.zero_centered)
         return self._declared(layer, specs)
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         return Dropout(probability)
 
-    def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return hidden
 
-    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return hidden
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
@@ -396,12 +396,12 @@ class TensorParallelFactory(LocalFactory):
         sliced = inside_heads or self.sequence_parallel
         return SlicedDropout(probability) if sliced else Dropout(probability)
 
-    def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.utils.sequence_parallel_utils import ScatterOp
 
         return ScatterOp.apply(hidden) if self.sequence_parallel else hidden
 
-    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
 
         # All ranks compute the same from the gathered tensor, so each takes its part of the gradient without

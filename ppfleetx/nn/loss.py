@@ -18,12 +18,12 @@ import paddle.nn.functional as F
 from paddle import _C_ops
 from paddle.autograd import PyLayer
 
-from ppfleetx.nn.chunked_loss import LogitsInPieces
+from ppfleetx.nn.chunked_loss import DeferredLogits
 from ppfleetx.nn.loss_output import LossOutput, Sum
 
 
 def token_loss(
-    logits: paddle.Tensor | LogitsInPieces,
+    logits: paddle.Tensor | DeferredLogits,
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,
     true_vocab: int,
@@ -46,7 +46,7 @@ def token_loss(
         The loss, a scalar in float32 (in an evaluation float64), and a function that returns the losses of
             the rows.
     """
-    if isinstance(logits, LogitsInPieces):
+    if isinstance(logits, DeferredLogits):
         of_piece = partial(token_loss, true_vocab=true_vocab, group=group)
         return _in_pieces(logits, labels, loss_mask, of_piece)
     width = logits.shape[-1]
@@ -90,7 +90,7 @@ def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) 
 
 
 def _in_pieces(
-    logits: LogitsInPieces,
+    logits: DeferredLogits,
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,
     of_piece: Callable[..., LossOutput],

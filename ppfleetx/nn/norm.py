@@ -106,7 +106,7 @@ class SlicedRMSNorm(RMSNorm):
         return (x32 * paddle.rsqrt(squares / self.total + self.epsilon)).astype(x.dtype) * self.weight
 
 
-class NormOfEachHead(nn.Layer):
+class PerHeadNorm(nn.Layer):
     """A norm over each head, with a separate gain for each head: ``weight [heads * size]``.
 
     Args:

@@ -170,7 +170,7 @@ def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
 
-def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
+def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
     """Assign each parameter, by name, to the rank that owns it. Goes from the largest parameter to the
     smallest, and chooses the rank with the least elements so far.
 
@@ -213,7 +213,7 @@ def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
-def may_miss(spec: ParamSpec) -> bool:
+def may_lack_gradient(spec: ParamSpec) -> bool:
     """Return whether a backward pass may leave the parameter without a gradient: an expert may get no
     token."""
     return spec.trains and "ep" in spec.view.axes

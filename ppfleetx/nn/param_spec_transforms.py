@@ -40,7 +40,7 @@ def transformed(
     if lora is not None:
         specs = adapted(specs, lora)
     if compress is not None and compress.Weights is not None:
-        specs = stored_small(specs, compress.Weights)
+        specs = quantized_weights(specs, compress.Weights)
     return specs
 
 
@@ -70,7 +70,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
     return result
 
 
-def stored_small(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
+def quantized_weights(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
     """Replace the matrices selected by ``cfg`` with quantized integers and scales."""
     result: Specs = {}
     for name, spec in specs.items():

@@ -355,7 +355,7 @@ class QuantizedEmbedding(nn.Layer):
         return QuantizedMatrix(weight, scale, self.form)
 
 
-def with_small_weights(
+def with_quantized_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
     """Return ``stages`` with linears and word embedding stored as configured by ``Compress.Weights``;

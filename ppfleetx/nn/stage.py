@@ -147,11 +147,11 @@ class LayerFactory(Protocol):
         """Make a dropout layer. ``inside_heads``: the input is sliced over heads, so each tensor-parallel
         rank must draw its own mask."""
 
-    def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Convert the embedding's output ``[s, b, h]`` to the input of the blocks: under sequence
         parallelism, this rank's part of ``s``."""
 
-    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Convert the output of the blocks to ``[s, b, h]`` at all positions, for layers that all
         tensor-parallel ranks compute identically."""
 

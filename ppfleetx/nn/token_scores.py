@@ -14,14 +14,14 @@ from typing import Any
 import paddle
 
 from ppfleetx.distributed.collectives import sum_gathered
-from ppfleetx.nn.chunked_loss import LogitsInPieces
+from ppfleetx.nn.chunked_loss import DeferredLogits
 
 # Rows of logits processed at a time, because temporaries are as large as the rows' logits.
 _BLOCK_ROWS = 128
 
 
 def token_scores(
-    logits: paddle.Tensor | LogitsInPieces,
+    logits: paddle.Tensor | DeferredLogits,
     labels: paddle.Tensor,
     mask: paddle.Tensor,
     true_vocab: int,
@@ -41,7 +41,7 @@ def token_scores(
         Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
             Of equal logits, the first counts as the most likely. Logits that are NaN or +inf give NaN.
     """
-    if isinstance(logits, LogitsInPieces):
+    if isinstance(logits, DeferredLogits):
         of_piece = partial(token_scores, true_vocab=true_vocab, group=group)
         log_probs, is_greedy = zip(*logits.each(labels, mask, of_piece), strict=True)
         return paddle.concat(list(log_probs), axis=1), paddle.concat(list(is_greedy), axis=1)

@@ -15,7 +15,7 @@ from typing import Any
 import paddle
 from paddle import Tensor, distributed
 
-from ppfleetx.nn.param_spec import Shard, deal_out
+from ppfleetx.nn.param_spec import Shard, assign_owners
 from ppfleetx.optims.gradients import drop_gradient, gradient_of
 from ppfleetx.optims.rule import Group, ParamView, Rule, StateSpec
 
@@ -263,7 +263,7 @@ def update_whole(
         rule.update(alone, lr=lr, weight_decay=weight_decay)
     for axis, members in shared.items():
         group = group_of(axis)
-        owners = deal_out({view.name: view.value.size for view in members}, group.nranks)
+        owners = assign_owners({view.name: view.value.size for view in members}, group.nranks)
         for view in members:
             placement, source = view.spec.placement(axis), group.ranks[owners[view.name]]
             dim = placement.dim if isinstance(placement, Shard) else None

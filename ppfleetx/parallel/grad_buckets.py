@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from ppfleetx.distributed.collectives import move_together
+from ppfleetx.distributed.collectives import flatten_in_place
 from ppfleetx.optims.gradients import complete_gradient, expects_gradient
 
 Start = Callable[[paddle.Tensor], Any]
@@ -151,7 +151,7 @@ class BucketSums:
         while self._under_way and self._under_way[0][0].is_completed():
             self._complete()
         if gradients:
-            self._under_way.append((bucket.start(move_together(gradients)), bucket))
+            self._under_way.append((bucket.start(flatten_in_place(gradients)), bucket))
 
     def _complete(self) -> None:
         task, bucket = self._under_way.popleft()

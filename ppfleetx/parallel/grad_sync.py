@@ -36,7 +36,7 @@ from ppfleetx.nn.param_spec import (
     groups_needed,
     in_order,
     kept_equal_over,
-    may_miss,
+    may_lack_gradient,
     norm_axes,
     writes,
 )
@@ -123,7 +123,7 @@ class GradientSync:
         if not replicas:
             return None
         early = [p for p in reversed(self.parameters) if self._sums_of(p)[:1] == (replicas,)]
-        early = [p for p in early if not may_miss(p.spec)]
+        early = [p for p in early if not may_lack_gradient(p.spec)]
         self._early = {id(parameter) for parameter in early}
         start = partial(distributed.all_reduce, group=self._ctx.group_over(replicas), sync_op=False)
         return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // BUCKETS_IN_SIZE)])

@@ -22,7 +22,7 @@ from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.matmul import Matmul, column_exchange
-from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.quantized import with_quantized_weights
 from ppfleetx.nn.stage import LayerFactory, Stage, first_value
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.optimizer import Optimizer, UpdatePlace, copy_to_host
@@ -117,7 +117,7 @@ def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[
     input scales of fake quantization are frozen like the base model."""
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
-        return with_small_weights(stages, cfg.Compress.Weights, factory)
+        return with_quantized_weights(stages, cfg.Compress.Weights, factory)
     return with_quantizers(stages, quantization, factory, follows=cfg.Model.lora is None)
 
 
@@ -158,7 +158,7 @@ def _optimizer_and_sync(
         if train:
             sharding.follow(stages, factory.matmul.when_complete)
     seed = cfg.Global.seed if train else None
-    masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
+    masters = initialize_parameters(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
         # Raises for groups without parameters. Needs the declaration of the whole model, because this rank
         # may hold a part.
@@ -206,7 +206,7 @@ def _values(
 
 
 @paddle.no_grad()
-def give_values(
+def initialize_parameters(
     parameters: Iterable[paddle.Tensor],
     seed: int | None,
     with_masters: Iterable[paddle.Tensor],

@@ -68,7 +68,7 @@ def _copy_passengers(_: Any, __: Any, state: tuple[paddle.Tensor, ...]) -> tuple
     return (state[0], *(tensor.clone() for tensor in state[1:]))
 
 
-class Passage(paddle.nn.Layer):
+class IdentityStage(paddle.nn.Layer):
     """An identity layer for chunks without stages, because Paddle requires at least one layer per chunk."""
 
     def forward(self, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
@@ -89,7 +89,7 @@ class StagePipeline(PipelineLayer):
         for start, end in pairwise(chunk_bounds(plan, len(stages))):
             last = end - 1 if end < len(stages) else None
             chunk = [StageDesc(stages[i], i, ends_chunk=i == last) for i in range(start, end)]
-            layers += chunk or [LayerDesc(Passage)]
+            layers += chunk or [LayerDesc(IdentityStage)]
             self._bounds.append(len(layers))
         super().__init__(
             layers=layers,

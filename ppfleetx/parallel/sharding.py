@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import paddle
 from paddle import distributed
 
-from ppfleetx.distributed.collectives import BUCKET_BYTES, move_together, reduce_packed
-from ppfleetx.nn.chunked_loss import PieceHead
-from ppfleetx.nn.param_spec import Axes, deal_out, may_miss, owner_axes
+from ppfleetx.distributed.collectives import BUCKET_BYTES, flatten_in_place, reduce_packed
+from ppfleetx.nn.chunked_loss import ChunkedHead
+from ppfleetx.nn.param_spec import Axes, assign_owners, may_lack_gradient, owner_axes
 from ppfleetx.optims.gradients import (
     add_gradient,
     complete_gradient,
@@ -68,8 +68,8 @@ class Sharding:
         self._overlaps = bucket_bytes is not None
         self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
         shared = [p for p in self._parameters if self._axes(p)]
-        late = [p for p in shared if may_miss(p.spec)]
-        early = [p for p in reversed(shared) if not may_miss(p.spec)]
+        late = [p for p in shared if may_lack_gradient(p.spec)]
+        early = [p for p in reversed(shared) if not may_lack_gradient(p.spec)]
         self._sums: BucketSums | None = None
         self._order: SendOrder | None = None
         self._passes_of: Counter[int] = Counter()  # by the id of a layer
@@ -96,7 +96,7 @@ class Sharding:
         tied = [p.info.name for p in parameters if has_copies and p.spec.tie is not None]
         owners: dict[str, int] = {}
         for axes, named in sizes.items():
-            owners |= deal_out(named, self._ctx.group_over(axes).nranks if axes else 1, tied)
+            owners |= assign_owners(named, self._ctx.group_over(axes).nranks if axes else 1, tied)
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
@@ -192,7 +192,7 @@ class Sharding:
         hidden = inputs[0][0]
         if not layer.training or not paddle.is_grad_enabled() or hidden.stop_gradient:
             return
-        if isinstance(layer, PieceHead) and layer.defers(inputs):
+        if isinstance(layer, ChunkedHead) and layer.defers(inputs):
             return
         passed = partial(self._passed, layer, parameters)
         can_wait = self._stage != 3 or hidden.is_leaf
@@ -250,7 +250,7 @@ class Sharding:
         while len(self._under_way) == UNWAITED_MESSAGES or self._is_under_way(parameters):
             self._complete()
         gradients = [take_gradient(p) for p in parameters]
-        task = self._start(axes, owner)(move_together(gradients))
+        task = self._start(axes, owner)(flatten_in_place(gradients))
         self._under_way.append((task, parameters, gradients))
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:

@@ -20,8 +20,8 @@ from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
-from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
-from ppfleetx.nn.chunked_loss import PieceHead
+from ppfleetx.nn.aux_loss import AuxLossScope, counts_of, divisors_of
+from ppfleetx.nn.chunked_loss import ChunkedHead
 from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
@@ -117,7 +117,7 @@ class StepRunner(ABC):
     ) -> None:
         self._module, self._factory = module, factory
         self._sums = StepSums((*module.metrics, *options.metrics), ctx)
-        self._scope = StepScope(factory, ctx, self._sums.add_metric)
+        self._scope = AuxLossScope(factory, ctx, self._sums.add_metric)
         if optimizer is not None or self._sums.names:  # generation fuses only blocks without hooks
             self._scope.watch(layer for _, layer in stages)
         self._precision = options.precision
@@ -127,7 +127,7 @@ class StepRunner(ABC):
         for _, first in stages[:1]:  # a pipeline rank may hold none
             first.register_forward_pre_hook(lambda *_: note_micro_batch())
         self._search = NonFiniteSearch(stages)
-        self._heads = [layer for _, layer in stages if isinstance(layer, PieceHead)]
+        self._heads = [layer for _, layer in stages if isinstance(layer, ChunkedHead)]
         self._scales = ActivationScales(model, ctx)
         self._loads = ExpertLoads(model, options.routers, ctx, factory.hidden_same_on)
         self.checks = "cheap"

@@ -16,8 +16,8 @@ import paddle
 from paddle import distributed
 from paddle.autograd import PyLayer
 
-from ppfleetx.distributed.collectives import begins_of
-from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead
+from ppfleetx.distributed.collectives import aligned_offsets
+from ppfleetx.nn.chunked_loss import ChunkedHead, DeferredLogits
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
@@ -57,7 +57,7 @@ class ParameterSharding:
             fetch.wait()
 
     def _before_forward(self, layer: paddle.nn.Layer, inputs: tuple) -> tuple:
-        if isinstance(layer, PieceHead) and layer.defers(inputs):
+        if isinstance(layer, ChunkedHead) and layer.defers(inputs):
             return inputs
         self._fetch(layer, self._after.get(id(layer)))
         state, *rest = inputs
@@ -66,7 +66,7 @@ class ParameterSharding:
         return (state, *rest)
 
     def _after_forward(self, layer: paddle.nn.Layer, inputs: tuple, output: Any) -> Any:
-        if isinstance(output, LogitsInPieces):
+        if isinstance(output, DeferredLogits):
             return output
         self._drop(layer)
         self._returns.discard(id(layer))
@@ -126,7 +126,7 @@ class _Fetch:
     def _start(self, parameters: list[paddle.Tensor], owning: Sharding) -> _Message:
         group, owner = owning.group_of(parameters[0]), owning.owner_of(parameters[0])
         mine = owner == group.rank
-        offsets, end = begins_of([p.size for p in parameters], parameters[0].element_size())
+        offsets, end = aligned_offsets([p.size for p in parameters], parameters[0].element_size())
         if mine and len(parameters) == 1:
             flat = parameters[0].detach()
         elif mine:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ppfleetx.config.mesh import EXPERTS, Mesh
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
-from ppfleetx.nn.param_spec import REPLICATE, Shard, deal_out
+from ppfleetx.nn.param_spec import REPLICATE, Shard, assign_owners
 from ppfleetx.planner.job import Job, ModelKey
 
 _LAYER = "decoder.layers."
@@ -189,6 +189,6 @@ def _largest_share(sizes: list[int], ranks: int) -> int:
     ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks
-    for name, rank in deal_out(named, ranks).items():
+    for name, rank in assign_owners(named, ranks).items():
         load[rank] += named[name]
     return max(load)

@@ -22,7 +22,7 @@ from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.launching import without_launch_options
 from ppfleetx.commands.main import call
-from ppfleetx.commands.resolve_model import ModelPlace, resolve_model, shared_directory
+from ppfleetx.commands.resolve_model import ResolvedModel, resolve_model, shared_directory
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.parse import Sections
@@ -334,7 +334,7 @@ def test_what_was_made_for_a_trainer_goes_with_it(place: Path) -> None:
 
 
 def test_a_tokenizer_of_the_users_wins() -> None:
-    place = ModelPlace("here", None, Path("here"), Path("here"))
+    place = ResolvedModel("here", None, Path("here"), Path("here"))
     assert len(place.overrides(["Data.tokenizer.vocab_file=v"])) == 2 and len(place.overrides()) == 2
 
 

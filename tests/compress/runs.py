@@ -18,7 +18,7 @@ from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
-from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.quantized import with_quantized_weights
 from ppfleetx.nn.stage import canonical_parameters
 from tests.deploy.exports import STYLES
 
@@ -88,7 +88,7 @@ def add_adapters(small: Path, directory: Path) -> Path:
     checkpoint = open_resolved(resolve_checkpoint(str(small)))
     cfg = load_config(checkpoint.path / "config.yaml", ["Model.lora.rank=3"])
     factory = LocalFactory()
-    stages = with_small_weights(gpt_stages(cfg.Model, factory), cfg.Compress.Weights, factory)
+    stages = with_quantized_weights(gpt_stages(cfg.Model, factory), cfg.Compress.Weights, factory)
     parameters = canonical_parameters(StagedModel(stages, seed=2))
     added = [name for name in parameters if ".lora." in name]
     load_model(parameters.items(), checkpoint, vocab_size=cfg.Model.vocab_size, allow_missing=added)

@@ -160,6 +160,6 @@ def test_gptq_lessens_the_error_of_products(asymmetric):
     weight, form = _off_center(), Form(4, 16, asymmetric=asymmetric)
     inputs = np.random.default_rng(5).standard_normal((200, 64)) @ np.random.default_rng(6).random((64, 64))
     hessian = inputs.T @ inputs
-    stored = [rounding.nearest(weight, form), rounding.compensated(weight, hessian, form)]
+    stored = [rounding.nearest(weight, form), rounding.gptq(weight, hessian, form)]
     errors = [rounding.output_error(weight, one.values(), hessian) for one in stored]
     assert errors[1] < 0.8 * errors[0], errors

@@ -85,7 +85,7 @@ def copies(degrees: dict[str, int], spoilt_rank: int | None, offset_by_rank: boo
     if ctx.rank == spoilt_rank:
         value[2] = np.nextafter(value[2], 2, dtype=np.float32)
     info = SimpleNamespace(offset=(4 * ctx.rank if offset_by_rank else 0,))
-    return told(lambda: checks.check_copies(ctx, [("weight", paddle.to_tensor(value), info)]))
+    return told(lambda: checks.check_replicas(ctx, [("weight", paddle.to_tensor(value), info)]))
 
 
 def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:

@@ -62,7 +62,7 @@ def test_tensors_move_together_and_stay_there():
     tensors = [paddle.ones([5, 7]), paddle.transpose(whole, [1, 0]), paddle.full([3], 2.0)]
     assert not tensors[1].is_contiguous()
     values = [tensor.numpy() for tensor in tensors]
-    flat = collectives.move_together(tensors)
+    flat = collectives.flatten_in_place(tensors)
     flat.scale_(2.0)
     for tensor, value in zip(tensors, values, strict=True):
         assert tensor.is_contiguous()
@@ -70,7 +70,7 @@ def test_tensors_move_together_and_stay_there():
     assert (whole.numpy().flatten() == range(12)).all()
     tensors[0].zero_()
     assert (flat.numpy()[:35] == 0).all() and (flat.numpy()[-3:] == 4).all()
-    assert collectives.move_together(tensors[:1]) is tensors[0]
+    assert collectives.flatten_in_place(tensors[:1]) is tensors[0]
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -79,7 +79,7 @@ def test_a_gradient_with_strides_is_sent_whole(alone):
     weights = [paddle.create_parameter([4, 6], "float32") for _ in range(1 if alone else 2)]
     paddle.add_n([(weight.t() * paddle.arange(4, dtype="float32")).sum() for weight in weights]).backward()
     assert not weights[0].grad.is_contiguous()
-    for start in (collectives.move_together, lambda grads: collectives._packed(grads, double)):
+    for start in (collectives.flatten_in_place, lambda grads: collectives._packed(grads, double)):
         start([weight.grad for weight in weights])
     for weight in weights:
         assert weight.grad.is_contiguous()

@@ -8,7 +8,7 @@ import pytest
 
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
-from ppfleetx.generation.row_options import RowOptions
+from ppfleetx.generation.sampling_params import SamplingParams
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 3, 9], [1], [7, 7, 2, 50, 4, 3, 8], [60, 0]]
@@ -20,7 +20,7 @@ KINDS = {
     "early": BeamOptions(4, 0.6, True, 2, 0.3),
     "never": BeamOptions(6, 1.0, "never", 3, 1.1),
 }
-RULES = Rules((9,), 3, RowOptions(repetition_penalty=1.3))
+RULES = Rules((9,), 3, SamplingParams(repetition_penalty=1.3))
 
 
 def search(model, prompts, rules, options, *, use_cache=True, num_results=1, new=NEW):

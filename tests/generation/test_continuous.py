@@ -12,8 +12,8 @@ from ppfleetx.generation import continuous_batching
 from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.gumbel_sampling import RandomStream
-from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, choose_tokens
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.staged import StagedModel
 from tests.generation.conftest import LONGROPE_STYLE
@@ -166,11 +166,15 @@ def test_columns_of_rows_that_left_are_given_back(make_model) -> None:
 def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tokenizer, options) -> None:
     """Neighbors with other options change nothing; random numbers are the generator's."""
     staged, cfg = make_model(vocab_size=300)
-    neighbors = [RowOptions(), RowOptions(temperature=0.0), RowOptions(top_k=3, repetition_penalty=2.0)]
+    neighbors = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=3, repetition_penalty=2.0),
+    ]
     keys = {key: value for key, value in options.items() if key != "decode_strategy"}
     greedy = {"temperature": 0.0} if "decode_strategy" in options else {}
     section = GenerationConfig(max_dec_len=12, min_dec_len=12, seed=9, **options)
-    mine = RowOptions.of(TokenOptions(**greedy, **keys), tokenizer, tokenizer.end_ids)
+    mine = SamplingParams.of(TokenOptions(**greedy, **keys), tokenizer, tokenizer.end_ids)
     [[expected]] = Generator(staged, cfg, tokenizer).generate([PROMPTS[0]], section)
 
     staged.eval()

@@ -14,7 +14,7 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.factory import InferenceFactory, LocalFactory
-from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.quantized import with_quantized_weights
 
 needs_operator = pytest.mark.skipif(
     not (fused_blocks.are_available() and quantized.are_available()),
@@ -67,7 +67,7 @@ WEIGHTS = {
 
 def _model(weights: WeightsConfig | None = None, factory: type[LocalFactory] = InferenceFactory, **keys):
     cfg, made = ModelConfig(**SHAPE, **keys), factory()
-    model = StagedModel(with_small_weights(gpt_stages(cfg, made), weights, made), seed=None)
+    model = StagedModel(with_quantized_weights(gpt_stages(cfg, made), weights, made), seed=None)
     model.eval()
     rng = np.random.default_rng(3)
     for parameter in model.parameters():

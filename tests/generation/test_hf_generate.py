@@ -12,7 +12,7 @@ from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
 from ppfleetx.generation.processors import candidates
-from ppfleetx.generation.row_options import RowOptions, RowTokens, processed
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, processed
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
@@ -58,14 +58,14 @@ def rules_of(family: str, options: dict) -> Rules:
     )
 
 
-def row_options(options: dict) -> RowOptions:
+def row_options(options: dict) -> SamplingParams:
     """Options of transformers that act on logits; a bias is of single tokens here."""
-    known = {key: value for key, value in options.items() if key in RowOptions.__dataclass_fields__}
+    known = {key: value for key, value in options.items() if key in SamplingParams.__dataclass_fields__}
     for key in ("suppress_tokens",):
         known |= {key: tuple(options[key])} if key in options else {}
     known["bad_words"] = tuple(map(tuple, options.get("bad_words_ids", ())))
     known["logit_bias"] = tuple((ids[0], bias) for ids, bias in options.get("sequence_bias", ()))
-    return RowOptions(**known)
+    return SamplingParams(**known)
 
 
 def comparable(golden: dict) -> tuple[list[list[int]], list]:

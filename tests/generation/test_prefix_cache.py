@@ -9,8 +9,8 @@ import pytest
 from ppfleetx.generation import continuous_batching, prefix_cache
 from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
-from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, choose_tokens, score_prompt, score_tokens
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
 from ppfleetx.generation.session import NextTokenModel
 from tests.generation.conftest import LONGROPE_STYLE
 from tests.generation.test_continuous import some_tokens, step
@@ -88,10 +88,10 @@ def test_penalties_count_what_was_generated() -> None:
     history = [0, 0, 0, 1, 1]  # the first three are the prompt
     greedy = {"temperature": 0.0}
     choices = [
-        RowChoice(RowOptions(**greedy, presence_penalty=0.2), RowTokens(history, 2)),
-        RowChoice(RowOptions(**greedy, presence_penalty=0.6), RowTokens([*history, 0], 3)),
-        RowChoice(RowOptions(**greedy, frequency_penalty=0.3), RowTokens([*history, 0], 3)),
-        RowChoice(RowOptions(**greedy, frequency_penalty=-0.1), RowTokens(history, 2)),
+        RowChoice(SamplingParams(**greedy, presence_penalty=0.2), RowTokens(history, 2)),
+        RowChoice(SamplingParams(**greedy, presence_penalty=0.6), RowTokens([*history, 0], 3)),
+        RowChoice(SamplingParams(**greedy, frequency_penalty=0.3), RowTokens([*history, 0], 3)),
+        RowChoice(SamplingParams(**greedy, frequency_penalty=-0.1), RowTokens(history, 2)),
     ]
     assert choose_tokens(logits, choices) == [0, 2, 0, 1]
     scored = score_tokens(logits, [0, 1, 2, 3], 2)

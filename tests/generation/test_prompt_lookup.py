@@ -18,7 +18,7 @@ from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.prompt_lookup import Assistant, ProposedRows, decode_with_lookup, guess
-from ppfleetx.generation.row_options import RowOptions
+from ppfleetx.generation.sampling_params import SamplingParams
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import NoTokenizer
 
@@ -63,9 +63,9 @@ def test_tokens_are_those_without_guesses(model, prompts):
     next_token, limits = NextTokenModel(model, 61), [NEW - 7 * row for row in range(len(prompts))]
     for rules in (
         Rules(),
-        Rules((7, 3, 20), 5, RowOptions(repetition_penalty=1.2), forced_eos_id=60),
+        Rules((7, 3, 20), 5, SamplingParams(repetition_penalty=1.2), forced_eos_id=60),
         Rules((11, 9), forced_bos_id=2),
-        Rules((9,), 0, RowOptions(no_repeat_ngram_size=4, bad_words=((3, 5),), frequency_penalty=0.1)),
+        Rules((9,), 0, SamplingParams(no_repeat_ngram_size=4, bad_words=((3, 5),), frequency_penalty=0.1)),
     ):
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
@@ -89,7 +89,7 @@ def test_tokens_are_those_without_an_assistant(make_model, prompts, which):
     longest = 30 if which == "itself, shorter" else 1000
     assistant = Assistant(NextTokenModel(helper, 61), longest, NoTokenizer(61))
     with paddle.no_grad():
-        for rules in (Rules(), Rules((7, 3, 20), 5, RowOptions(repetition_penalty=1.2))):
+        for rules in (Rules(), Rules((7, 3, 20), 5, SamplingParams(repetition_penalty=1.2))):
             session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=True)
             expected = decode(session, greedy, rules, limits)
             counting.passes.clear()

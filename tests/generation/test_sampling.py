@@ -8,7 +8,7 @@ from ppfleetx.generation import gumbel_sampling as draws_module
 from ppfleetx.generation.decode_loop import Sampler
 from ppfleetx.generation.gumbel_sampling import RandomStream, draw, race_size
 from ppfleetx.generation.processors import candidates
-from ppfleetx.generation.row_options import RowOptions
+from ppfleetx.generation.sampling_params import SamplingParams
 
 LOGITS = np.array([1.2, -0.3, 0.7, 2.1, 0.0, -2.0, 1.9, 0.4, -1.0, 1.5], dtype=np.float32)
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -52,7 +52,7 @@ def expected_distribution(
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_chi_square(options: dict) -> None:
     draws = 20_000
-    sampler = Sampler(3, [(row, 0) for row in range(draws)], len(LOGITS), RowOptions(**options))
+    sampler = Sampler(3, [(row, 0) for row in range(draws)], len(LOGITS), SamplingParams(**options))
     tokens = sampler(paddle.to_tensor(np.tile(LOGITS, (draws, 1))), np.arange(draws), 0).numpy()
     counts = np.bincount(tokens, minlength=len(LOGITS))
     expected = expected_distribution(LOGITS, **options) * draws

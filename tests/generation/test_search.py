@@ -7,7 +7,7 @@ import pytest
 from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.generation.decode_loop import Choose, Rules, Sampler, decode, greedy
 from ppfleetx.generation.processors import penalize_repetition
-from ppfleetx.generation.row_options import RowOptions
+from ppfleetx.generation.sampling_params import SamplingParams
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 3, 9], [1], [7, 7, 2, 50, 4, 3, 8], [60, 0]]
@@ -21,7 +21,9 @@ SAMPLINGS = {
 
 
 def sampler(name: str, numbers: range | list[int], copies: int = 1) -> Sampler:
-    return Sampler(11, [(i, j) for i in numbers for j in range(copies)], 61, RowOptions(**SAMPLINGS[name]))
+    return Sampler(
+        11, [(i, j) for i in numbers for j in range(copies)], 61, SamplingParams(**SAMPLINGS[name])
+    )
 
 
 def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool = True, copies: int = 1):
@@ -33,7 +35,9 @@ def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool =
 
 @pytest.mark.slow_after(8)
 @pytest.mark.parametrize(
-    "rules", [Rules(), Rules((9,), 4, RowOptions(repetition_penalty=1.3))], ids=["plain", "end_min_penalty"]
+    "rules",
+    [Rules(), Rules((9,), 4, SamplingParams(repetition_penalty=1.3))],
+    ids=["plain", "end_min_penalty"],
 )
 @pytest.mark.parametrize("strategy", ["greedy", *SAMPLINGS])
 def test_cache_gives_the_tokens_of_the_full_forward(model, strategy: str, rules: Rules) -> None:
@@ -48,7 +52,7 @@ def test_cache_gives_the_tokens_of_the_full_forward(model, strategy: str, rules:
 
 @pytest.mark.parametrize("strategy", ["greedy", "top_k_top_p"])
 def test_a_row_in_a_batch_equals_the_row_alone(model, strategy: str) -> None:
-    rules = Rules((9,), 2, RowOptions(repetition_penalty=1.2))
+    rules = Rules((9,), 2, SamplingParams(repetition_penalty=1.2))
     choose = greedy if strategy == "greedy" else sampler(strategy, range(4))
     together = run(model, PROMPTS, choose, rules)
     for number, prompt in enumerate(PROMPTS):

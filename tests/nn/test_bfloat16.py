@@ -8,7 +8,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in
-from ppfleetx.nn.chunked_loss import PieceHead, PieceTarget
+from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget
 from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.matmul import Matmul
@@ -105,7 +105,7 @@ def test_experts():
     np.testing.assert_allclose(weight.grad.numpy()[..., 0], sums, rtol=1e-5, atol=1e-5)
 
 
-class _Head(PieceHead):
+class _Head(ChunkedHead):
     def __init__(self, num_pieces, matmul):
         super().__init__(num_pieces, matmul)
         self.weight = self.create_parameter([12, 8])
@@ -122,7 +122,7 @@ def test_a_head_in_pieces(cast_to):
     matmul, found = Matmul(cast_to=cast_to), []
     for pieces in (1, 3):
         head, x = _Head(pieces, matmul), paddle.to_tensor(random(6, 2, 8), stop_gradient=False)
-        target = PieceTarget(
+        target = ChunkTarget(
             paddle.zeros([2, 6]), paddle.ones([2, 6]), lambda logits, *_: logits.square().sum()
         )
         with bfloat16.products(), matmul.kept():

@@ -32,7 +32,7 @@ from ppfleetx.nn.param_spec import (
     placed,
     writes,
 )
-from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.quantized import with_quantized_weights
 from tests.models.gpt_builders import VARIANTS, tiny_config
 from tests.parity.every_plan import workload
 
@@ -67,7 +67,7 @@ def models(factory):
     quantization = QuantizationConfig(enable=True, **PACT)
     yield with_quantizers(gpt_stages(gpt, factory), quantization, factory, follows=True)
     for weights in ({"bits": 8}, {"bits": 8, "skip": ("head",)}):
-        yield with_small_weights(gpt_stages(llama, factory), WeightsConfig(**weights), factory)
+        yield with_quantized_weights(gpt_stages(llama, factory), WeightsConfig(**weights), factory)
 
 
 def built(sequence_parallel: bool) -> dict[str, list[ParamSpec]]:
@@ -161,7 +161,7 @@ def test_the_arithmetic_declares_what_layers_do(keys, compress):
     factory.sequence_parallel, stages = True, gpt_stages(cfg, factory)
     if compress.quantization is not None:
         stages = with_quantizers(stages, compress.quantization, factory, follows=cfg.lora is None)
-    stages = with_small_weights(stages, compress.Weights, factory)
+    stages = with_quantized_weights(stages, compress.Weights, factory)
     built = {p.spec.name: p.spec for p in StagedModel(stages, None, empty=True).parameters()}
     counted = parameter_specs(cfg, compress)
     assert counted.keys() == built.keys()

@@ -20,7 +20,7 @@ from ppfleetx.nn.factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.param_spec import Shard, dense
-from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix, with_small_weights
+from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix, with_quantized_weights
 from ppfleetx.nn.stage import canonical_parameters, declare
 from tests.nn.quantized_products import check_case, pack
 
@@ -193,7 +193,7 @@ def test_which_layers_are_stored_small(tied: bool, skip: tuple[str, ...]) -> Non
     )
     weights = WeightsConfig(bits=4, group_size=16, skip=skip)
     factory = InferenceFactory()
-    model = StagedModel(with_small_weights(gpt_stages(cfg, factory), weights, factory), None)
+    model = StagedModel(with_quantized_weights(gpt_stages(cfg, factory), weights, factory), None)
     types = {name: str(p.dtype) for name, p in canonical_parameters(model).items()}
     small = {name.removesuffix(".weight") for name, dtype in types.items() if "int8" in dtype}
     linears = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
@@ -209,7 +209,7 @@ def test_adapters_beside_quantised_weights_get_gradients_alone() -> None:
     cfg = ModelConfig(vocab_size=61, hidden_size=32, num_layers=1, num_attention_heads=4, lora={"rank": 2})
     factory = LocalFactory()
     weights = WeightsConfig(bits=4, group_size=16)
-    model = StagedModel(with_small_weights(gpt_stages(cfg, factory), weights, factory), seed=3)
+    model = StagedModel(with_quantized_weights(gpt_stages(cfg, factory), weights, factory), seed=3)
     parameters = canonical_parameters(model)
     assert tuple(parameters["decoder.layers.0.mlp.fc1.lora.a"].shape) == (32, 2)
     for name, parameter in parameters.items():

@@ -41,7 +41,7 @@ def train(
     """
     import paddle
 
-    from ppfleetx.distributed.checks import check_copies
+    from ppfleetx.distributed.checks import check_replicas
     from ppfleetx.parallel.step import NonFiniteError
     from tests.helpers.low_precision import emulated
 
@@ -63,7 +63,7 @@ def train(
             finally:
                 undo()
             digests.append(state_digest(runner))
-            check_copies(ctx, _held(runner))
+            check_replicas(ctx, _held(runner))
         evaluated = runner.eval_step(micro_batches(steps, cfg, ctx))
         misrounded = _misrounded(runner)
     return {

@@ -68,7 +68,7 @@ def copies_after_a_noisy_step(plan: dict[str, Any], world_size: int, extra: dict
         the check of the copies, weights and optimizer states, passed: "" or its message.
     """
     from ppfleetx.config.errors import UserError
-    from ppfleetx.distributed.checks import check_copies
+    from ppfleetx.distributed.checks import check_replicas
     from ppfleetx.distributed.coordination import gather
 
     with paddle.utils.unique_name.guard():
@@ -88,7 +88,7 @@ def copies_after_a_noisy_step(plan: dict[str, Any], world_size: int, extra: dict
         assert np.isfinite(output.grad_norm) and output.grad_norm > 0
         message = ""
         try:
-            check_copies(ctx, _held(runner))
+            check_replicas(ctx, _held(runner))
         except UserError as error:
             message = str(error)
     return {"copied": sorted({p.split(" ")[0] for p in copied}), "changed": len(changed), "message": message}

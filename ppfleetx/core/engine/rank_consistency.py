@@ -15,7 +15,7 @@ from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import (
     batch_digest,
     check_batches,
-    check_copies,
+    check_replicas,
     check_same_configuration,
     check_samples,
     first_place,
@@ -93,12 +93,12 @@ class Watch:
 
     def after_step(self, runner: StepRunner) -> None:
         if self._level == "full":
-            check_copies(self._ctx, _held(runner, states=True))
+            check_replicas(self._ctx, _held(runner, states=True))
 
     def at_rest(self, runner: StepRunner) -> None:
         """Check that replicas of weights are equal, at the start and before each checkpoint."""
         if self._level != "off":
-            check_copies(self._ctx, _held(runner, states=False))
+            check_replicas(self._ctx, _held(runner, states=False))
 
     def describe(
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int

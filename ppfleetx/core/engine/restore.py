@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.adapters import base_fingerprint, check_base, is_beside_base, refuse_without_base
+from ppfleetx.checkpoint.adapters import base_fingerprint, check_base, is_adapter_or_head, refuse_without_base
 from ppfleetx.checkpoint.directory import (
     newest_complete,
     newest_good,
@@ -123,7 +123,7 @@ class Start:
         """Load the frozen weights from ``Model.lora.base``, if set, and check that the checkpoint's adapters
         were trained on them."""
         place = None if model.lora is None else model.lora.base
-        frozen = [name for name in runner.model_names() if not is_beside_base(name)]
+        frozen = [name for name in runner.model_names() if not is_adapter_or_head(name)]
         with joint_errors(self.ctx):
             if place is None:
                 if self.checkpoint is not None:
@@ -135,7 +135,7 @@ class Start:
             check_same_function(base, model)
             self._check_quantizers(base, [name for name in frozen if is_of_quantizer(name)])
             load_model(
-                [(name, p) for name, p in runner.named_parameters() if not is_beside_base(name)],
+                [(name, p) for name, p in runner.named_parameters() if not is_adapter_or_head(name)],
                 base,
                 vocab_size=model.vocab_size,
                 allow_extra=self.options.allow_extra or _left_out(model),
@@ -170,9 +170,9 @@ class Start:
         that replaces the model's head."""
         model_names, parameters = runner.model_names(), list(runner.named_parameters())
         if self.base_fingerprint is not None:
-            model_names = [name for name in model_names if is_beside_base(name)]
-            parameters = [(name, p) for name, p in parameters if is_beside_base(name)]
-        beside = [name for name in model_names if is_beside_base(name)]
+            model_names = [name for name in model_names if is_adapter_or_head(name)]
+            parameters = [(name, p) for name, p in parameters if is_adapter_or_head(name)]
+        beside = [name for name in model_names if is_adapter_or_head(name)]
         quantizers = [name for name in model_names if is_of_quantizer(name)]
         new = [*beside, *(quantizers if model.lora is None else ())] if is_new_run else []
         # These parameters exist only with some kinds of balancing loss, which may change at any time.

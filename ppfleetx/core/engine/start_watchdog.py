@@ -29,7 +29,7 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
         _begin(cfg, rank, device, HANG_DIR)
 
 
-def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
+def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
     """Exchange process ids with the other ranks, so that each rank can query the kernel about the others."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
@@ -41,7 +41,7 @@ def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> 
     directory. A watchdog that has already started continues."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
-    introduce(cfg, ctx)
+    exchange_process_ids(cfg, ctx)
     try:
         yield
     except UserError:

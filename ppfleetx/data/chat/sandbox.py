@@ -96,7 +96,7 @@ Span = tuple[int, int]
 """Offsets of the first character and of the character after the last."""
 
 
-class AskedToStopError(TemplateError):
+class TemplateRefusedError(TemplateError):
     """The template called ``raise_exception`` to refuse the conversation."""
 
 
@@ -113,7 +113,7 @@ class CompiledTemplate:
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
         """Render the text, and return it with the spans written by ``generation`` blocks.
 
-        Raises jinja2.TemplateError, :class:`AskedToStopError` if the template refuses the conversation,
+        Raises jinja2.TemplateError, :class:`TemplateRefusedError` if the template refuses the conversation,
         TemplateLimitError, or any error raised by an expression in the template.
         """
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():
@@ -228,4 +228,4 @@ def _to_json(
 
 
 def _raise_exception(message: Any) -> None:
-    raise AskedToStopError(str(message))
+    raise TemplateRefusedError(str(message))

@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
-from ppfleetx.data.chat.sandbox import AskedToStopError, CompiledTemplate, Span, TemplateLimitError
+from ppfleetx.data.chat.sandbox import CompiledTemplate, Span, TemplateLimitError, TemplateRefusedError
 from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
 from ppfleetx.utils.untrusted_files import read_bounded
 
@@ -134,7 +134,7 @@ class ChatTemplate:
             raise ChatError(f"{self.place} fails on this conversation: {error}") from error
 
     def _said(self, error: Exception) -> str:
-        if isinstance(error, AskedToStopError):
+        if isinstance(error, TemplateRefusedError):
             return f"{self.place} refuses the conversation: {error}"
         if isinstance(error, SecurityError):
             return f"{self.place} uses what templates may not access: {error}"

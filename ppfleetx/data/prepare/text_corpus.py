@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.text_files import MAX_LINE_BYTES, TextFile, is_packed, load_line, refuse_other_packing
+from ppfleetx.data.text_files import (
+    MAX_LINE_BYTES,
+    TextFile,
+    is_packed,
+    load_line,
+    refuse_unsupported_compression,
+)
 
 Kind = Literal["json", "line", "paragraph", "file"]
 
@@ -166,7 +172,7 @@ def find_sources(
             wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
             raise DataError(f"the folder {entry} holds no file{wanted}")
         for path in paths:
-            refuse_other_packing(path)
+            refuse_unsupported_compression(path)
         sources += [Source(path, _kind_of(path, split_on), path.stat().st_size) for path in paths]
     if not sources:
         raise DataError("no input was given")

@@ -15,8 +15,8 @@ from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.generation.decode_loop import FinishReason, Row
 from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.prompt_lookup import guess, next_width
-from ppfleetx.generation.row_options import RowOptions, RowTokens
 from ppfleetx.generation.sampling import RowChoice, TokenScore
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
 from ppfleetx.generation.text import RowText
 
 
@@ -83,7 +83,7 @@ class Job:
     max_new_tokens: int
     min_new_tokens: int
     end_ids: tuple[int, ...]
-    options: RowOptions
+    options: SamplingParams
     seed: int
     stops: tuple[str, ...]
     num_top: int | None = None

@@ -17,7 +17,7 @@ from ppfleetx.deploy.server.jobs import Job
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, Request, bad_request
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.generation.generator import TextGenerator
-from ppfleetx.generation.row_options import PLAIN, RowOptions, ended_by
+from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, ended_by
 
 
 class PromptReader:
@@ -130,12 +130,12 @@ class PromptReader:
             for number, ids in enumerate(prompts)
         ]
 
-    def _options(self, request: GenerationRequest) -> tuple[tuple[int, ...], RowOptions]:
+    def _options(self, request: GenerationRequest) -> tuple[tuple[int, ...], SamplingParams]:
         param, form = request.form
         asked = request.model_copy(update={"structured_outputs": form})
         try:
             end_ids = ended_by(asked, self._end_ids, self._tokenizer)
-            return end_ids, RowOptions.of(asked, self._tokenizer, end_ids)
+            return end_ids, SamplingParams.of(asked, self._tokenizer, end_ids)
         except (ConfigError, DataError) as error:
             message = str(error).removeprefix("Generation.")
             if message.startswith("structured_outputs"):

@@ -9,7 +9,7 @@ import paddle
 from paddle import _C_ops, nn
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.expert_exchange import ExpertExchange, Journey
+from ppfleetx.nn.expert_exchange import ExpertExchange, RoundTrip
 from ppfleetx.nn.layers import GroupedLinear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.moe import MoE
@@ -107,7 +107,7 @@ class ProgramGroupedLinear(nn.Layer):
         return product
 
 
-class _CountsOnDevice(Journey):
+class _CountsOnDevice(RoundTrip):
     def arrive(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         return self._rows, self._counts
 
@@ -115,7 +115,7 @@ class _CountsOnDevice(Journey):
 class ProgramExchange(ExpertExchange):
     """Keeps the row counts on the device, where the program needs them."""
 
-    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
+    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         return _CountsOnDevice(rows, counts)
 
 

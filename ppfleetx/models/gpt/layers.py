@@ -15,7 +15,7 @@ from paddle import nn
 from ppfleetx.config.registry import load_target
 from ppfleetx.models.gpt.spec import BlockSpec, EmbeddingSpec, HeadSpec
 from ppfleetx.nn.attention import KeyValueCache
-from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead, PieceTarget
+from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget, DeferredLogits
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.layer_spec import NormSpec
 from ppfleetx.nn.positions import Positions, Rotary
@@ -106,7 +106,7 @@ class Embedding(nn.Layer):
             hidden = hidden + self.position_embeddings(rows)
         elif self.added_positions is not None:
             hidden = hidden + self.added_positions(position_ids).astype(hidden.dtype)
-        return self.dropout(self.factory.enter_trunk(hidden))
+        return self.dropout(self.factory.scatter_positions(hidden))
 
 
 class Block(nn.Layer):
@@ -230,7 +230,7 @@ class FinalNorm(nn.Layer):
         return (hidden if self.multiplier == 1.0 else hidden * self.multiplier, *state[1:])
 
 
-class LanguageHead(PieceHead):
+class LanguageHead(ChunkedHead):
     """Base class of language-model heads. Computes all logits, or defers them to the loss, which computes
     them in chunks (``Model.loss_chunks``)."""
 
@@ -239,14 +239,14 @@ class LanguageHead(PieceHead):
         self.factory = factory
 
     def forward(
-        self, state: State, cache: KeyValueCache | None = None, target: PieceTarget | None = None
+        self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
-        """Return logits ``[s, b, V]`` (under tensor parallelism, this rank's columns). See :class:`PieceHead`
-        for the chunked loss."""
+        """Return logits ``[s, b, V]`` (under tensor parallelism, this rank's columns). For the chunked
+        loss, see :class:`ChunkedHead`."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):
-            return LogitsInPieces(self, state[0])
+            return DeferredLogits(self, state[0])
         return self.capped(self.logits(state[0]))
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
@@ -302,4 +302,4 @@ class ClassificationHead(nn.Layer):
         self.score = factory.linear(spec.linear)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
-        return self.score(self.factory.leave_trunk(state[0]))
+        return self.score(self.factory.gather_positions(state[0]))

@@ -18,7 +18,7 @@ from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.factory import LocalFactory
-from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.quantized import with_quantized_weights
 from tests.compress.runs import DEEPSEEK
 from tests.deploy.exports import GPT2_STYLE, LLAMA_STYLE
 
@@ -66,7 +66,7 @@ class Logits(nn.Layer):
 def build(name: str, way: str | None) -> StagedModel:
     cfg, factory = ModelConfig(**MODELS[name], initializer_range=0.15), LocalFactory()
     small = None if way is None else SMALL[way]
-    model = StagedModel(with_small_weights(model_stages(cfg, factory), small, factory), seed=5)
+    model = StagedModel(with_quantized_weights(model_stages(cfg, factory), small, factory), seed=5)
     rng = np.random.default_rng(1)
     for parameter in model.parameters():
         owned, shape = parameter.info.name, parameter.shape

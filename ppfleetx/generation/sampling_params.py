@@ -1,8 +1,8 @@
 """Sampling options of a row, and the table of logit processors.
 
 To add an option, add a key to :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field to
-:class:`RowOptions` and an entry to :data:`PROCESSORS`. The command line, the Python API and the server then
-support it.
+:class:`SamplingParams` and an entry to :data:`PROCESSORS`. The command line, the Python API and the server
+then support it.
 
 Shape letters: b rows, V vocabulary size.
 """
@@ -113,7 +113,7 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
 
 
 @dataclass(frozen=True)
-class RowOptions:
+class SamplingParams:
     """The options of ``TokenOptions`` that act on logits, with texts converted to token ids.
 
     ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` determine the distribution
@@ -137,7 +137,7 @@ class RowOptions:
     @classmethod
     def of(
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
-    ) -> RowOptions:
+    ) -> SamplingParams:
         """Convert the options of a configuration section or a request. Raises ConfigError if an option does
         not fit the tokenizer, or needs a library that is not installed."""
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
@@ -161,11 +161,11 @@ class RowOptions:
         return any(getattr(self, name) != getattr(PLAIN, name) for name in PROCESSORS)
 
 
-PLAIN = RowOptions()
+PLAIN = SamplingParams()
 """Default options: logits are unchanged, and all tokens can be drawn."""
 
 
-def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray | None) -> paddle.Tensor:
+def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndarray | None) -> paddle.Tensor:
     """Choose one token per row of processed ``logits [b, V]``: the likeliest at temperature 0, else a sample.
 
     ``exponentials [b, n]`` are random numbers from the rows' `RandomStream`, not needed at temperature 0.
@@ -224,7 +224,7 @@ class RowTokens:
         return self.ids[len(self.ids) - self.num_new :]
 
 
-def processed(logits: paddle.Tensor, options: RowOptions, rows: Sequence[RowTokens]) -> paddle.Tensor:
+def processed(logits: paddle.Tensor, options: SamplingParams, rows: Sequence[RowTokens]) -> paddle.Tensor:
     """Apply all :data:`PROCESSORS` to ``logits [b, V]``. Beam search passes log-probabilities instead."""
     for name, processor in PROCESSORS.items():
         value = getattr(options, name)
@@ -304,4 +304,4 @@ PROCESSORS: dict[str, Callable[[paddle.Tensor, Any, Sequence[RowTokens]], paddle
     "suppress_tokens": _forbid_tokens,
     "structured_outputs": _follow_grammar,
 }
-"""The logit processor of each option of :class:`RowOptions`, in transformers' order."""
+"""The logit processor of each option of :class:`SamplingParams`, in transformers' order."""
