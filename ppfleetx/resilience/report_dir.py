@@ -62,10 +62,14 @@ class ReportDir:
 
         def write_both() -> bool:
             base = self.directory / f"rank_{report.rank:05d}"
-            with atomic_write(base.with_suffix(".json"), "w") as file:
+            # A disk that hangs may still take a file, but not flush it.
+            with atomic_write(base.with_suffix(".json"), "w", flush=False) as file:
                 file.write(report.to_json())
             # A full disk may have room for only one file.
-            with contextlib.suppress(OSError), atomic_write(base.with_suffix(".txt"), "w") as file:
+            with (
+                contextlib.suppress(OSError),
+                atomic_write(base.with_suffix(".txt"), "w", flush=False) as file,
+            ):
                 file.write(text)
             return True
 

@@ -20,10 +20,14 @@ _RANDOM_CHARACTERS = 8  # random characters in names made by tempfile.mkstemp
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
+def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> Iterator[IO]:
     """Open a temporary file beside ``path``; on success flush it to disk and rename it to ``path``.
 
     Readers see either the old or the new file, complete. On an exception the temporary file is removed.
+
+    Args:
+        flush: whether to wait until the disk has the file. Without it, the file may be lost if the machine
+            fails.
 
     Raises:
         OSError: the file cannot be written, or ``path`` is a device or pipe, which renaming would replace.
@@ -36,14 +40,16 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
         encoding = None if "b" in mode else "utf-8"
         with os.fdopen(handle, mode, encoding=encoding) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         # mkstemp makes files private; give them the permissions a plain open() would have.
         umask = os.umask(0)
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)
         Path(name).replace(path)
-        fsync_dir(path.parent)
+        if flush:
+            fsync_dir(path.parent)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()

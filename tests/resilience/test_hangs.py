@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
-from ppfleetx.resilience import hang_report
+from ppfleetx.resilience import hang_report, report_dir
 from ppfleetx.resilience.flight_recorder import CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
@@ -256,6 +257,14 @@ def test_a_directory_of_somebody_else_is_neither_read_nor_written(tmp_path, monk
     own.write_summary("who is missing")
     own.clear()
     assert other.read_text() == "mine" and (tmp_path / "rank_00001.json").exists()
+
+
+def test_a_report_is_written_to_a_disk_that_finishes_no_flush(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_dir, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: time.sleep(30))
+    directory = ReportDir(tmp_path)
+    assert directory.write(WAITING[1], "the calls")
+    assert list(directory.reports(0.0)) == [1] and (tmp_path / "rank_00001.txt").read_text() == "the calls"
 
 
 def watching(directory: Path, **limits: Any) -> Watchdog:
