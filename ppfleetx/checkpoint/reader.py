@@ -31,8 +31,9 @@ _BLOCK_BYTES = 64 * 1024 * 1024
 
 
 class Checkpoint:
-    """An open checkpoint. Marker, manifest, documents, file sizes and headers have been checked; tensor data
-    is checked when read. `verify` checks all data."""
+    """An open checkpoint. Opening it has checked the marker of completion, the manifest, the configuration
+    and tokenizer files, and the sizes and headers of the tensor files. Tensor data is checked when it is
+    read; `verify` checks all of it."""
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
         self.path, self.manifest, self.saved_at_ns = path, manifest, saved_at_ns

@@ -12,7 +12,8 @@ import sys
 
 
 def main(directory: str, probe: str, answer: str) -> None:
-    """Write float32 logits [b, s, vocabulary] for the ``tokens`` and ``positions`` in PROBE."""
+    """Run the model on the arrays ``tokens`` and ``positions`` of the file ``probe``, and write its logits
+    ``[b, s, vocabulary]``, float32, to the file ``answer``."""
     import numpy as np
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

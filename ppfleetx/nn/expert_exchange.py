@@ -236,8 +236,8 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """The inverse of :meth:`spread`: reduce-scatter the outputs over the ranks along ``emp``, and return
-        them to the ranks that forwarded the rows."""
+        """The inverse of :meth:`spread`: reduce-scatter the outputs over the ranks that slice an expert
+        (``emp``), and send them back to the ranks from which the rows came."""
         rows = rows.index_select(self._place)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)

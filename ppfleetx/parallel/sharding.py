@@ -255,7 +255,7 @@ class Sharding:
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
         """Return whether gradients of these parameters from an earlier micro batch are still being reduced.
-        They must be added first, so that sums are in the order of the passes."""
+        These must be added before the next gradients, so that sums are in the order of the passes."""
         traveling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in traveling for p in parameters)
 

@@ -112,7 +112,7 @@ class RecordDataset:
     """Base class of the datasets in this file.
 
     Attributes:
-        length_multiple: loader cuts the samples of a step to a multiple of this length.
+        length_multiple: the loader trims the padding of a step's samples to a multiple of this length.
         fingerprint: a hash of everything that determines the samples.
     """
 

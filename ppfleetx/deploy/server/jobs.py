@@ -119,8 +119,8 @@ class Waiting:
 
 
 class Running:
-    """A sequence in the batch: continuation number ``copy`` of a prompt, with its text, random numbers and
-    draft tokens."""
+    """A sequence in the running batch, with its text, random numbers and draft tokens: one of the requested
+    continuations of a prompt, of which ``copy`` is the number."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job

@@ -200,7 +200,8 @@ class GenerationProgram(nn.Layer):
         top_p: paddle.Tensor,
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Generate tokens ``[b, up to t]`` int64. The arguments are :data:`INPUTS`."""
+        """Return the new tokens, int64 ``[b, t]`` with t at most the largest of ``max_new_tokens``. The arguments are
+        :data:`INPUTS`."""
         begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
         make_weights(self.blocks)
