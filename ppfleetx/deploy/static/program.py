@@ -200,8 +200,8 @@ class GenerationProgram(nn.Layer):
         top_p: paddle.Tensor,
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Return the new tokens, int64 ``[b, t]`` with t at most the largest of ``max_new_tokens``. The arguments
-        are :data:`INPUTS`."""
+        """Return the new tokens, int64 ``[b, t]``: t is at most the largest of ``max_new_tokens``. The
+        arguments are :data:`INPUTS`."""
         begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
         make_weights(self.blocks)
