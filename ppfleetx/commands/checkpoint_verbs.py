@@ -43,7 +43,7 @@ class RewritingOptions(OptionalConfigOptions):
         """Check that the output directory is new or empty, and can be created."""
         if is_taken(Path(self.output)):
             raise ConfigError(
-                "is there already; name a new or empty directory", key="--output", value=self.output
+                "exists already; name a new or empty directory", key="--output", value=self.output
             )
         refuse_unwritable(Path(self.output), "--output")
 

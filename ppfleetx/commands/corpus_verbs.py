@@ -91,7 +91,7 @@ class MergeData(Command):
 
     input: tuple[str, ...] = option("prefixes and directories", default=MISSING, metavar="PATH")
     output_prefix: str = option("path of the result without .bin/.idx", default=MISSING, metavar="PREFIX")
-    overwrite: bool = switch("replace an output that is there already")
+    overwrite: bool = switch("replace an output that already exists")
 
     def run(self) -> None:
         from ppfleetx.data.corpus_formats import find_prefixes
@@ -108,7 +108,7 @@ class ConvertData(Command):
 
     input: str = option("path of the corpus without _ids.npy", default=MISSING, metavar="PREFIX")
     output_prefix: str = option("path of the result without .bin/.idx", default=MISSING, metavar="PREFIX")
-    overwrite: bool = switch("replace an output that is there already")
+    overwrite: bool = switch("replace an output that already exists")
 
     def run(self) -> None:
         from ppfleetx.data.corpus_formats import convert
@@ -133,7 +133,7 @@ class StdlibCorpus(Command):
 
     output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
     seed: int = option("seed of the order of the documents (default: 1234)", default=1234)
-    overwrite: bool = switch("replace a file that is there already")
+    overwrite: bool = switch("replace a file that already exists")
 
     def run(self) -> None:
         from ppfleetx.data.prepare.stdlib_corpus import write_stdlib_corpus

@@ -234,7 +234,7 @@ def _encode(text: Path, output_dir: Path, workers: int) -> str:
     target = output_dir / NAME
     for suffix in (".bin", ".idx"):
         if Path(f"{target}{suffix}").exists():
-            raise DataError(f"{target}{suffix} is there already; nothing is overwritten")
+            raise DataError(f"{target}{suffix} exists already; nothing is overwritten")
     tokenizer = Tokenizer.from_vocab_and_merges(str(output_dir / _VOCAB), str(output_dir / _MERGES))
     with tempfile.TemporaryDirectory(dir=output_dir, prefix=".preparing-") as scratch:
         report = preprocess(find_sources([str(text)]), Path(scratch) / "my-gpt", tokenizer, workers=workers)

@@ -78,7 +78,7 @@ class Prepare(Command):
         metavar="N",
     )
     strict: bool = switch("an empty or unreadable document is an error")
-    overwrite: bool = switch("replace an output that is there already")
+    overwrite: bool = switch("replace an output that already exists")
 
     def run(self) -> None:
         from ppfleetx.data.prepare.preprocess import preprocess
@@ -129,7 +129,7 @@ class TrainTokenizer(Command):
     )
     json_key: str = option("key of the text in json lines (default: text)", default="text")
     suffixes: str = option("in folders, read only files with these endings", default="", metavar=".py,.txt")
-    overwrite: bool = switch("replace a tokenizer that is there already")
+    overwrite: bool = switch("replace a tokenizer that already exists")
 
     def run(self) -> None:
         from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts

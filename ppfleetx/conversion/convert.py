@@ -274,7 +274,7 @@ def _check(job: Conversion) -> None:
         refuse_as_new_file(job.output, "--output")
         return
     if is_taken(job.output):
-        raise CheckpointError(f"--output {job.output} is there already; name a new or empty directory")
+        raise CheckpointError(f"--output {job.output} exists already; name a new or empty directory")
     refuse_unwritable(job.output, "--output")
 
 

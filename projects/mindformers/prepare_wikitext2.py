@@ -26,7 +26,7 @@ def main() -> None:
     add("--vocab_file", metavar="FILE", help="vocab.json, in place of --tokenizer")
     add("--merge_file", metavar="FILE", help="merges.txt, with --vocab_file")
     add("--seq_length", type=int, default=1024, metavar="N", help="tokens that the model reads (1024)")
-    add("--overwrite", action="store_true", help="replace corpora that are there already")
+    add("--overwrite", action="store_true", help="replace corpora that already exist")
     args = parser.parse_args()
     from ppfleetx.config.errors import ConfigError
     from ppfleetx.data.prepare.wikitext import prepare_wikitext

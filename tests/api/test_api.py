@@ -206,7 +206,7 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
         (lambda: model.generate("x", max_length=3), ConfigError, "max_length"),
         (lambda: model.generate("x", prompt="y"), ConfigError, "first argument"),
         (lambda: model.loss([[1]]), DataError, "nothing to predict"),
-        (lambda: model.save("output"), CheckpointError, "is there already"),
+        (lambda: model.save("output"), CheckpointError, "exists already"),
         (lambda: model.to_huggingface("output"), CheckpointError, "not empty|empty directory"),
         (lambda: pipeline("translation", "output"), ConfigError, "the only task here"),
         (lambda: pipeline("text_generation", "output", beams=3), ConfigError, "no such option"),

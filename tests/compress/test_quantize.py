@@ -242,7 +242,7 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"is quantized .* and is not converted"):
         convert(Conversion("ppfleetx", "hf", small, tmp_path / "hf"))
     occupied = tmp_path / "small"
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         _quantize(run_dir, occupied)
     with ExitStack() as stack:
         found = resolve_model(small, stack)

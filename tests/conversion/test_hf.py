@@ -213,7 +213,7 @@ def test_an_output_in_use_is_not_touched(tmp_path):
     source = hf_dirs.write(tmp_path / "hf", "hf_gpt2")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    for output, message in ((tmp_path / "out", "is there already"), (source, "the same directory")):
+    for output, message in ((tmp_path / "out", "exists already"), (source, "the same directory")):
         with pytest.raises(CheckpointError, match=message):
             convert(job("hf", "hf", source, output))
     with pytest.raises(CheckpointError, match=r"--input .*nothing: there is no such file or directory"):
