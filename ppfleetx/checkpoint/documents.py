@@ -15,7 +15,6 @@ import yaml
 
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.loader import CONFIG_FILE
-from ppfleetx.config.registries import DATASETS
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.data.tokenizer.files import (
@@ -64,7 +63,7 @@ def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the chat template that the model is trained with, or nothing if it is the tokenizer's own
     template."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
-    if dataset is None or "chat_template" not in DATASETS.traits(dataset.name).options:
+    if dataset is None or dataset.name != "ChatDataset":
         return {}
     from ppfleetx.data.chat.templates import DEFAULT, template_of  # Jinja is for chats alone
 

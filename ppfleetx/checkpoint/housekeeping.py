@@ -86,7 +86,7 @@ def clear_leftovers(output_dir: Path) -> None:
     remove_unfinished(output_dir, (LATEST_FILE, BEST_FILE))
 
 
-def refuse_unreplaceable(target: Path, ownership: Ownership | None) -> None:
+def make_way(target: Path, ownership: Ownership | None) -> None:
     """Raise CheckpointError unless the run may publish a checkpoint as `target`. A damaged checkpoint, whose
     owner cannot be determined, is renamed with a warning."""
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):

@@ -183,7 +183,7 @@ def commit(
     open_checkpoint(staged)
     output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
-    housekeeping.refuse_unreplaceable(target, ownership)
+    housekeeping.make_way(target, ownership)
     housekeeping.publish(staged, target)
     housekeeping.write_latest(output_dir, target.name)
     if ownership is not None:

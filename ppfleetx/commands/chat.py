@@ -114,8 +114,8 @@ class Conversation:
                 return ids, left_out
             if len(self.turns) == 1:
                 raise ChatError(
-                    f"with the chat template the message has {counted(len(ids), 'token')}, and the model has "
-                    f"{self.generator.max_positions} positions: shorten it"
+                    f"with system message and chat template the message has {counted(len(ids), 'token')}, "
+                    f"and the model has {self.generator.max_positions} positions: shorten it"
                 )
             self.turns = self.turns[2:]  # a question and its answer
             left_out += 2

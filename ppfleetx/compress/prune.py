@@ -115,7 +115,7 @@ def sizes_after(
     if (groups, units, len(layers)) == (model.kv_heads, model.ffn_size, model.num_layers):
         raise ConfigError(
             f"removes none of {model.kv_heads} key/value heads and {model.ffn_size} feed-forward units"
-            + (f", because what remains must be a multiple of {multiple}" if multiple > 1 else ""),
+            + (f", where what remains must be a multiple of {multiple}" if multiple > 1 else ""),
             key="--ratio",
             value=ratio,
         )

@@ -40,7 +40,7 @@ def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
     if left == total:
         raise ConfigError(
             f"removes none of {total} experts"
-            + (f", because what remains must be a multiple of {multiple}" if multiple > 1 else ""),
+            + (f", where what remains must be a multiple of {multiple}" if multiple > 1 else ""),
             key="--ratio",
             value=ratio,
         )

@@ -63,7 +63,7 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         exact_on_cpu=True,
     ),
     "grad_norm": FusedOperator(
-        "squared norm of all small gradients in one kernel",
+        "squared norm of all small gradients as that of one tensor",
         ("squared_l2_norm", "concat"),
         f"{_OPTIMIZER_TRIALS}:grad_norm",
         types=("float32",),

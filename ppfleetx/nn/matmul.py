@@ -492,6 +492,7 @@ class _WeightGradient:
         self.work, self.x, self.upstream = work, x, upstream
 
     def compute(self) -> paddle.Tensor | None:
+        """Return the weight's gradient; None if it was added to ``main_grad``."""
         gradient = self.work.of_weight(self.x, self.upstream)
         return None if gradient is None else in_dtype(gradient, self.work.weight.dtype)
 

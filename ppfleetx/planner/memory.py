@@ -32,6 +32,7 @@ class StageMemory:
     Attributes:
         parameters: parameters in the type that the passes use.
         gradients: gradients kept between passes.
+        masters: float32 master weights of 16-bit parameters.
         activations: activations kept for the backward passes of all micro batches in flight.
         logits: logits, and the tensors that the loss keeps.
         temporary: recomputed layers, gradients of activations and fetched parameters at the peak.

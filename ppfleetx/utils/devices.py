@@ -142,8 +142,10 @@ def _kinds_of_cards() -> list[str]:
     """Return the kinds of cards that installed builds and plugins support. ``auto`` selects the first."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
     # Names of directories, because reading the metadata of all packages takes a tenth of a second.
-    packages = (file for place in sys.path for file in Path(place).glob("paddle[_-]custom[_-]*-info"))
-    names = {file.name.partition("-")[0].lower().replace("_", "-") for file in packages}
+    packages = (
+        file.name for place in sys.path for file in Path(place).glob("[Pp]addle[_-][Cc]ustom[_-]*-info")
+    )
+    names = {re.split(r"-\d|\.(?:dist|egg)-info", name)[0].lower().replace("_", "-") for name in packages}
     plugins = Path(os.environ.get(PLUGINS_ROOT) or os.devnull).glob(f"lib{_PLUGIN}*.so")
     names |= {file.stem.removeprefix("lib") for file in plugins}
     return builds + sorted(name.removeprefix(_PLUGIN) for name in names if name.startswith(_PLUGIN))

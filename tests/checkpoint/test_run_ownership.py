@@ -87,7 +87,9 @@ def test_nothing_of_others_is_replaced(tmp_path, run, change):
     if change is not None:
         change(target)
     before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match=r"step_1 exists already\. It is not replaced"):
+    with pytest.raises(
+        CheckpointError, match=r"step_1 exists already\. It is not replaced, because this run did not save it"
+    ):
         save(tmp_path, step=1, run=ONE)
     assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.glob(".saving-*"))

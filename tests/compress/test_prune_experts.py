@@ -145,7 +145,7 @@ def test_without_samples_the_router_decides(tmp_path) -> None:
     [
         ({}, share(0.5), r"--part = 'experts': the model has no mixtures of experts"),
         (MODELS["softmax"], share(0.0), r"removes none of 6 experts"),
-        (MODELS["softmax"], share(0.2, multiple=3), r"removes none of 6 experts, because .* multiple of 3"),
+        (MODELS["softmax"], share(0.2, multiple=3), r"removes none of 6 experts, where .* multiple of 3"),
         (MODELS["softmax"], share(0.9), r"leaves 1 of 6 experts: a position cannot choose 2 of 1"),
         (MODELS["deepseek"], share(0.4), r"leaves 4 of 6 experts: 4 experts do not divide into 3 groups"),
         (DEEPSEEK, share(0.5), r"leaves 3 of 6 experts: a group has one expert only"),

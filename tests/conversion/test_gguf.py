@@ -146,8 +146,8 @@ def test_fewer_bits(tmp_path, dtype, close):
     convert(Conversion("gguf", "ppfleetx", output, tmp_path / "ours"))
     found = read_ppfleetx(tmp_path / "ours").tensors
     for key, one in tensors.items():
-        trim_padding = found[key].read()[tuple(map(slice, one.shape))]
-        assert np.abs(trim_padding.astype(np.float32) - one.read()).max() < close, key
+        without_padding = found[key].read()[tuple(map(slice, one.shape))]
+        assert np.abs(without_padding.astype(np.float32) - one.read()).max() < close, key
     ours = Tokenizer.load(tmp_path / "ours/tokenizer")
     assert ours.encode("a text") == list(b"a text")
     assert ours.chat_templates["default"].endswith("<|end|>")

@@ -116,6 +116,19 @@ def test_a_plugin_in_a_directory_of_its_own_is_found_by_its_name(monkeypatch, tm
     assert expected_device("auto") == device
 
 
+@pytest.mark.parametrize(
+    "directory",
+    ["paddle_custom_npu-3.3.1.dist-info", "paddle-custom-npu-1.0.dist-info", "Paddle_Custom_NPU.egg-info"],
+)
+def test_an_installed_plugin_is_found_by_the_name_of_its_package(monkeypatch, tmp_path, directory):
+    from ppfleetx.utils.devices import PLUGINS_ROOT, expected_device
+
+    monkeypatch.delenv(PLUGINS_ROOT, raising=False)
+    (tmp_path / directory).mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert expected_device("auto") == "npu"
+
+
 def test_a_module_of_the_program_that_is_missing_is_a_defect():
     with pytest.raises(ModuleNotFoundError):
         run_tool(lambda: fail_to_import("ppfleetx.no_such_module"))

@@ -242,7 +242,7 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """``share`` of ``total``, rounded down: the number of heads or units to remove."""
+    """``share`` of ``total``, rounded down: the number of heads, units or experts to remove."""
     return int(total * share + 1e-9)
 
 

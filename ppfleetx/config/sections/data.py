@@ -166,7 +166,7 @@ class SamplerConfig(Section):
     """The order of samples."""
 
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
-    """Reads samples in order, with the same global batches under every parallel plan."""
+    """Continues after the consumed samples, with the same global batches under every parallel plan."""
     shuffle: Bool = False
     """Shuffle again, in addition to the dataset's own order. For a GLUE task or records, Train is always
     reshuffled in each pass, and Eval and Test keep the order of the file."""

@@ -168,7 +168,7 @@ class GenerationConfig(TokenOptions):
     """Generation ends before any of these texts."""
     logprobs: CountInt | None = None
     """Return the log-probability of each new token, and of this many of the most likely tokens at its
-    position, before sampling options are applied; null: none."""
+    position, by the model alone, before all options; null: none."""
 
     @property
     def end_ids(self) -> tuple[int, ...] | None:

@@ -28,7 +28,7 @@ _LOWEST = -9999.0
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    r"""The text of a token. An incomplete UTF-8 character is written like ``bytes:\\xe2\\x82``."""
+    r"""The text of a token. An incomplete UTF-8 character is written like ``bytes:\xe2\x82``."""
     value = text_bytes(tokenizer, token)
     try:
         return value.decode("utf-8")
