@@ -297,7 +297,7 @@ def test_settings_of_the_export_and_the_configuration() -> None:
         return merge_settings(exported, cfg).model_dump(exclude_unset=True)
 
     assert merged({"top_k": 3, "max_dec_len": 5}, "Generation.top_k=4") == {"top_k": 4, "max_dec_len": 5}
-    with pytest.raises(ConfigError, match=r"Generation: does not go.*: min_dec_len = 6: .*cannot both"):
+    with pytest.raises(ConfigError, match=r"Generation: does not fit .*: min_dec_len = 6: .*cannot both"):
         merged({"max_dec_len": 5}, "Generation.min_dec_len=6")
 
 
