@@ -96,7 +96,7 @@ def test_a_model_turns_the_part_that_is_said():
     half, whole = (logits_of(build(one), tokens) for one in (cfg, tiny_config(**LLAMA_STYLE)))
     assert np.abs(half - whole).max() > 1e-5
     for percent, width in ((0.1, 0), (0.4, 3)):
-        with pytest.raises(ValueError, match=f"would be {width}, which is not an even number"):
+        with pytest.raises(ValueError, match=f"would rotate {width}, which is not an even number"):
             tiny_config(**LLAMA_STYLE, rotary_percent=percent)
 
 
