@@ -234,8 +234,8 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """Complete the save if this is the job's only process. Otherwise wait until this process has written
-        its slices; there will be no checkpoint."""
+        """End a save in progress without the other ranks: wait until this process has written its slices, but
+        publish no checkpoint. In a job of one process, the save is completed."""
         if self._task is None:
             return
         self._task.done.wait()

@@ -123,7 +123,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the terminal reports after an answer."""
+    """Facts about one answer that are shown below it in the terminal."""
 
     left_out: int  # messages that the model no longer sees
     was_stopped: bool  # by Ctrl-C

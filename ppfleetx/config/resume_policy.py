@@ -157,7 +157,8 @@ _OUTSIDE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_bas
 
 @dataclass(frozen=True)
 class Change:
-    """A changed key with its old and new value. The key is a section only if one of the values is null."""
+    """A changed key with its old and new value. A whole section is named only if it is null on one side;
+    otherwise its changed keys are named."""
 
     key: str
     then: Any

@@ -116,5 +116,5 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
 
 
 def _spread(length: int, last: int) -> np.ndarray:
-    """Positions [2, s]: consecutive, and evenly spread from 0 to ``last``."""
+    """Return positions ``[2, s]``: row 0 is consecutive, row 1 is evenly spread from 0 to ``last``."""
     return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

@@ -129,11 +129,11 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Return rows of (position in ``document_index``, offset within the sequence) for each token k L of the
-    stream.
+    """Return where each sample starts: row k is (position in ``document_index``, offset within the sequence)
+    of token ``k * L`` of the stream, where L is the length of a sample.
 
-    Token k L lies in the first sequence that ends after it, so empty sequences are skipped. Only row 0 is
-    always (0, 0), even if the first sequence is empty.
+    A token lies in the first sequence that ends after it, so empty sequences are skipped. Row 0 is an
+    exception: it is (0, 0) even if the first sequence is empty.
     """
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64

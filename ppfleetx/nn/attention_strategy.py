@@ -49,8 +49,8 @@ class AttentionStrategy:
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Exchange the output of the projection, ``[s, b, g, r + 2, d]``, for the positions and heads inside
-        attention. The last two dimensions may differ."""
+        """Communicate the output of the projection, ``[s, b, g, r + 2, d]``, so that this rank gets the
+        positions and heads for which it computes attention. The last two dimensions may have any size."""
         return qkv
 
     def core(

@@ -207,7 +207,7 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Indices that sort the rows gathered along ``emp`` by expert."""
+        """Indices that sort by expert the rows gathered from the ranks that slice the same experts."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property

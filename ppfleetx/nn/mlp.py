@@ -58,7 +58,7 @@ def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
-    """:func:`swiglu` with one fused kernel, after two copies."""
+    """Compute :func:`swiglu` with one fused kernel, for which the two halves of ``x`` are copied first."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return _C_ops.swiglu(gate, up).reshape([s, b, width // 2])

@@ -98,8 +98,8 @@ class Schedule:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """Build the schedule from a checkpoint's ``state()``. Raises CheckpointError if ``state`` is not a
-        schedule."""
+        """Build the schedule from ``state``, the result of :meth:`state` that a checkpoint stores. Raises
+        CheckpointError if it does not describe a schedule."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "this version cannot read the learning-rate schedule in the checkpoint; "

@@ -76,8 +76,8 @@ class IdentityStage(paddle.nn.Layer):
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's pipeline container, with chunks of different lengths according to the plan. Parameters have no
-    memory yet."""
+    """Paddle's pipeline container, whose chunks may have different numbers of layers, as ``plan`` divides
+    them. Its parameters are created without memory."""
 
     def __init__(
         self,
