@@ -336,11 +336,9 @@ def _layer_computation(
     """
     job = same.job
     operations = list(block.operations(job.work))
-    repeated = (one for one in operations if one.is_repeated(recompute))
-    return tuple(
-        of(each, job, cluster)
-        for of, each in ((_forward, operations), (_backward, operations), (_forward, repeated))
-    )
+    repeated = [one for one in operations if one.is_repeated(recompute)]
+    forward, backward = _forward(operations, job, cluster), _backward(operations, job, cluster)
+    return forward, backward, _forward(repeated, job, cluster)
 
 
 @lru_cache(maxsize=4096)
