@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.checkpoint.weights import fitted, lazy, network_of, with_vocabulary

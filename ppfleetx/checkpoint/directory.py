@@ -18,8 +18,8 @@ from ppfleetx.checkpoint.manifest import (
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint, read_marker
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.untrusted_files import os_errors
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.lazy import cast
+from ppfleetx.checkpoint.lazy_tensors import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL

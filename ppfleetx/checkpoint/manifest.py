@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, covers_once
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.untrusted_files import parse_json, read_bounded
+from ppfleetx.utils.input_files import parse_json, read_bounded
 
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 8 + 100_000_000  # largest header of a safetensors file, including its length field
@@ -181,8 +181,8 @@ class Manifest:
         vocab_size: vocabulary size without padding, for tensors with a `vocab_dim`.
         fingerprints: hashes that identify tokenizer and data.
         run: run that saved the checkpoint; None for conversions and older versions.
-        documents: configuration and tokenizer files (`checkpoint/documents.py`), by path; older versions have
-            none.
+        documents: configuration and tokenizer files (`checkpoint/config_and_tokenizer.py`), by path;
+            empty in checkpoints of older versions.
     """
 
     step: int

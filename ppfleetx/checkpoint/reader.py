@@ -23,7 +23,7 @@ from ppfleetx.checkpoint.manifest import (
 )
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, intersect
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.untrusted_files import read_bounded
+from ppfleetx.utils.input_files import read_bounded
 
 # Rows are read in blocks of about this size, so that reading a narrow column does not need memory for the
 # whole matrix.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from ppfleetx.checkpoint.config_and_tokenizer import TOKENIZER_DIR, copy_tokenizer, documents_in
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import TOKENIZER_DIR, copy_tokenizer, documents_in
 from ppfleetx.checkpoint.manifest import Manifest, TensorEntry, rank_directory
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, TensorSlice

@@ -23,7 +23,7 @@ from ppfleetx.checkpoint.manifest import CHUNK_BYTES, MAX_DOCUMENT_BYTES, Docume
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import fsync_dir
-from ppfleetx.utils.untrusted_files import opened, read_bounded
+from ppfleetx.utils.input_files import opened, read_bounded
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

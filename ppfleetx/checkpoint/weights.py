@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, cast, finite
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, finite
 from ppfleetx.checkpoint.manifest import Manifest, TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice

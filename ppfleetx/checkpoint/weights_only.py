@@ -10,15 +10,15 @@ from typing import Any
 
 import yaml
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import (
+from ppfleetx.checkpoint.config_and_tokenizer import (
     OF_ONE_CALL,
     TOKENIZER_DIR,
     copy_tokenizer,
     documents_of,
     portable_config,
 )
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.manifest import MAX_DOCUMENT_BYTES, Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice
@@ -37,8 +37,8 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.data.tokenizer.files import GENERATION_CONFIG
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.input_files import read_bounded
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.untrusted_files import read_bounded
 
 # ---- in
 

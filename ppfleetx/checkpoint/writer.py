@@ -68,7 +68,7 @@ def save_checkpoint(
 
     Args:
         tensors: slices that together cover every tensor.
-        documents: content of each document (`checkpoint/documents.py`), by path.
+        documents: content of each document (`checkpoint/config_and_tokenizer.py`), by path.
         ownership: run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints
             beyond `keep_max` are deleted. None: the checkpoint belongs to no run, and no checkpoint is
             replaced or deleted.

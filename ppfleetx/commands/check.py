@@ -11,6 +11,7 @@ from itertools import islice
 
 from ppfleetx.commands.start_process import refuse_foreign_weights
 from ppfleetx.config.formatting import bytes_text, counted, runs_of
+from ppfleetx.config.ineffective_options import absent_loggers, missing, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
@@ -19,7 +20,6 @@ from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.without_effect import absent_loggers, missing, without_effect
 from ppfleetx.models.gpt.spec import (
     active_count,
     flops_per_step,

@@ -51,7 +51,7 @@ class InspectData(Command):
 
 def show(prefix: str, as_json: bool) -> None:
     """Print the contents of the corpus."""
-    from ppfleetx.data.prepare.token_files import summary, summary_text
+    from ppfleetx.data.prepare.merge_corpora import summary, summary_text
 
     facts = summary(prefix)
     print(json.dumps(facts) if as_json else summary_text(facts))
@@ -95,7 +95,7 @@ class MergeData(Command):
 
     def run(self) -> None:
         from ppfleetx.data.corpus_formats import find_prefixes
-        from ppfleetx.data.prepare.token_files import merge
+        from ppfleetx.data.prepare.merge_corpora import merge
 
         prefixes = [prefix for path in self.input for prefix in find_prefixes(path)]
         merge(prefixes, self.output_prefix, overwrite=self.overwrite)

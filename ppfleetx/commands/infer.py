@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.checkpoint.documents import portable_model
+from ppfleetx.checkpoint.config_and_tokenizer import portable_model
 from ppfleetx.commands.generate import (
     check_output,
     continue_together,

@@ -29,7 +29,7 @@ from ppfleetx.dialects.paddleformers import dialect as paddleformers
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.files import atomic_write, is_taken, put_aside
-from ppfleetx.utils.untrusted_files import os_errors
+from ppfleetx.utils.input_files import os_errors
 
 USAGE = """\
 usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialects/megatron.md lists them

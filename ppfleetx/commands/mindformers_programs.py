@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.checkpoint.config_and_tokenizer import tokenizer_files
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import tokenizer_files
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.commands import evaluate, generate
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.start_process import start_with, world_size

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import lazy, slices_of, with_vocabulary
 from ppfleetx.checkpoint.weights_only import save_weights
-from ppfleetx.commands.checkpoint_verbs import (
+from ppfleetx.commands.checkpoint_transforms import (
     Prune,
     calibration_samples,
     open_model,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import save_weights
-from ppfleetx.commands.checkpoint_verbs import (
+from ppfleetx.commands.checkpoint_transforms import (
     calibration_samples,
     open_model,
     refuse_quantized_or_adapted,
@@ -21,7 +21,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.commands.checkpoint_verbs import Quantize
+    from ppfleetx.commands.checkpoint_transforms import Quantize
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 REPORT_FILE = "quantization.json"

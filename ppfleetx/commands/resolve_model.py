@@ -1,8 +1,8 @@
 """Find a model of any format, and turn it into a configuration and a checkpoint that commands can load.
 
-Our own checkpoints contain their configuration (`checkpoint/documents.py`). A model of Hugging Face
-(`hf:NAME` is downloaded first) or a GGUF file is converted into a temporary directory. A FleetX checkpoint is
-read directly, with the network of the shipped configuration that has its sizes.
+Our own checkpoints contain their configuration (`checkpoint/config_and_tokenizer.py`). A model of Hugging
+Face (`hf:NAME` is downloaded first) or a GGUF file is converted into a temporary directory. A FleetX
+checkpoint is read directly, with the network of the shipped configuration that has its sizes.
 
 All processes of a job on one machine share the temporary directory: the first process fills it, the others
 wait, and the last one removes it. A process holds a file lock, exclusive to fill or remove the directory,
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ppfleetx.checkpoint.config_and_tokenizer import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.config.errors import CheckpointError, ConfigError

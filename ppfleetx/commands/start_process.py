@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint, weight_sources
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.ineffective_options import refuse_absent, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.sections.root import data_sets
-from ppfleetx.config.without_effect import refuse_absent, without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir_of
 from ppfleetx.core.engine.start_watchdog import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora

@@ -225,7 +225,7 @@ examples:
     write: str | None = option("file to write; without it the configuration is printed", metavar="FILE")
 
     def run(self) -> None:
-        from ppfleetx.planner.recipe import Dial, recipe
+        from ppfleetx.planner.recipe import RecipeInputs, recipe
         from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
         refuse_not_positive(self, "tokens_per_param", "price")
@@ -234,8 +234,10 @@ examples:
             raise ConfigError("must be like 8xA100-80GB", key="--cards", value=self.cards)
         if self.write is not None:
             refuse_as_new_file(Path(self.write), "--write")
-        dial = Dial(self.depth, int(count), card, self.tokens_per_param, self.seq_len, self.vocab_size)
-        found = recipe(dial, self.per_node)
+        inputs = RecipeInputs(
+            self.depth, int(count), card, self.tokens_per_param, self.seq_len, self.vocab_size
+        )
+        found = recipe(inputs, self.per_node)
         if self.write is None:
             print(found.yaml(self.price), end="")
             return

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import BASE
+from ppfleetx.checkpoint.config_and_tokenizer import documents_of
 from ppfleetx.checkpoint.directory import named_checkpoint
-from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.compress import Criterion, Part
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import parts_out

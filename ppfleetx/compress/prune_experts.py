@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.compress import Criterion
 from ppfleetx.compress.prune import LAYER, check_share
 from ppfleetx.config.errors import ConfigError

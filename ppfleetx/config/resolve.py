@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ppfleetx.config.batch import BatchPlan, Ramp, resolve_batch
+from ppfleetx.config.batch_sizes import BatchPlan, Ramp, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
 from ppfleetx.config.formatting import counted

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
+from ppfleetx.checkpoint.lazy_tensors import FLOAT_DTYPES
 from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.weights import Weights, fitted, network_of
 from ppfleetx.checkpoint.weights_only import load_tokenizer, read_ppfleetx, write_ppfleetx
@@ -37,8 +37,8 @@ from ppfleetx.conversion.huggingface.read_files import read_stored
 from ppfleetx.conversion.megatron import read_megatron
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.utils.files import is_taken, refuse_as_new_file, refuse_unwritable
+from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.untrusted_files import os_errors
 
 SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf", "gguf")
 

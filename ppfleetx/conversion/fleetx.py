@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.merge_parts import check_complete, join_parts, joined, ranks_of_stage
+from ppfleetx.conversion.join_parameters import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.conversion.paddle_file import read_paddle_file
 from ppfleetx.nn.attention_spec import qkv_parts
 

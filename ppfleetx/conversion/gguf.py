@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, cast, derive
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, derive
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
@@ -31,8 +31,8 @@ from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.rope_scaling import inverse_frequencies
+from ppfleetx.utils.input_files import opened
 from ppfleetx.utils.installed import NotInstalledError
-from ppfleetx.utils.untrusted_files import opened
 
 SUFFIX = ".gguf"
 QUANTIZED = ("q8_0", "q4_0", "q4_1")

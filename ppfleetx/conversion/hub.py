@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.documents import TOKENIZER_FILES
+from ppfleetx.checkpoint.config_and_tokenizer import TOKENIZER_FILES
 from ppfleetx.config.errors import CheckpointError, UserError, shown
 from ppfleetx.config.formatting import counted
 from ppfleetx.conversion.detect import HUB
@@ -31,9 +31,9 @@ from ppfleetx.conversion.huggingface.read_files import (
 )
 from ppfleetx.conversion.safetensors_file import INDEX, SINGLE
 from ppfleetx.data.tokenizer.files import NAMED_TEMPLATES
+from ppfleetx.utils.input_files import read_json
 from ppfleetx.utils.installed import NotInstalledError
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.untrusted_files import read_json
 
 DEFAULT_REVISION = "main"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.tensor_mapping import loads
+from ppfleetx.conversion.join_parameters import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.conversion.megatron_experts import apart, expert_name, moe_section, of_rank, stacked
-from ppfleetx.conversion.merge_parts import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.conversion.safe_unpickler import Record, flatten, reading
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
-from ppfleetx.utils.untrusted_files import read_bounded
+from ppfleetx.utils.input_files import read_bounded
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_TRACKER_BYTES = 100

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.conversion.safe_unpickler import (
@@ -21,7 +21,7 @@ from ppfleetx.conversion.safe_unpickler import (
     reading,
     tensor_of,
 )
-from ppfleetx.utils.untrusted_files import opened
+from ppfleetx.utils.input_files import opened
 
 _NAME_TABLE = "StructuredToParameterName@@"
 _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling

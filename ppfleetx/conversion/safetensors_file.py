@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ppfleetx.checkpoint.lazy import LazyTensor, read_bytes
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, read_bytes
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.checkpoint.storage import write_safetensors
 from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import split_into_files
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.untrusted_files import opened, parse_json
+from ppfleetx.utils.input_files import opened, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The `format` in the metadata of files from PaddleNLP and PaddleFormers.

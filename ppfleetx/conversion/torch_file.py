@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, read_bytes
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, read_bytes
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.conversion.safe_unpickler import (
@@ -30,7 +30,7 @@ from ppfleetx.conversion.safe_unpickler import (
     WeightsUnpickler,
     reading,
 )
-from ppfleetx.utils.untrusted_files import opened
+from ppfleetx.utils.input_files import opened
 
 _MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _LOCAL_HEADER, _LOCAL_SIGNATURE = 30, b"PK\x03\x04"

@@ -16,7 +16,7 @@ from pathlib import Path
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.untrusted_files import file_status, opened, read_bounded
+from ppfleetx.utils.input_files import file_status, opened, read_bounded
 
 BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")

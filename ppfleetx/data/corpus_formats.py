@@ -27,7 +27,7 @@ from ppfleetx.data.indexed_dataset import (
     refuse_to_replace,
     runs_from_zero,
 )
-from ppfleetx.utils.untrusted_files import file_status, os_errors
+from ppfleetx.utils.input_files import file_status, os_errors
 
 FLEETX_SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from ppfleetx.config.errors import DataError, shown
-from ppfleetx.utils.untrusted_files import opened
+from ppfleetx.utils.input_files import opened
 
 MAX_LINE_BYTES = 64_000_000
 """The longest line accepted in a text file."""

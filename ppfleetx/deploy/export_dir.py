@@ -30,8 +30,8 @@ from pydantic.dataclasses import dataclass
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.generation import GenerationConfig, TokenOptions
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.utils.input_files import opened, read_json
 from ppfleetx.utils.machine import CPUINFO, flags_in, read_cpuinfo
-from ppfleetx.utils.untrusted_files import opened, read_json
 
 FORMAT, VERSION = "ppfleetx-export", 3
 _READ = (2, 3)  # version 2 has no checksum, and its programs support only one end token

@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.mesh import SMALL_MESSAGE
 from ppfleetx.config.plan import AXES, ParallelPlan

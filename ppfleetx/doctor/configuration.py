@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.without_effect import missing, without_effect
+from ppfleetx.config.ineffective_options import missing, without_effect
 from ppfleetx.core.engine.run_directory import check_start
 from ppfleetx.distributed.device import is_card, kind_of, total_memory
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn

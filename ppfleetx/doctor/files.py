@@ -26,7 +26,7 @@ from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.planner.run_cost import checkpoint_bytes
-from ppfleetx.utils.untrusted_files import opened
+from ppfleetx.utils.input_files import opened
 
 _FIX = (
     "mount or copy intact files to this machine (ppfleetx prepare writes a corpus), let this user read them "

@@ -112,7 +112,7 @@ class ContinuousBatch:
         return len(self.history)
 
     @property
-    def most_guesses(self) -> int:
+    def max_drafts(self) -> int:
         """The maximum number of draft tokens per row, so that no row exceeds ``switch_length`` in the middle
         of a pass."""
         switch = self._model.switch_length
@@ -137,17 +137,17 @@ class ContinuousBatch:
             parts.append(self._prefill())
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
-    def logits_with_guesses(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
+    def logits_with_drafts(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Run draft tokens. Returns logits ``[1 + s, b, V]`` float32: after each row's last token, then after
         each of its draft tokens.
 
-        s is the largest number of draft tokens of a row, at most :attr:`most_guesses`; a row with fewer has
+        s is the largest number of draft tokens of a row, at most :attr:`max_drafts`; a row with fewer has
         meaningless logits at the end. Draft tokens are not yet part of the row: :meth:`append` then receives
         the accepted tokens.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
-        assert max(map(len, guesses)) <= self.most_guesses
-        return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
+        assert max(map(len, drafts)) <= self.max_drafts
+        return self._step(drafts).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Replace the rows of the batch by ``rows``, and return their next-token logits ``[b, V]`` float32.
@@ -205,20 +205,20 @@ class ContinuousBatch:
         self._before = 0  # the cache's number of columns before the last pass
         self._newcomers: list[tuple[list[int], int]] = []
 
-    def _step(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
-        rows = self.history[: len(guesses)]
-        lengths = np.array([len(row) + len(own) for row, own in zip(rows, guesses, strict=True)])
+    def _step(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
+        rows = self.history[: len(drafts)]
+        lengths = np.array([len(row) + len(own) for row, own in zip(rows, drafts, strict=True)])
         self._renew(lengths)
         self._take_out_unused()
-        width = 1 + max(map(len, guesses))
+        width = 1 + max(map(len, drafts))
         tokens = np.array(
             [
                 [row[-1], *own, *[row[-1]] * (width - len(own) - 1)]
-                for row, own in zip(rows, guesses, strict=True)
+                for row, own in zip(rows, drafts, strict=True)
             ]
         )
         # The padding of rows with fewer draft tokens needs valid positions, too.
-        filled = np.minimum(np.arange(width), np.array([[len(own)] for own in guesses]))
+        filled = np.minimum(np.arange(width), np.array([[len(own)] for own in drafts]))
         positions = filled + np.array([[len(row) - 1] for row in rows])
         self._before = self._cache.length
         self._visible = np.pad(self._visible, ((0, 0), (0, width)), constant_values=True)

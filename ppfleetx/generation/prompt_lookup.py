@@ -3,7 +3,7 @@ Saxena, 2023) or from a smaller assistant model, and one pass verifies them.
 
 Text often repeats: the tokens that followed an earlier occurrence of the last few tokens often follow again.
 With few rows, reading the weights takes most of the time of a pass, so verifying several positions costs
-little more than computing one. Wrong draft tokens ("guesses" in this file) are dropped, so the result equals
+little more than computing one. Wrong draft tokens are dropped, so the result equals
 greedy search, up to float rounding.
 """
 
@@ -98,7 +98,7 @@ def decode_with_lookup(
     prompts: Sequence[Sequence[int]],
     rules: Rules,
     max_new_tokens: Sequence[int],
-    most_guesses: int,
+    max_drafts: int,
     *,
     assistant: ProposedRows | None = None,
     on_token: OnToken | None = None,
@@ -106,13 +106,13 @@ def decode_with_lookup(
     """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.decode_loop.decode`, with
     speculative decoding.
 
-    At most ``most_guesses`` draft tokens per row and pass come from ``assistant`` or, without one, from the
+    At most ``max_drafts`` draft tokens per row and pass come from ``assistant`` or, without one, from the
     row's own text.
     """
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
     rows = [
-        _GuessedRow(number, prompt, Row(limit), most_guesses)
+        _DraftedRow(number, prompt, Row(limit), max_drafts)
         for number, (prompt, limit) in enumerate(zip(prompts, max_new_tokens, strict=True))
     ]
     results = [row.result for row in rows]
@@ -131,20 +131,20 @@ def decode_with_lookup(
             if assistant is not None:
                 assistant.select(going_on)
         if assistant is None:
-            count = worthwhile([row.guess() for row in rows])
+            count = worthwhile([row.draft() for row in rows])
         else:
-            guesses = assistant.propose([row.history for row in rows], [row.width for row in rows])
-            count = max(row.hold(own) for row, own in zip(rows, guesses, strict=True))
-        count = min(count, batch.most_guesses)
-        logits = batch.logits_with_guesses([row.first_guesses(count) for row in rows])
+            drafts = assistant.propose([row.history for row in rows], [row.width for row in rows])
+            count = max(row.hold(own) for row, own in zip(rows, drafts, strict=True))
+        count = min(count, batch.max_drafts)
+        logits = batch.logits_with_drafts([row.first_drafts(count) for row in rows])
 
 
-class _GuessedRow:
+class _DraftedRow:
     """A row and its draft tokens. Their number grows while they are accepted."""
 
-    def __init__(self, number: int, prompt: Sequence[int], result: Row, most_guesses: int) -> None:
+    def __init__(self, number: int, prompt: Sequence[int], result: Row, max_drafts: int) -> None:
         self.result, self._number, self.history = result, number, list(prompt)
-        self._most, self._width, self._guesses = most_guesses, 1, []
+        self._most, self._width, self._drafts = max_drafts, 1, []
 
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
@@ -162,29 +162,29 @@ class _GuessedRow:
             goes_on = self.result.add(token, is_last=token in rules.end_ids or is_stopped)
             new.append(token)
             self.history.append(token)
-            if not goes_on or new != self._guesses[: len(new)]:
+            if not goes_on or new != self._drafts[: len(new)]:
                 break
-        if self._guesses:
+        if self._drafts:
             right = len(new) - 1
-            self._width = next_width(self._width, right, self._most, right == len(self._guesses))
+            self._width = next_width(self._width, right, self._most, right == len(self._drafts))
         return new
 
     @property
     def width(self) -> int:
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
 
-    def guess(self) -> int:
+    def draft(self) -> int:
         """Look up draft tokens in the row's own text. Returns their number."""
-        return self.hold(guess(np.array(self.history), self.width).tolist())
+        return self.hold(look_up(np.array(self.history), self.width).tolist())
 
-    def hold(self, guesses: list[int]) -> int:
+    def hold(self, drafts: list[int]) -> int:
         """Set the draft tokens for the next pass to verify. Returns their number."""
-        self._guesses = guesses
-        return len(guesses)
+        self._drafts = drafts
+        return len(drafts)
 
-    def first_guesses(self, count: int) -> list[int]:
-        self._guesses = self._guesses[:count]
-        return self._guesses
+    def first_drafts(self, count: int) -> list[int]:
+        self._drafts = self._drafts[:count]
+        return self._drafts
 
     def _choose(self, logits: paddle.Tensor, rules: Rules) -> int:
         limits = np.array([self.result.max_new_tokens])
@@ -213,7 +213,7 @@ def worthwhile(counts: Sequence[int]) -> int:
     return max(range(max(counts) + 1), key=rate)
 
 
-def guess(history: np.ndarray, count: int) -> np.ndarray:
+def look_up(history: np.ndarray, count: int) -> np.ndarray:
     """Draft up to ``count`` tokens after ``history [n]``: the tokens after the last earlier occurrence of its
     final n-gram.
 

@@ -17,7 +17,7 @@ from ppfleetx.planner.report import account, constants
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
-from ppfleetx.utils.untrusted_files import os_errors
+from ppfleetx.utils.input_files import os_errors
 
 _FORWARD, _BACKWARD, _AGAIN, _IDLE = "#4477aa", "#228833", "#ccbb44", "#dddddd"
 _WEIGHTS = "#aa3377"

@@ -32,7 +32,7 @@ MAX_TOKENS_PER_PARAM = 1_000_000  # more tokens mean a larger batch, and a large
 
 
 @dataclass(frozen=True)
-class Dial:
+class RecipeInputs:
     """The inputs of a recipe.
 
     Attributes:
@@ -122,7 +122,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class Recipe:
-    dial: Dial
+    inputs: RecipeInputs
     values: dict[str, Any]
     prediction: Prediction
 
@@ -132,17 +132,17 @@ class Recipe:
         Args:
             price: the price of a card-hour; None: give the cost in card-hours only.
         """
-        dial, found = self.dial, self.prediction
-        run = run_length(found, dial.steps * found.job.tokens)
+        inputs, found = self.inputs, self.prediction
+        run = run_length(found, inputs.steps * found.job.tokens)
         cost = "" if price is None else f", which cost {run.cost(price)[0]:,.2f} at {price:g} each"
         return [
-            f"{dial.num_params:,} parameters",
-            f"{dial.tokens:.4g} tokens, {dial.tokens_per_param:g} a parameter, in "
-            f"{counted(dial.steps, 'step', ',')} of {found.job.tokens:,}",
-            f"{dial.cards} x {dial.kind.name}: {plan_text(found.job)}",
+            f"{inputs.num_params:,} parameters",
+            f"{inputs.tokens:.4g} tokens, {inputs.tokens_per_param:g} a parameter, in "
+            f"{counted(inputs.steps, 'step', ',')} of {found.job.tokens:,}",
+            f"{inputs.cards} x {inputs.kind.name}: {plan_text(found.job)}",
             f"{found.time.seconds:.3f} s a step, likely up to {found.likely_at_most:.3f} s; "
             f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}",
-            f"{found.fullest / GIB:.1f} of {dial.kind.memory_gib:g} GiB on the fullest card",
+            f"{found.fullest / GIB:.1f} of {inputs.kind.memory_gib:g} GiB on the fullest card",
             f"{run.days * 24:,.2f} hours, {run.card_hours:,.2f} card-hours{cost}",
         ]
 
@@ -155,30 +155,32 @@ class Recipe:
         return comments + yaml.safe_dump(self.values, sort_keys=False, width=110)
 
 
-def recipe(dial: Dial, per_node: int = 8) -> Recipe:
-    """Make the configuration for ``dial``, with the best plan.
+def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
+    """Make the configuration for ``inputs``, with the best plan.
 
     Raises:
         ConfigError: no plan fits, or the model or the run is too large.
     """
-    if dial.tokens_per_param > MAX_TOKENS_PER_PARAM:
+    if inputs.tokens_per_param > MAX_TOKENS_PER_PARAM:
         raise ConfigError(
-            f"must be at most {MAX_TOKENS_PER_PARAM:,}", key="--tokens-per-param", value=dial.tokens_per_param
+            f"must be at most {MAX_TOKENS_PER_PARAM:,}",
+            key="--tokens-per-param",
+            value=inputs.tokens_per_param,
         )
-    values = _values(dial)
+    values = _values(inputs)
     written = UnresolvedConfig(*read_config(Sections(values, "the recipe")))
-    whole = job_of(written.under(ParallelPlan(), 1, dial.batch, None), dial.kind)
-    found = search(whole, Cluster(dial.kind, per_node), dial.cards, asked_in="--cards")
+    whole = job_of(written.under(ParallelPlan(), 1, inputs.batch, None), inputs.kind)
+    found = search(whole, Cluster(inputs.kind, per_node), inputs.cards, asked_in="--cards")
     best = next(filter(_suits_muon, found.best), None)
     if best is None:
         raise ConfigError(
-            f"a model of depth {dial.depth} fits under no plan: take more cards, or larger ones",
+            f"a model of depth {inputs.depth} fits under no plan: take more cards, or larger ones",
             key="--cards",
-            value=f"{dial.cards}x{dial.card}",
+            value=f"{inputs.cards}x{inputs.card}",
         )
     job = best.job
     cfg = written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
-    return Recipe(dial, _under_plan(values, cfg), best)
+    return Recipe(inputs, _under_plan(values, cfg), best)
 
 
 def _suits_muon(prediction: Prediction) -> bool:
@@ -189,26 +191,26 @@ def _suits_muon(prediction: Prediction) -> bool:
     return plan.mp == 1 or not plan.sharding_offload
 
 
-def _values(dial: Dial) -> dict[str, Any]:
+def _values(inputs: RecipeInputs) -> dict[str, Any]:
     """The configuration values that do not depend on the plan."""
-    rate, steps = dial.learning_rate, dial.steps
-    dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": dial.seq_len}
+    rate, steps = inputs.learning_rate, inputs.steps
+    dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": inputs.seq_len}
     return {
         "Global": {
-            "device": CPU if dial.kind.kernels == "cpu" else "auto",
-            "card": dial.card,
+            "device": CPU if inputs.kind.kernels == "cpu" else "auto",
+            "card": inputs.card,
             "seed": 1024,
-            "global_batch_size": dial.batch,
+            "global_batch_size": inputs.batch,
         },
         "Engine": {
             "max_steps": steps,
             "logging_freq": 10,
             "eval_freq": max(1, steps // 20),
             "eval_iters": 10,
-            "mix_precision": _precision(dial.kind),
-            "save_load": {"save_steps": max(1, steps // 10), "output_dir": f"./output/d{dial.depth}"},
+            "mix_precision": _precision(inputs.kind),
+            "save_load": {"save_steps": max(1, steps // 10), "output_dir": f"./output/d{inputs.depth}"},
         },
-        "Model": dial.model,
+        "Model": inputs.model,
         "Data": {"Train": {"dataset": dataset}, "Eval": {"dataset": {**dataset}}},
         "Optimizer": {
             "name": "Muon",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppfleetx.config.batch import Ramp
+from ppfleetx.config.batch_sizes import Ramp
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.communication import Cluster

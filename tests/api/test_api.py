@@ -17,7 +17,7 @@ from ppfleetx.api.configuration import config_source, settings_of
 from ppfleetx.api.gpt2 import _is_text
 from ppfleetx.api.model import stream_of
 from ppfleetx.api.trainer import corpus_prefix
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.conversion.convert import Conversion, convert

@@ -17,7 +17,7 @@ import yaml
 import ppfleetx
 from ppfleetx.api.model import GPT
 from ppfleetx.api.text_generation import Trainer
-from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.checkpoint.config_and_tokenizer import documents_of
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.launching import without_launch_options

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import documents_in, documents_of
 from ppfleetx.checkpoint.tensors import load_model, model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config

@@ -11,10 +11,10 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.weights_only import save_weights
-from ppfleetx.commands.checkpoint_verbs import Prune, open_model
+from ppfleetx.commands.checkpoint_transforms import Prune, open_model
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.commands.resolve_model import resolve_model

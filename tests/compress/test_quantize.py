@@ -14,7 +14,7 @@ import pytest
 
 from ppfleetx.checkpoint.adapters import merge_lora
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.commands.checkpoint_verbs import Quantize
+from ppfleetx.commands.checkpoint_transforms import Quantize
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import REPORT_FILE, quantize
 from ppfleetx.commands.resolve_model import resolve_model

@@ -5,8 +5,8 @@ import pytest
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.ineffective_options import without_effect
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.without_effect import without_effect
 from ppfleetx.utils.devices import not_supported_reasons
 from tests.config.test_shipped import GPT
 

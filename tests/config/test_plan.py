@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppfleetx.config.batch import BatchPlan, resolve_batch
+from ppfleetx.config.batch_sizes import BatchPlan, resolve_batch
 from ppfleetx.config.fields import RuleError
 from ppfleetx.config.plan import LEGAL, ParallelPlan, Workload, enumerate_plans, nearest_plan, violations
 

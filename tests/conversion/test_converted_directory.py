@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.commands.evaluate import evaluate, read_windows
 from ppfleetx.commands.generate import find_tokenizer, load_generator
 from ppfleetx.config.errors import DataError

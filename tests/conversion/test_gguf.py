@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.commands.main import call

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError

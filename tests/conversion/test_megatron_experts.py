@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.config.errors import UserError
 from ppfleetx.conversion import megatron
 from ppfleetx.conversion.convert import model_of
-from ppfleetx.conversion.merge_parts import split_parts
+from ppfleetx.conversion.join_parameters import split_parts
 from ppfleetx.conversion.safe_unpickler import Record
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.mlp_spec import GATE_AND_UP

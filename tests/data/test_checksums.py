@@ -15,9 +15,9 @@ from ppfleetx.data.checksums import checksums_path, compute_checksums, read_chec
 from ppfleetx.data.corpus_checks import all_damage, verify_corpora, verify_corpus
 from ppfleetx.data.corpus_formats import convert
 from ppfleetx.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from ppfleetx.data.prepare.merge_corpora import merge
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.prepare.text_corpus import find_sources
-from ppfleetx.data.prepare.token_files import merge
 from tests.data.test_loader import make_config
 from tests.helpers.texts import small_tokenizer
 

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.commands.evaluate import read_windows
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ppfleetx.commands.checkpoint_verbs import Quantize
+from ppfleetx.commands.checkpoint_transforms import Quantize
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import quantize
 from ppfleetx.commands.resolve_model import resolve_model

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from ppfleetx.commands.checkpoint_verbs import Quantize
+from ppfleetx.commands.checkpoint_transforms import Quantize
 from ppfleetx.commands.quantize import quantize
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.compress.runs import DEEPSEEK, MODELS

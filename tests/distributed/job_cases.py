@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.distributed import checks, coordination

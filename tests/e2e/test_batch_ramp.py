@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.batch import Ramp, resolve_batch
+from ppfleetx.config.batch_sizes import Ramp, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import RuleError
 from ppfleetx.config.loader import load_config

@@ -13,9 +13,9 @@ import pytest
 
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.ineffective_options import refuse_absent
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
-from ppfleetx.config.without_effect import refuse_absent
 from ppfleetx.core.engine.callbacks.records import build_writers, numbers_of
 from ppfleetx.core.loggers.base import LogStart
 from tests.docs.blocks import blocks

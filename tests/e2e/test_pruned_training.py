@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
-from ppfleetx.commands.checkpoint_verbs import Prune
+from ppfleetx.commands.checkpoint_transforms import Prune
 from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.compress.prune import parts_of
 from ppfleetx.config.sections.model import ModelConfig

@@ -75,19 +75,19 @@ def step(
     copies: list[int],
 ) -> None:
     """One step in which prompts join or rows are guessed for, with the logits of the full forward pass."""
-    guesses: list[list[int]] = [[] for _ in batch.history]
-    if not guesses or chance.random() < share:
+    drafts: list[list[int]] = [[] for _ in batch.history]
+    if not drafts or chance.random() < share:
         batch.join(prompts, copies)
-        guesses = [[] for _ in batch.history]
+        drafts = [[] for _ in batch.history]
         logits = batch.next_logits().unsqueeze(0).numpy()
     else:
-        guesses = [some_tokens(chance, 0, 4)[: batch.most_guesses] for _ in guesses]
-        logits = batch.logits_with_guesses(guesses).numpy()
-    for row, (history, own) in enumerate(zip(batch.history, guesses, strict=True)):
+        drafts = [some_tokens(chance, 0, 4)[: batch.max_drafts] for _ in drafts]
+        logits = batch.logits_with_drafts(drafts).numpy()
+    for row, (history, own) in enumerate(zip(batch.history, drafts, strict=True)):
         ids = paddle.to_tensor([history + own])
         expected = staged(ids, paddle.arange(ids.size).unsqueeze(0), None)[len(history) - 1 :, 0, :61].numpy()
         np.testing.assert_allclose(logits[: len(expected), row], expected, rtol=2e-4, atol=5e-5)
-    batch.append([own[: chance.randint(0, len(own))] + some_tokens(chance, 1, 1) for own in guesses])
+    batch.append([own[: chance.randint(0, len(own))] + some_tokens(chance, 1, 1) for own in drafts])
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -110,7 +110,7 @@ def test_any_course_of_events_gives_the_logits_of_the_full_forward(
 
 
 def test_a_window_counts_the_tokens_of_the_row(make_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of padding and of wrong guesses between a row's own do not use up its window."""
+    """Columns of padding and of wrong drafts between a row's own do not use up its window."""
     blocks = {"attention_window": 4, "qk_layernorm": True, "parallel_residual": True}
     style = {"position_embedding_type": "rope", **blocks}
     test_any_course_of_events_gives_the_logits_of_the_full_forward(make_model, style, 0, monkeypatch)

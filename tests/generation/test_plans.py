@@ -23,7 +23,7 @@ RUNS = {
     "sampling": ["Generation.num_return_sequences=2", "Generation.temperature=1.5", "Generation.top_p=0.9"],
     "beam": ["Generation.decode_strategy=beam_search", "Generation.num_beams=3", "Generation.seed=null"],
     "one_prompt": ["Generation.prompt=the hat"],
-    "guesses": [
+    "drafts": [
         "Generation.prompt=the hat the cat the hat the",
         "Generation.decode_strategy=greedy_search",
         "Generation.max_dec_len=40",

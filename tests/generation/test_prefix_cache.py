@@ -20,7 +20,7 @@ from tests.generation.test_continuous import some_tokens, step
 def test_known_beginnings_change_no_logits(
     make_model, style: dict, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chats whose turns go on from what was said, new ones under a shared beginning, copies and guesses."""
+    """Chats whose turns go on from what was said, new ones under a shared beginning, copies and drafts."""
     monkeypatch.setattr(continuous_batching, "_PREFILL_COLUMNS", 4)
     monkeypatch.setattr(prefix_cache, "SHORTEST", 2)
     staged, _ = make_model(**style)

@@ -17,7 +17,7 @@ from ppfleetx.generation import continuous_batching
 from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
 from ppfleetx.generation.generator import Generator
-from ppfleetx.generation.prompt_lookup import Assistant, ProposedRows, decode_with_lookup, guess
+from ppfleetx.generation.prompt_lookup import Assistant, ProposedRows, decode_with_lookup, look_up
 from ppfleetx.generation.sampling_params import SamplingParams
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import NoTokenizer
@@ -54,7 +54,7 @@ class Counting(NextTokenModel):
     ],
 )
 def test_what_is_guessed(history, count, expected):
-    assert guess(np.array(history), count).tolist() == expected
+    assert look_up(np.array(history), count).tolist() == expected
 
 
 @pytest.mark.slow_after(2)
@@ -136,7 +136,7 @@ def test_columns_of_wrong_guesses_are_taken_out(model, monkeypatch):
         for step in range(steps):
             right = [text[n : n + 3] for text, n in zip(texts, known, strict=True)]
             wrong = [[(token + 1) % 61 for token in own] for own in right]
-            likeliest = batch.logits_with_guesses(
+            likeliest = batch.logits_with_drafts(
                 [right[row] if row == step % 2 else wrong[row] for row in (0, 1)]
             ).argmax(-1)
             new = [4 if row == step % 2 else 1 for row in (0, 1)]

@@ -34,7 +34,7 @@ def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
 
 def _quantized(directory: Path, style: str, way: str) -> Path:
     """A quantized model with widths that the GPU's kernel for 8-bit weights supports."""
-    from ppfleetx.commands.checkpoint_verbs import Quantize
+    from ppfleetx.commands.checkpoint_transforms import Quantize
     from ppfleetx.commands.quantize import quantize
     from tests.compress.runs import MODELS, write_run
 

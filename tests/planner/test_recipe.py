@@ -7,17 +7,17 @@ from ppfleetx.commands.check import check_report
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.planner.recipe import Dial, recipe
+from ppfleetx.planner.recipe import RecipeInputs, recipe
 
 DEPTHS = range(2, 31)
 CARDS = range(1, 65)
 
 
-def checked(dial, path):
+def checked(inputs, path):
     """The recipe's configuration, after everything that `ppfleetx check` looks at."""
-    made = recipe(dial)
+    made = recipe(inputs)
     path.write_text(made.yaml())
-    cfg = load_config(path, world_size=dial.cards)
+    cfg = load_config(path, world_size=inputs.cards)
     report = check_report(cfg)
     assert "it fits" in report
     assert not any(line.startswith(("missing", "not yet")) for line in report.splitlines()), report
@@ -32,23 +32,23 @@ def test_every_depth_and_every_number_of_cards_is_valid(tmp_path):
     pairs = {(DEPTHS[7 * cards % len(DEPTHS)], cards) for cards in CARDS}
     assert {depth for depth, _ in pairs} == set(DEPTHS)
     for depth, cards in sorted(pairs):
-        checked(Dial(depth, cards, "A100-80GB"), tmp_path / "recipe.yaml")
+        checked(RecipeInputs(depth, cards, "A100-80GB"), tmp_path / "recipe.yaml")
 
 
 @pytest.mark.parametrize(
     ("card", "precision"), [("V100-32GB", "float16"), ("H100-80GB", "bfloat16"), ("910B-64GB", "bfloat16")]
 )
 def test_the_precision_is_one_that_the_card_has(card, precision, tmp_path):
-    mixed = checked(Dial(12, 8, card), tmp_path / "recipe.yaml").Engine.mix_precision
+    mixed = checked(RecipeInputs(12, 8, card), tmp_path / "recipe.yaml").Engine.mix_precision
     assert mixed.enable and mixed.dtype == precision
 
 
 def test_what_follows_from_the_depth(tmp_path):
-    cfg = checked(Dial(12, 8, "A100-80GB"), tmp_path / "recipe.yaml")
+    cfg = checked(RecipeInputs(12, 8, "A100-80GB"), tmp_path / "recipe.yaml")
     model = cfg.Model
     assert (model.num_layers, model.hidden_size, model.head_size) == (12, 768, 64)
     tokens = cfg.Engine.max_steps * cfg.batch.global_batch_size * 2048
-    assert tokens == pytest.approx(20 * Dial(12, 8, "A100-80GB").num_params, rel=1e-3)
+    assert tokens == pytest.approx(20 * RecipeInputs(12, 8, "A100-80GB").num_params, rel=1e-3)
     # DeepSeek LLM, equations 1 and 2, by hand.
     compute = 12 * 768 * (72 * 768 + 12 * 2048) * tokens
     assert cfg.Optimizer.lr.max_lr == pytest.approx(0.3118 * compute**-0.125, rel=5e-3)
@@ -57,10 +57,10 @@ def test_what_follows_from_the_depth(tmp_path):
 
 
 def test_deeper_models_and_longer_runs_have_lower_rates_and_larger_batches():
-    by_depth = [Dial(depth, 1, "A100-80GB") for depth in DEPTHS]
-    by_tokens = [Dial(12, 1, "A100-80GB", tokens) for tokens in (5, 20, 100)]
+    by_depth = [RecipeInputs(depth, 1, "A100-80GB") for depth in DEPTHS]
+    by_tokens = [RecipeInputs(12, 1, "A100-80GB", tokens) for tokens in (5, 20, 100)]
     for dials in (by_depth, by_tokens):
-        rates, batches = [dial.learning_rate for dial in dials], [dial.batch for dial in dials]
+        rates, batches = [inputs.learning_rate for inputs in dials], [inputs.batch for inputs in dials]
         assert rates == sorted(rates, reverse=True) and batches == sorted(batches)
 
 

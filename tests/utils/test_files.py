@@ -11,7 +11,7 @@ import pytest
 
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.utils.files import atomic_write, is_taken
-from ppfleetx.utils.untrusted_files import opened, parse_json, read_bounded, read_json
+from ppfleetx.utils.input_files import opened, parse_json, read_bounded, read_json
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import ParallelPlan

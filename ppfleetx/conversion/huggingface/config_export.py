@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ppfleetx.checkpoint.lazy import NAME_OF_DTYPE
+from ppfleetx.checkpoint.lazy_tensors import NAME_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError, UserError, shown
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig

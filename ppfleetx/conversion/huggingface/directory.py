@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
-from ppfleetx.checkpoint.lazy import KeptTensor, LazyTensor, derive
+from ppfleetx.checkpoint.config_and_tokenizer import copy_tokenizer, tokenizer_files
+from ppfleetx.checkpoint.lazy_tensors import KeptTensor, LazyTensor, derive
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, shown

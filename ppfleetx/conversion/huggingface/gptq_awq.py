@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.config.errors import CheckpointError, shown
 
 QUANTIZATION = "quantization_config"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.huggingface.config_keys import of_paddle

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.conversion.paddle_file import read_paddle_file
 from ppfleetx.conversion.safe_unpickler import flatten, reading
@@ -19,7 +19,7 @@ from ppfleetx.conversion.safetensors_file import (
     safetensors_format,
 )
 from ppfleetx.conversion.torch_file import read_torch_file
-from ppfleetx.utils.untrusted_files import read_json
+from ppfleetx.utils.input_files import read_json
 
 CONFIG, PADDLE_CONFIG, GENERATION_CONFIG = "config.json", "model_config.json", "generation_config.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
-from ppfleetx.conversion.merge_parts import join_parts, split_parts
+from ppfleetx.conversion.join_parameters import join_parts, split_parts
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.param_spec import ParamSpec, Part, Shape
 

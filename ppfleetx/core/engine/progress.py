@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import CheckpointError, DataError, shown
 from ppfleetx.config.sections.root import RunConfig
 

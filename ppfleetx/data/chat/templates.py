@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
 from ppfleetx.data.chat.sandbox import CompiledTemplate, Span, TemplateLimitError, TemplateRefusedError
 from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
-from ppfleetx.utils.untrusted_files import read_bounded
+from ppfleetx.utils.input_files import read_bounded
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig

@@ -27,8 +27,8 @@ from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, templat
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
 from ppfleetx.data.text_files import load_object, read_records, refuse_surrogates, text_of
+from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.untrusted_files import os_errors
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig

@@ -15,8 +15,8 @@ import numpy as np
 from ppfleetx.config.errors import DataError, shown
 from ppfleetx.config.formatting import counted
 from ppfleetx.data.text_files import read_lines
+from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.untrusted_files import os_errors
 
 _ENTAILMENT = ("entailment", "not_entailment")
 _BINARY = ("0", "1")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ppfleetx.config.errors import DataError, MissingDataError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.untrusted_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
+from ppfleetx.utils.input_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"

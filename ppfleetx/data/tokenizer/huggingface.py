@@ -23,7 +23,7 @@ from ppfleetx.data.tokenizer.files import (
     SPECIAL_TOKENS,
     TokenizerFiles,
 )
-from ppfleetx.utils.untrusted_files import parse_json
+from ppfleetx.utils.input_files import parse_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -1,7 +1,7 @@
 """Convert text to token ids and back, with a tokenizer read from a directory.
 
 Byte-level BPE is encoded by ``tiktoken`` with the tokenizer's own merges, several times faster than by
-``tokenizers`` and with the same ids (`ppfleetx.data.tokenizer.engines` explains why). Other tokenizers are
+``tokenizers`` and with the same ids (`ppfleetx.data.tokenizer.backends` explains why). Other tokenizers are
 encoded by ``tokenizers``. Nothing is downloaded.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer.engines import build_engine
+from ppfleetx.data.tokenizer.backends import build_engine
 from ppfleetx.data.tokenizer.files import (
     BYTE_CHARACTERS,
     END_OF_DOCUMENT,

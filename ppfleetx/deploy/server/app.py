@@ -45,7 +45,7 @@ from ppfleetx.deploy.server.protocol import (
     quoted,
     read_request,
 )
-from ppfleetx.deploy.server.responses import Answer, Answering, EventStream, token_text
+from ppfleetx.deploy.server.responses import Answer, EventStream, RequestEvents, token_text
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.utils.log import get_logger
 
@@ -299,7 +299,9 @@ async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -
     vectors: list[np.ndarray] = []
     for start in range(0, len(jobs), size):  # a request may have more texts than the queue has room for
         part = jobs[start : start + size]
-        async with Answering(service.scheduler, part, request.receive, timeout, service.metrics) as answering:
+        async with RequestEvents(
+            service.scheduler, part, request.receive, timeout, service.metrics
+        ) as answering:
             vectors += await vectors_of(answering)
     num_tokens = sum(len(job.ids) for job in jobs)
     return embeddings_response(wanted, vectors, wanted.model or service.cfg.model_name, num_tokens)
@@ -319,7 +321,7 @@ def _named(service: Service, wanted: GenerationRequest, kind: str) -> tuple[str,
 
 async def _answer(service: Service, request: Request, wanted: GenerationRequest, answer: Answer) -> Response:
     timeout = service.cfg.request_timeout
-    answering = Answering(service.scheduler, answer.jobs, request.receive, timeout, service.metrics)
+    answering = RequestEvents(service.scheduler, answer.jobs, request.receive, timeout, service.metrics)
     if wanted.stream:
         return EventStream(answer, answering, timeout)
     async with answering:

@@ -13,7 +13,7 @@ from ppfleetx.deploy.server.chat import ChatPrompt
 from ppfleetx.deploy.server.completions import Prompt, prompts_of
 from ppfleetx.deploy.server.jobs import Embedded
 from ppfleetx.deploy.server.protocol import JsonResponse, NotSupported, Request
-from ppfleetx.deploy.server.responses import Answering
+from ppfleetx.deploy.server.responses import RequestEvents
 
 
 class EmbeddingRequest(Request):
@@ -47,7 +47,7 @@ class DetokenizeRequest(Request):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-async def vectors_of(answering: Answering) -> list[np.ndarray]:
+async def vectors_of(answering: RequestEvents) -> list[np.ndarray]:
     vectors = {event.number: event.vector async for event in answering if isinstance(event, Embedded)}
     return [vectors[number] for number in sorted(vectors)]
 

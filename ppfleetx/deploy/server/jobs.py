@@ -14,7 +14,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.generation.decode_loop import FinishReason, Row
 from ppfleetx.generation.gumbel_sampling import RandomStream
-from ppfleetx.generation.prompt_lookup import guess, next_width
+from ppfleetx.generation.prompt_lookup import look_up, next_width
 from ppfleetx.generation.sampling import RowChoice, TokenScore
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
 from ppfleetx.generation.text import RowText
@@ -118,13 +118,13 @@ class Waiting:
         return self.job.copies
 
 
-class Running:
+class RunningSequence:
     """A sequence in the running batch, with its text, random numbers and draft tokens: one of the requested
     continuations of a prompt, of which ``copy`` is the number."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
-        self.work, self.job, self.guesses = one.work, job, []
+        self.work, self.job, self.drafts = one.work, job, []
         self._width = 1
         self._history = list(job.ids)
         self._index = job.first_index + copy
@@ -161,17 +161,17 @@ class Running:
         self._pieces.clear()
         return Progress(self._index, text, self._row.finish_reason, score)
 
-    def guess(self, most: int) -> int:
+    def draft(self, most: int) -> int:
         """Draft at most ``most`` next tokens by prompt lookup. Returns their number."""
         left = self.job.max_new_tokens - self.num_new - 1
-        self.guesses = guess(np.array(self._history), min(self._width, left, most)).tolist()
-        return len(self.guesses)
+        self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
+        return len(self.drafts)
 
-    def adapt_guesses(self, right: int, most: int) -> None:
+    def adapt_drafts(self, right: int, most: int) -> None:
         """Set the number of tokens to draft next, after ``right`` draft tokens were accepted."""
-        if self.guesses:
-            self._width = next_width(self._width, right, most, right == len(self.guesses))
-        self.guesses = []
+        if self.drafts:
+            self._width = next_width(self._width, right, most, right == len(self.drafts))
+        self.drafts = []
 
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -89,7 +89,7 @@ CLIENT_LEFT = 499  # as in nginx; only for logs and metrics
 _SEND_GRACE_SECONDS = 10.0
 
 
-class Answering:
+class RequestEvents:
     """Runs one request: an async context manager and iterator over its events.
 
     The model's events, the client's disconnect and the time limit share one queue. Leaving the context
@@ -231,7 +231,7 @@ class Answer(ABC):
     def without_end(self, scores: Sequence[TokenScore]) -> list[TokenScore]:
         return [one for one in scores if one.token not in self._end_ids]
 
-    async def whole(self, answering: Answering) -> JsonResponse:
+    async def whole(self, answering: RequestEvents) -> JsonResponse:
         """Wait for all continuations and build the response. If more were generated than requested, only the
         likeliest are returned."""
         made, wanted = self.request.candidates, self.request.n
@@ -252,7 +252,7 @@ class Answer(ABC):
                 choices.append(self.whole_choice(len(choices), number, row, scores))
         return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
 
-    async def pieces(self, answering: Answering) -> AsyncIterator[dict[str, Any]]:
+    async def pieces(self, answering: RequestEvents) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream. If the client asked for usage, the last chunk contains it, and
         earlier chunks have ``"usage": null``, as in OpenAI's API."""
         options = self.request.stream_options
@@ -284,7 +284,7 @@ class EventStream(Response):
     one is sent as an event before ``[DONE]``.
     """
 
-    def __init__(self, answer: Answer, answering: Answering, max_seconds: float) -> None:
+    def __init__(self, answer: Answer, answering: RequestEvents, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._answer, self._answering, self._max_seconds = answer, answering, max_seconds

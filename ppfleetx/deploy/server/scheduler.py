@@ -19,7 +19,7 @@ from ppfleetx.deploy.server.jobs import (
     Failed,
     Metrics,
     Progress,
-    Running,
+    RunningSequence,
     Scored,
     Waiting,
     Work,
@@ -36,10 +36,10 @@ from ppfleetx.utils.log import get_logger
 _RETRY_SECONDS = 1
 
 
-class Lane:
+class ServedModel:
     """The batch of one model: the base model, or the base model with one adapter.
 
-    ``name`` is the model name in requests and metrics. ``max_prefix_tokens`` limits the lane's prefix cache.
+    ``name`` is the model name in requests and metrics. ``max_prefix_tokens`` limits the model's prefix cache.
     """
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
@@ -48,7 +48,7 @@ class Lane:
         self.clear()
 
     def clear(self) -> None:
-        self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[Running]()
+        self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
     def keep(self, kept: Sequence[bool]) -> int:
         """Drop all sequences except those where ``kept`` is true. Returns the number of dropped sequences."""
@@ -62,9 +62,9 @@ class Lane:
 class Scheduler:
     """Runs requests (:class:`Work`) on one model, first come, first served.
 
-    Each step adds a token to every sequence in the batch, lane by lane. Before a step, sequences of cancelled
-    requests are removed, and waiting sequences join if there is room. The thread sleeps while there is no
-    work. Nothing else may use the model while the thread runs. ``end_ids`` end a sequence, unless the request
+    Each step adds a token to every sequence, model by model. Before a step, sequences of cancelled requests
+    are removed, and waiting sequences join if there is room. The thread sleeps while there is no work.
+    Nothing else may use the model while the thread runs. ``end_ids`` end a sequence, unless the request
     says otherwise.
     """
 
@@ -87,7 +87,7 @@ class Scheduler:
         self._adapters = adapters or Adapters(model)
         names = (None, *self._adapters.names)
         room = cfg.prefix_cache_tokens // len(names)
-        self._lanes = {name: Lane(model, name or cfg.model_name, room) for name in names}
+        self._models = {name: ServedModel(model, name or cfg.model_name, room) for name in names}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -157,8 +157,8 @@ class Scheduler:
     # ---- the thread
 
     @property
-    def _rows(self) -> list[Running]:
-        return [row for lane in self._lanes.values() for row in lane.rows]
+    def _rows(self) -> list[RunningSequence]:
+        return [row for model in self._models.values() for row in model.rows]
 
     def _run(self) -> None:
         try:
@@ -186,48 +186,50 @@ class Scheduler:
     def _step(self) -> None:
         self._drop_cancelled()
         admitted = self._admit()
-        for name, lane in self._lanes.items():
+        for name, model in self._models.items():
             joining = admitted if admitted and admitted[0].job.adapter == name else []
-            if joining or lane.rows:
+            if joining or model.rows:
                 with self._adapters.using(name):
-                    self._step_of(lane, joining)
+                    self._step_of(model, joining)
 
-    def _step_of(self, lane: Lane, admitted: list[Waiting]) -> None:
+    def _step_of(self, model: ServedModel, admitted: list[Waiting]) -> None:
         joining = self._score_prompts(admitted)
-        lane.rows += [Running(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)]
-        lane.batch.join([one.job.ids for one in joining], [one.copies for one in joining])
-        if not lane.rows:
+        model.rows += [
+            RunningSequence(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)
+        ]
+        model.batch.join([one.job.ids for one in joining], [one.copies for one in joining])
+        if not model.rows:
             return
-        reused = lane.prefixes.num_reused
+        reused = model.prefixes.num_reused
         try:
-            logits = self._next_logits(lane, has_newcomers=bool(joining))
-            tokens, events = self._choose(lane.rows, logits)
-        except Exception:  # noqa: BLE001 logged; requests in other lanes continue
-            self._fail_step(lane)
+            logits = self._next_logits(model, has_newcomers=bool(joining))
+            tokens, events = self._choose(model.rows, logits)
+        except Exception:  # noqa: BLE001 logged; requests in other models continue
+            self._fail_step(model)
             return
-        reused = lane.prefixes.num_reused - reused
-        self._metrics.prompt_tokens.labels(lane.name).inc(sum(len(one.job.ids) for one in joining) - reused)
-        self._metrics.reused_tokens.labels(lane.name).inc(reused)
-        self._metrics.generated_tokens.labels(lane.name).inc(sum(map(len, tokens)))
-        self._metrics.steps.labels(lane.name).inc()
-        lane.batch.append(tokens)
-        self._keep(lane, [not row.is_finished for row in lane.rows])
-        self._metrics.prefix_tokens.set(sum(one.prefixes.num_tokens for one in self._lanes.values()))
+        reused = model.prefixes.num_reused - reused
+        self._metrics.prompt_tokens.labels(model.name).inc(sum(len(one.job.ids) for one in joining) - reused)
+        self._metrics.reused_tokens.labels(model.name).inc(reused)
+        self._metrics.generated_tokens.labels(model.name).inc(sum(map(len, tokens)))
+        self._metrics.steps.labels(model.name).inc()
+        model.batch.append(tokens)
+        self._keep(model, [not row.is_finished for row in model.rows])
+        self._metrics.prefix_tokens.set(sum(one.prefixes.num_tokens for one in self._models.values()))
         self._deliver(events)
 
-    def _next_logits(self, lane: Lane, *, has_newcomers: bool) -> paddle.Tensor:
+    def _next_logits(self, model: ServedModel, *, has_newcomers: bool) -> paddle.Tensor:
         """Logits ``[1 + s, b, V]`` after the last token of each row and after each of its up to s draft
         tokens."""
         most = self._cfg.prompt_lookup_num_tokens
-        if has_newcomers or not most or len(lane.rows) > MOST_ROWS:
-            return lane.batch.next_logits().unsqueeze(0)
-        count = min(worthwhile([row.guess(most) for row in lane.rows]), lane.batch.most_guesses)
-        for row in lane.rows:
-            row.guesses = row.guesses[:count]
-        return lane.batch.logits_with_guesses([row.guesses for row in lane.rows])
+        if has_newcomers or not most or len(model.rows) > MOST_ROWS:
+            return model.batch.next_logits().unsqueeze(0)
+        count = min(worthwhile([row.draft(most) for row in model.rows]), model.batch.max_drafts)
+        for row in model.rows:
+            row.drafts = row.drafts[:count]
+        return model.batch.logits_with_drafts([row.drafts for row in model.rows])
 
     def _choose(
-        self, rows: Sequence[Running], logits: paddle.Tensor
+        self, rows: Sequence[RunningSequence], logits: paddle.Tensor
     ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
         """Choose the new tokens of each row from ``logits [1 + s, b, V]``: its accepted draft tokens and one
         more. Also returns the events for the clients."""
@@ -245,17 +247,17 @@ class Scheduler:
                 row = rows[i]
                 events.append((row.work, row.take(token, score)))
                 new[i].append(token)
-                if not row.is_finished and place < len(row.guesses) and row.guesses[place] == token:
+                if not row.is_finished and place < len(row.drafts) and row.drafts[place] == token:
                     right.append(i)
             active = right
             if not active:
                 break
         for row, tokens in zip(rows, new, strict=True):
-            row.adapt_guesses(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
+            row.adapt_drafts(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
         return new, events
 
     def _scores(
-        self, logits: paddle.Tensor, rows: Sequence[Running], tokens: Sequence[int]
+        self, logits: paddle.Tensor, rows: Sequence[RunningSequence], tokens: Sequence[int]
     ) -> list[TokenScore | None]:
         scores: list[TokenScore | None] = [None] * len(rows)
         wants = [place for place, row in enumerate(rows) if row.job.num_top is not None]
@@ -271,7 +273,7 @@ class Scheduler:
         """Compute and deliver scores and embeddings of admitted prompts. Returns the prompts to continue."""
         going_on, events = [], []
         for one in admitted:
-            read = self._metrics.prompt_tokens.labels(self._lanes[one.job.adapter].name)
+            read = self._metrics.prompt_tokens.labels(self._models[one.job.adapter].name)
             try:
                 if one.job.scores_prompt:
                     scores = score_prompt(self._model, one.job.ids, one.job.num_top or 0)
@@ -301,12 +303,12 @@ class Scheduler:
             self._num_rows -= sum(one.copies for one in self._waiting) - sum(one.copies for one in kept)
             self._waiting = deque(kept)
             self._show_waiting()
-        for lane in self._lanes.values():
-            self._keep(lane, [not row.work.cancelled for row in lane.rows])
+        for model in self._models.values():
+            self._keep(model, [not row.work.cancelled for row in model.rows])
 
     def _admit(self) -> list[Waiting]:
         """Take prompts from the queue, in order, while they fit into the batch and one prompt pass, and use
-        the same lane."""
+        the same model."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -324,22 +326,22 @@ class Scheduler:
             self._show_waiting()
         return admitted
 
-    def _keep(self, lane: Lane, kept: list[bool]) -> None:
-        dropped = lane.keep(kept)
+    def _keep(self, model: ServedModel, kept: list[bool]) -> None:
+        dropped = model.keep(kept)
         if dropped:
             with self._changed:
                 self._num_rows -= dropped
         self._metrics.running.set(len(self._rows))
 
-    def _fail_step(self, lane: Lane) -> None:
-        """Fail all requests of a lane after an error in its step, and start a new batch for the lane."""
-        get_logger().exception("a step of %d sequences has failed", len(lane.rows))
-        failed = list(dict.fromkeys(row.work for row in lane.rows))
+    def _fail_step(self, model: ServedModel) -> None:
+        """Fail all requests of a model after an error in its step, and start a new batch for the model."""
+        get_logger().exception("a step of %d sequences has failed", len(model.rows))
+        failed = list(dict.fromkeys(row.work for row in model.rows))
         with self._changed:
             for work in failed:
                 work.cancelled = True  # so that its waiting prompts do not start
-            self._num_rows -= len(lane.rows)
-        lane.clear()
+            self._num_rows -= len(model.rows)
+        model.clear()
         self._metrics.running.set(len(self._rows))
         self._deliver((work, Failed(_failed_step())) for work in failed)
 
@@ -350,8 +352,8 @@ class Scheduler:
             self._waiting.clear()
             self._num_rows = 0
             self._show_waiting()
-        for lane in self._lanes.values():
-            lane.clear()
+        for model in self._models.values():
+            model.clear()
         self._metrics.running.set(0)
         self._deliver((work, Failed(error)) for work in works)
 

@@ -99,7 +99,7 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("temperature", "float32", (1,)),
     ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
     ("top_p", "float32", (1,)),
-    ("most_guesses", "int64", (1,)),  # per pass; used for one row, greedy search, no repetition_penalty
+    ("max_drafts", "int64", (1,)),  # per pass; used for one row, greedy search, no repetition_penalty
 )
 """Name, type and shape of each input of the program, in argument order."""
 
@@ -198,7 +198,7 @@ class GenerationProgram(nn.Layer):
         temperature: paddle.Tensor,
         top_k: paddle.Tensor,
         top_p: paddle.Tensor,
-        most_guesses: paddle.Tensor,
+        max_drafts: paddle.Tensor,
     ) -> paddle.Tensor:
         """Return the new tokens, int64 ``[b, t]``: t is at most the largest of ``max_new_tokens``. The
         arguments are :data:`INPUTS`."""
@@ -222,7 +222,7 @@ class GenerationProgram(nn.Layer):
             history = self._decode(tokens, token, past, padding, limits, rules, sampling, panels)
         else:
             history = self._decode_one(
-                tokens, token, past, limits, rules, sampling, most_guesses, panels
+                tokens, token, past, limits, rules, sampling, max_drafts, panels
             ).unsqueeze(0)
         return history[:, length:]
 
@@ -282,26 +282,26 @@ class GenerationProgram(nn.Layer):
         limits: paddle.Tensor,
         rules: tuple[paddle.Tensor, ...],
         sampling: tuple[paddle.Tensor, ...],
-        most_guesses: paddle.Tensor,
+        max_drafts: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
         """Run the loop for a single row without padding. Returns the prompt and new tokens, ``[n + up to
         t]``.
 
-        Arguments as in ``_decode``. In greedy search, up to ``most_guesses [1]`` draft tokens from the row's
+        Arguments as in ``_decode``. In greedy search, up to ``max_drafts [1]`` draft tokens from the row's
         own text (prompt lookup) are verified in one pass.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
-        most_guesses = paddle.where(
+        max_drafts = paddle.where(
             paddle.logical_and(top_k == 1, repetition_penalty == 1.0),
-            most_guesses,
-            paddle.zeros_like(most_guesses),
+            max_drafts,
+            paddle.zeros_like(max_drafts),
         )
         length = tokens.shape[1]
         most = length + limits.max()
         history = paddle.concat([tokens.flatten(), token])
-        width = paddle.minimum(paddle.ones_like(most_guesses), most_guesses)
+        width = paddle.minimum(paddle.ones_like(max_drafts), max_drafts)
         finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1).all()
         while paddle.logical_not(finished):
             size = history.shape[0]
@@ -310,12 +310,12 @@ class GenerationProgram(nn.Layer):
             count = paddle.minimum(width, most - size - 1)
             count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
             if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
-                guesses = follow(history, place, count)
-                likeliest, past = self._check(history, guesses, past, panels)
-                right = accept(likeliest, guesses)
+                drafts = follow(history, place, count)
+                likeliest, past = self._check(history, drafts, past, panels)
+                right = accept(likeliest, drafts)
                 new = likeliest[: right + 1]
                 past = [tensor[:, :, : size + right] for tensor in past]
-                width = next_width(width, right, most_guesses)
+                width = next_width(width, right, max_drafts)
             else:
                 new, past = self._one_more(history, past, size - length, rules, sampling)
             # An accepted draft token may be an end token; drop all tokens after it.
@@ -328,14 +328,14 @@ class GenerationProgram(nn.Layer):
     def _check(
         self,
         history: paddle.Tensor,
-        guesses: paddle.Tensor,
+        drafts: paddle.Tensor,
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the draft tokens ``guesses [k]``. Returns the likeliest tokens ``[1 + k]`` after the row's last
+        """Run the draft tokens ``drafts [k]``. Returns the likeliest tokens ``[1 + k]`` after the row's last
         token and after each draft token, and the new cache."""
         use_panels(self.matrices, panels, 1)
-        tokens = paddle.concat([history[-1:], guesses])
+        tokens = paddle.concat([history[-1:], drafts])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
         state = (tokens.unsqueeze(0), positions.unsqueeze(0))
         logits, past = self._run_model(state, LoopCache(past), last_only=False)

@@ -42,10 +42,10 @@ def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -
     return history.gather(place + 1 + steps)
 
 
-def accept(likeliest: paddle.Tensor, guesses: paddle.Tensor) -> paddle.Tensor:
-    """How many of the leading draft tokens ``guesses [k]`` equal the model's ``likeliest [k + 1]``,
+def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
+    """How many of the leading draft tokens ``drafts [k]`` equal the model's ``likeliest [k + 1]``,
     ``[1]``."""
-    return (likeliest[:-1] == guesses).astype("int64").cumprod(0).sum().reshape([1])
+    return (likeliest[:-1] == drafts).astype("int64").cumprod(0).sum().reshape([1])
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.documents import copy_tokenizer
+from ppfleetx.checkpoint.config_and_tokenizer import copy_tokenizer
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.data.chat.templates import PLAIN, ChatError, ChatTemplate, find_template
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.checkpoint.config_and_tokenizer import documents_of
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.data import DatasetConfig

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer.engines import (
+from ppfleetx.data.tokenizer.backends import (
     LLAMA3_PATTERN,
     QWEN2_PATTERN,
     TiktokenEngine,

@@ -15,7 +15,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.prompts import PromptReader
-from ppfleetx.deploy.server.responses import Answering, EventStream
+from ppfleetx.deploy.server.responses import EventStream, RequestEvents
 from ppfleetx.deploy.server.run import _make_server
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.session import NextTokenModel
@@ -156,7 +156,7 @@ def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.
             if message["type"] == "http.response.body":
                 await never.wait()
 
-        answering = Answering(service.scheduler, jobs, receive, 0.3, service.metrics)
+        answering = RequestEvents(service.scheduler, jobs, receive, 0.3, service.metrics)
         named = ("gpt", "cmpl-1")
         answer = CompletionAnswer(wanted, jobs, *named, tokenizer=service.tokenizer, echoes=(), end_ids=())
         scope: dict = {}

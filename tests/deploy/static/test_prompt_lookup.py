@@ -1,4 +1,4 @@
-"""Prompt lookup in an exported program: the guesses, and how they are used."""
+"""Prompt lookup in an exported program: the drafts, and how they are used."""
 
 import numpy as np
 import paddle
@@ -27,7 +27,7 @@ def test_guesses_are_those_of_the_generator() -> None:
     generator, found = np.random.default_rng(0), 0
     for _ in range(300):
         history = generator.integers(0, 4, generator.integers(2, 14))
-        expected = prompt_lookup.guess(history, 6).tolist()
+        expected = prompt_lookup.look_up(history, 6).tolist()
         assert guessed(history.tolist(), 6) == expected, history
         found += bool(expected)
     assert 50 < found < 250
@@ -38,8 +38,8 @@ def test_tokens_of_a_single_prompt_are_those_without_guesses(each: Exported) -> 
     """Also at the last position of the model, which the second to last text gets to."""
     texts = ["the cat", "hat and hat and hat and hat and", "a", "é" * 29, "cat cat cat cat"]
     plain, *guessing = (
-        GenerationConfig(decode_strategy="greedy_search", prompt_lookup_num_tokens=guesses)
-        for guesses in (0, 1, 3, 16)
+        GenerationConfig(decode_strategy="greedy_search", prompt_lookup_num_tokens=drafts)
+        for drafts in (0, 1, 3, 16)
     )
     expected = each.generator.generate(texts, plain)
     for options in (plain, *guessing):
@@ -49,7 +49,7 @@ def test_tokens_of_a_single_prompt_are_those_without_guesses(each: Exported) -> 
 
 def test_a_row_ends_at_its_end_token(exported: Exported) -> None:
     program, tokens = exported.engine._program, exported.generator.tokenizer.encode(TEXT)
-    row = program.run(inputs(tokens, most_guesses=0)).tolist()[0]
+    row = program.run(inputs(tokens, max_drafts=0)).tolist()[0]
     for end in row:
         expected = row[: row.index(end) + 1]
         assert program.run(inputs(tokens, end_ids=end)).tolist() == [expected]
@@ -84,11 +84,11 @@ COUNTED = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
 def test_right_guesses_save_passes() -> None:
     program = Cycle()
     expected = [(2 + i) % 9 + 1 for i in range(40)]
-    assert program.run(COUNTED, most_guesses=0) == expected
+    assert program.run(COUNTED, max_drafts=0) == expected
     assert program.passes[1:] == [1] * 39
     assert program.run(COUNTED) == expected
     assert program.passes[1:] == [2, 3, 5, 9, 17, 3]
-    assert program.run(COUNTED, most_guesses=3) == expected
+    assert program.run(COUNTED, max_drafts=3) == expected
     assert program.passes[1:4] == [2, 3, 4]
     assert program.run(COUNTED, min_new_tokens=4) == expected
     assert program.passes[1:7] == [1, 1, 1, 2, 3, 5]
@@ -116,7 +116,7 @@ def inputs(tokens: list[int], **given: int) -> dict[str, np.ndarray]:
         "end_ids": -1,
         "min_new_tokens": 0,
         "top_k": 1,
-        "most_guesses": 16,
+        "max_drafts": 16,
         **given,
     }
     return {

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.ineffective_options import refuse_absent
 from ppfleetx.config.registries import LOGGERS
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.without_effect import refuse_absent
 from ppfleetx.core.engine.callbacks.base import CallbackSetup
 from ppfleetx.core.engine.callbacks.log_lines import Periodic
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window

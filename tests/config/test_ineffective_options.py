@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.config.ineffective_options import SWITCHED_OFF, SwitchedOff, without_effect
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.shipped import CONFIGS
-from ppfleetx.config.without_effect import SWITCHED_OFF, SwitchedOff, without_effect
 from ppfleetx.config.yaml_dump import dump_config
 
 GPT = CONFIGS / "nlp/gpt"

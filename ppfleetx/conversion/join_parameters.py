@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.checkpoint.reshard import cut_dim
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.nn.param_spec import Part

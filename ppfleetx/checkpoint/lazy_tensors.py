@@ -12,7 +12,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, Index
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.untrusted_files import opened
+from ppfleetx.utils.input_files import opened
 
 FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}

@@ -19,8 +19,8 @@ from ppfleetx.data.indexed_dataset import (
     bin_path,
     refuse_to_replace,
 )
+from ppfleetx.utils.input_files import opened
 from ppfleetx.utils.progress_bar import ProgressBar
-from ppfleetx.utils.untrusted_files import opened
 
 
 def merge(

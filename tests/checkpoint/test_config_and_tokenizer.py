@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.documents import documents_in, documents_of
+from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
 from ppfleetx.checkpoint.inspect import summary
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, Manifest
 from ppfleetx.checkpoint.reader import open_checkpoint
