@@ -75,7 +75,9 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb(
             "convert", "convert:Convert", "convert checkpoints: Hugging Face, FleetX, Megatron-LM, ppfleetx"
         ),
-        Verb("quantize", "checkpoint_transforms:Quantize", "store the weights of a checkpoint in 8 or 4 bits"),
+        Verb(
+            "quantize", "checkpoint_transforms:Quantize", "store the weights of a checkpoint in 8 or 4 bits"
+        ),
         Verb("prune", "checkpoint_transforms:Prune", "take heads, units and layers out of a checkpoint"),
         Verb("upcycle", "checkpoint_transforms:Upcycle", "make a mixture of experts from a dense model"),
         Verb("merge", "convert:Merge", "add trained adapters to the weights they belong to"),

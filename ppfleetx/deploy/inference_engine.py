@@ -93,7 +93,7 @@ class InferenceEngine(TextGenerator):
             "temperature": np.array([1.0 if greedy else max(cfg.temperature, SMALLEST)], dtype=np.float32),
             "top_k": np.array([1 if greedy else min(cfg.top_k, self.manifest.vocab_size)], dtype=np.int64),
             "top_p": np.array([1.0 if greedy else max(cfg.top_p, SMALLEST)], dtype=np.float32),
-            "max_drafts": np.array(
+            "most_guesses": np.array(
                 [min(cfg.prompt_lookup_num_tokens, self.manifest.max_positions)], dtype=np.int64
             ),
         }

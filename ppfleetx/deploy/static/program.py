@@ -99,7 +99,9 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("temperature", "float32", (1,)),
     ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
     ("top_p", "float32", (1,)),
-    ("max_drafts", "int64", (1,)),  # per pass; used for one row, greedy search, no repetition_penalty
+    # Exported directories use this name: number of draft tokens per pass; for one row, greedy search and no
+    # repetition_penalty.
+    ("most_guesses", "int64", (1,)),
 )
 """Name, type and shape of each input of the program, in argument order."""
 
@@ -198,7 +200,7 @@ class GenerationProgram(nn.Layer):
         temperature: paddle.Tensor,
         top_k: paddle.Tensor,
         top_p: paddle.Tensor,
-        max_drafts: paddle.Tensor,
+        most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
         """Return the new tokens, int64 ``[b, t]``: t is at most the largest of ``max_new_tokens``. The
         arguments are :data:`INPUTS`."""
@@ -222,7 +224,7 @@ class GenerationProgram(nn.Layer):
             history = self._decode(tokens, token, past, padding, limits, rules, sampling, panels)
         else:
             history = self._decode_one(
-                tokens, token, past, limits, rules, sampling, max_drafts, panels
+                tokens, token, past, limits, rules, sampling, most_guesses, panels
             ).unsqueeze(0)
         return history[:, length:]
 

@@ -49,7 +49,7 @@ def test_tokens_of_a_single_prompt_are_those_without_guesses(each: Exported) -> 
 
 def test_a_row_ends_at_its_end_token(exported: Exported) -> None:
     program, tokens = exported.engine._program, exported.generator.tokenizer.encode(TEXT)
-    row = program.run(inputs(tokens, max_drafts=0)).tolist()[0]
+    row = program.run(inputs(tokens, most_guesses=0)).tolist()[0]
     for end in row:
         expected = row[: row.index(end) + 1]
         assert program.run(inputs(tokens, end_ids=end)).tolist() == [expected]
@@ -84,11 +84,11 @@ COUNTED = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
 def test_right_guesses_save_passes() -> None:
     program = Cycle()
     expected = [(2 + i) % 9 + 1 for i in range(40)]
-    assert program.run(COUNTED, max_drafts=0) == expected
+    assert program.run(COUNTED, most_guesses=0) == expected
     assert program.passes[1:] == [1] * 39
     assert program.run(COUNTED) == expected
     assert program.passes[1:] == [2, 3, 5, 9, 17, 3]
-    assert program.run(COUNTED, max_drafts=3) == expected
+    assert program.run(COUNTED, most_guesses=3) == expected
     assert program.passes[1:4] == [2, 3, 4]
     assert program.run(COUNTED, min_new_tokens=4) == expected
     assert program.passes[1:7] == [1, 1, 1, 2, 3, 5]
@@ -116,7 +116,7 @@ def inputs(tokens: list[int], **given: int) -> dict[str, np.ndarray]:
         "end_ids": -1,
         "min_new_tokens": 0,
         "top_k": 1,
-        "max_drafts": 16,
+        "most_guesses": 16,
         **given,
     }
     return {
