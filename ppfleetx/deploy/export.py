@@ -1,4 +1,4 @@
-"""Export a model and its tokenizer to a directory that can generate text on its own."""
+"""Export a model with its tokenizer to a directory from which Paddle Inference can generate text."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
-    """Write the model to ``Engine.save_load.output_dir``/rank_0, replacing an earlier export atomically.
-    Returns that directory.
+    """Export the model of ``generator`` to the directory ``Engine.save_load.output_dir``/rank_0, and return
+    this directory. An earlier export there is replaced atomically.
 
     Raises UserError if the directory cannot be written, or the checkpoint or the tokenizer does not fit the
     model.
@@ -65,7 +65,7 @@ def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
 
 
 def check_adapters(cfg: RunConfig) -> None:
-    """Raise ConfigError for LoRA adapters on quantized weights, which cannot be exported."""
+    """Raise ConfigError if the model has LoRA adapters on quantized weights, which cannot be exported."""
     if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
         raise ConfigError(
             "adds adapters to quantized weights, which cannot be exported. Merge them into the weights "
@@ -76,10 +76,10 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Raise ConfigError if LongRoPE would invalidate cached keys within the model's length.
+    """Raise ConfigError for a LongRoPE model whose maximum length is above its switch length.
 
-    LongRoPE uses other rotary angles for long rows, so cached keys must be recomputed when a row becomes
-    long. An exported program cannot do that.
+    Above the switch length, LongRoPE uses other rotary angles. Cached keys must then be recomputed, which an
+    exported program cannot do.
     """
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
@@ -94,7 +94,8 @@ def check_positions(cfg: RunConfig) -> None:
 
 
 def check_one_process(processes: int) -> None:
-    """Raise ConfigError if the job has more than one process."""
+    """Raise ConfigError if the job has more than one process, because an exported program cannot communicate.
+    """
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
@@ -106,7 +107,9 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Raise ConfigError unless ``output_dir``/rank_0 can be created, or contains only an earlier export."""
+    """Raise ConfigError if the export cannot be written to ``output_dir``/rank_0: the directory cannot be
+    created, or it has files that do not belong to an earlier export.
+    """
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
     rule = why_not_writable(output_dir)

@@ -46,7 +46,7 @@ _AGAIN = "export the model again with ppfleetx export"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The size of a file in bytes, and its SHA-256 in hexadecimal."""
+    """What the manifest records about a file: its size in bytes, and its SHA-256 in hexadecimal."""
 
     size: StrictInt
     sha256: StrictStr
@@ -54,14 +54,16 @@ class FileEntry:
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportManifest:
-    """The manifest of an exported model.
+    """The manifest of an exported model (``export.json``), which describes the model and lists the files.
 
     Attributes:
-        vocab_size: only ids below this are generated.
+        vocab_size: number of token ids that the program can generate, from 0 on.
+        end_id, end_token: id and text of the tokenizer's end-of-document token.
         max_positions: the limit of prompt plus continuation, in tokens.
-        model: the ``Model`` section.
-        generation: the keys of the ``Generation`` section that were set.
-        inputs: the types of the program's inputs, by name.
+        model: the ``Model`` section of the configuration.
+        generation: those keys of the ``Generation`` section that the user set.
+        checkpoint: name of the checkpoint that was exported.
+        inputs: the dtypes of the program's inputs, by name.
         files: size and checksum of each file, by relative path.
     """
 
@@ -85,22 +87,26 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """File name of the program that uses our C++ operators, with panels of ``width`` columns."""
+    """Name of the program file that uses our C++ operators, for matrices in panels of ``width`` columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
-    """File name of the program of a quantized model that uses our operators for low-bit matrices."""
+    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices.
+    ``width`` is the number of columns of a panel.
+    """
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """File name of the program that runs all blocks of a quantized model as one operation."""
+    """Name of the program file of a quantized model that runs all transformer blocks in one C++ operation.
+    ``width`` is the number of columns of a matrix panel.
+    """
     return f"{PROGRAM}_blocks_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:
-    """The ``ExportManifest.files`` of all files in ``directory``."""
+    """Compute size and checksum of all files below ``directory``, by relative path, for the manifest."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         path.relative_to(directory).as_posix(): FileEntry(path.stat().st_size, _sha256(path))
@@ -109,8 +115,8 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
-    """Find and check an exported model in ``model_dir`` or its rank_0. Returns the directory and the
-    manifest.
+    """Find an exported model in ``model_dir`` or ``model_dir``/rank_0, and check its files. Returns the
+    directory and the manifest.
 
     File sizes are always checked, checksums only with ``verify``. Raises ConfigError if there is no exported
     model, it is damaged, or it has an unsupported format version.
@@ -127,7 +133,9 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """Files in an export's directory that are not part of the export. Empty if the manifest is damaged."""
+    """List the files in the directory of an export that do not belong to the export. Returns an empty list if
+    the manifest is damaged.
+    """
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:
@@ -210,8 +218,9 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if exported programs do not support the ``Generation`` section. ``places`` says where
-    each key was set."""
+    """Raise ConfigError if an option of the ``Generation`` section does not work with exported programs, for
+    example beam search. ``places`` says in which file and line each key was set, for the message.
+    """
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
         key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
@@ -238,9 +247,10 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the section samples from the whole vocabulary, which oneDNN cannot run.
+    """Raise ConfigError if the section asks for sampling from the whole vocabulary, which does not work with
+    oneDNN.
 
-    Paddle 3.3.1 then raises an exception without a message. Sampling with top-k works.
+    In Paddle 3.3.1, it fails with an exception without a message. Sampling with top-k works.
     """
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
@@ -254,7 +264,9 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
 
 def check_inference(cfg: RunConfig, device: str) -> None:
-    """Raise ConfigError if this machine cannot run an exported program with the ``Inference`` section."""
+    """Raise ConfigError if exported programs cannot run on this machine with the options of the ``Inference``
+    section.
+    """
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
         raise _refusal(
@@ -277,7 +289,9 @@ def check_inference(cfg: RunConfig, device: str) -> None:
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the CPU described by ``cpuinfo`` has bfloat16 matrix instructions."""
+    """Whether the CPU has bfloat16 matrix instructions. ``cpuinfo`` is the path of Linux's description of the
+    CPU.
+    """
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(_BF16_FLAGS)
 
 

@@ -45,13 +45,14 @@ times per pass."""
 
 
 class InferenceEngine(TextGenerator):
-    """Generates the same results as :class:`~ppfleetx.generation.generator.Generator`, with an exported
-    model.
+    """Generates text with an exported model, through Paddle Inference. The results are those of
+    :class:`~ppfleetx.generation.generator.Generator` with the same model.
 
-    The program contains the whole decoding loop, so text is available only when a batch is finished:
-    ``on_text`` then receives the whole text, and stop strings are applied afterwards. Only one thread may
-    generate at a time. ``device`` is a device type, optionally with an index (``gpu:1``). Raises ConfigError
-    if there is no exported model, it is damaged, or this machine cannot run it with ``options``.
+    The exported program runs the whole decoding loop. So ``on_text`` is called only when a batch is finished,
+    and stop strings are applied afterwards. Only one thread may generate at a time.
+
+    ``device`` is a device type, optionally with an index (``gpu:1``). Raises ConfigError if there is no
+    exported model, it is damaged, or this machine cannot run it with ``options``.
     """
 
     def __init__(self, options: InferenceConfig, *, device: str = "cpu") -> None:
@@ -120,7 +121,9 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """Cut a row at its end. The program extends every row until all rows have ended."""
+        """Return a generated sequence up to its end token, stop string or length limit. The program adds
+        tokens to every sequence until all sequences of the batch have ended, so the rest is meaningless.
+        """
         row = Row(limit)
         for token_id in ids:
             is_stopped = text.feed(token_id)
@@ -130,7 +133,9 @@ class InferenceEngine(TextGenerator):
 
 
 class Program:
-    """A loaded program of an export. ``files`` are the names of the export's files."""
+    """An exported program, loaded by Paddle Inference. ``files`` are the names of the files in the export
+    ``directory``.
+    """
 
     def __init__(
         self, directory: Path, files: Collection[str], options: InferenceConfig, device: str
@@ -144,8 +149,9 @@ class Program:
             back_process_by_huge_pages()  # for the weights, whose address Paddle does not tell
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the program on the inputs :data:`ppfleetx.deploy.static.program.INPUTS`. Returns new tokens
-        ``[b, up to t]`` int64."""
+        """Run the program and return the new tokens, int64 ``[b, t]``: b sequences, t steps of the decoding
+        loop. ``inputs`` has an array for each of :data:`ppfleetx.deploy.static.program.INPUTS`.
+        """
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
         with waiting_for_each_operator(self._device):
@@ -155,8 +161,9 @@ class Program:
 
 
 def _configuration(directory: Path, program: str, options: InferenceConfig, device: str) -> inference.Config:
-    """Create Paddle Inference's configuration. ``enable_memory_optim`` is not used, because Paddle 3.3.1 then
-    fails to create the predictor."""
+    """Create Paddle Inference's configuration for this program, device and ``Inference`` section.
+    ``enable_memory_optim`` is not used, because with it Paddle 3.3.1 fails to create the predictor.
+    """
     config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
     config.disable_glog_info()
     config.switch_ir_optim(options.ir_optim)
@@ -181,8 +188,9 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
 
 
 def _program_file(files: Collection[str], options: InferenceConfig) -> str:
-    """The program to run on a CPU: the standard program for oneDNN, else the fastest whose operators are
-    available."""
+    """Choose which program file of the export to run on a CPU. With oneDNN, this is the standard program,
+    otherwise the fastest one whose C++ operators are compiled on this machine.
+    """
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()

@@ -1,4 +1,4 @@
-"""The web application: routes, access checks, request logging, and the chat page."""
+"""The web application of the server: routes, access checks, request logging, and the chat page."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Check the bearer token of a request, in constant time. Raises ApiError 401 if it is missing or
-    wrong."""
+    """Raise ApiError 401 if the request's bearer token is missing or is not the API key. The comparison takes
+    constant time, so that the key cannot be guessed from response times.
+    """
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -70,11 +71,11 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a JSON request.
+    """Read the body of a request, which must have the content type ``application/json``.
 
-    Requiring ``application/json`` keeps out other origins' web pages: browsers send other content types
-    without a CORS preflight. Raises ApiError: 415 if the type is not JSON; 413 if the body is larger than
-    ``max_bytes``; 408 if it did not arrive in time; 499 if the client disconnected.
+    The content type keeps out web pages of other origins: browsers send other content types without a CORS
+    preflight. Raises ApiError: 415 if the type is not JSON; 413 if the body is larger than ``max_bytes``; 408
+    if it did not arrive in time; 499 if the client disconnected.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -103,7 +104,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
 
 
 class Accounting:
-    """Middleware that counts, times and logs requests to ``paths``. Prompts and answers are never logged."""
+    """Middleware that counts, times and logs requests to ``paths``. Never logs prompts or generated text."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics) -> None:
         self._app, self._paths, self._metrics = app, paths, metrics
@@ -134,8 +135,9 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """The chat page, with a content security policy that allows only its own script and requests to this
-    server."""
+    """Return the chat page. Its content security policy allows only the page's own script, and requests to
+    this server.
+    """
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -187,11 +189,11 @@ class Service:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The model names that requests may use: the base model and its adapters."""
+        """The model names that a request may give: the base model's name and those of its LoRA adapters."""
         return (self.cfg.model_name, *self.cfg.adapters)
 
     def model(self, name: str) -> dict[str, Any]:
-        """The description of a model in OpenAI's format."""
+        """Describe the model with this name in OpenAI's format."""
         return {
             "id": name,
             "object": "model",
@@ -202,8 +204,9 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the application. All routes except the page and ``/health`` require the API key, if one is
-    set."""
+    """Create the web application. If ``service`` has an API key, all routes except the chat page and
+    ``/health`` require it.
+    """
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -365,5 +368,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
-    """Respond to a bug in the server with status 500. The traceback is logged."""
+    """Respond with status 500 to an exception that is a bug of the server. The web framework logs the
+    traceback.
+    """
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

@@ -1,4 +1,4 @@
-"""Requests and responses of ``/v1/chat/completions``."""
+"""Request and response formats of the route ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """Validate a message, and join its text parts."""
+    """Check one message of a chat request. A content that is a list of text parts is joined to one text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)
@@ -56,7 +56,9 @@ def _is_text_part(part: Any) -> bool:
 
 
 class ChatPrompt(BaseModel):
-    """The fields of a chat request that the chat template turns into a prompt."""
+    """The fields of a chat request that determine the prompt: messages, tools, and variables for the chat
+    template.
+    """
 
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)] = Field(default_factory=list)
     tools: Annotated[list[dict[str, Any]], BeforeValidator(tools_of)] = Field(default_factory=list)
@@ -77,13 +79,13 @@ class ChatPrompt(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template, except the messages."""
+        """The variables that the chat template gets, apart from the messages themselves."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {"tools": self.offered_tools or None, **effort, **self.chat_template_kwargs}
 
 
 class ChatRequest(GenerationRequest, ChatPrompt):
-    """Body of ``POST /v1/chat/completions``."""
+    """The body of a ``POST /v1/chat/completions`` request."""
 
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)]
     max_tokens: int | None = Field(None, ge=1)
@@ -130,7 +132,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
 
 class ChatAnswer(Answer):
-    """Builds the response to a :class:`ChatRequest`."""
+    """Builds the response to a :class:`ChatRequest`, as a whole or in chunks."""
 
     object_name, piece_name = "chat.completion", "chat.completion.chunk"
 

@@ -1,4 +1,4 @@
-"""Requests and responses of ``/v1/completions``."""
+"""Request and response formats of the route ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Prompt = str | list[int]
 
 
 def prompts_of(value: Any) -> list[Prompt]:
-    """Read one prompt or a list of prompts, each a text or token ids, as a list."""
+    """Check the ``prompt`` of a request, and return a list of prompts. The request may have one prompt or a
+    list; each is a text or a list of token ids.
+    """
     if isinstance(value, str) or _is_list_of_ids(value):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(p, str) or _is_list_of_ids(p) for p in value):
@@ -34,7 +36,9 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _count_of_top(value: Any) -> int | None:
-    """Read ``logprobs``. Some clients send ``false`` for none."""
+    """Check the ``logprobs`` of a completion request: a number of alternatives per token. Some clients send
+    ``false`` if they want no log-probabilities, which becomes None.
+    """
     if value is False:
         return None
     if type(value) is not int or not 0 <= value <= MOST_TOP:
@@ -43,7 +47,7 @@ def _count_of_top(value: Any) -> int | None:
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of ``POST /v1/completions``."""
+    """The body of a ``POST /v1/completions`` request."""
 
     prompt: Annotated[list[Prompt], BeforeValidator(prompts_of)]
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=0)
@@ -83,8 +87,9 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionAnswer(Answer):
-    """Builds the response to a :class:`CompletionRequest`. ``echoes`` are the prompts' texts, for
-    ``echo``."""
+    """Builds the response to a :class:`CompletionRequest`, as a whole or in chunks. ``echoes`` are the texts
+    of the prompts, which the response repeats if the request has ``echo``.
+    """
 
     object_name = piece_name = "text_completion"
     request: CompletionRequest

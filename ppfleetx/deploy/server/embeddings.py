@@ -1,4 +1,4 @@
-"""Requests of the routes for embeddings and tokenization, and the embeddings response."""
+"""Request formats of ``/v1/embeddings``, ``/tokenize`` and ``/detokenize``, and the response of the first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppfleetx.deploy.server.responses import RequestEvents
 
 
 class EmbeddingRequest(Request):
-    """Body of ``POST /v1/embeddings``."""
+    """The body of a ``POST /v1/embeddings`` request."""
 
     input: Annotated[list[Prompt], BeforeValidator(prompts_of)]
     encoding_format: Literal["float", "base64"] = "float"
@@ -27,7 +27,7 @@ class EmbeddingRequest(Request):
 
 
 class TokenizeRequest(Request, ChatPrompt):
-    """Body of ``POST /tokenize``, as in vLLM: a ``prompt``, or the ``messages`` of a chat."""
+    """The body of a ``POST /tokenize`` request, as in vLLM: a ``prompt``, or the ``messages`` of a chat."""
 
     prompt: str | None = None
     add_special_tokens: bool = True
@@ -42,7 +42,7 @@ class TokenizeRequest(Request, ChatPrompt):
 
 
 class DetokenizeRequest(Request):
-    """Body of ``POST /detokenize``."""
+    """The body of a ``POST /detokenize`` request."""
 
     tokens: list[Annotated[int, Field(ge=0)]]
 

@@ -1,4 +1,6 @@
-"""Messages between the HTTP side and the scheduler thread: requests, and the events that answer them."""
+"""Messages between the web application and the scheduler thread: requests to run (`Work`), events in reply,
+and the state of running sequences.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """A new token of a continuation, as text, which may be empty.
+    """Event: a continuation has a new token. ``text`` is the new text, which may be empty.
 
-    ``index`` is the number of the continuation in its request. ``num_tokens`` is 0 for a continuation without
-    tokens.
+    ``index`` is the number of the continuation in its request. ``num_tokens`` is 0 if no token was generated,
+    because the request asked for none.
     """
 
     index: int
@@ -37,7 +39,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of each token of a prompt. ``number`` is the index of the prompt in its request."""
+    """Event: the log-probability of each token of a prompt. ``number`` is the index of the prompt in its
+    request.
+    """
 
     number: int
     scores: Sequence[TokenScore]
@@ -45,7 +49,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The embedding of a prompt, ``[h]`` float32, of length 1."""
+    """Event: the embedding of a prompt, ``[h]`` float32, a vector of length 1. ``number`` is the index of the
+    prompt in its request.
+    """
 
     number: int
     vector: np.ndarray
@@ -53,7 +59,7 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Failed:
-    """The whole request has failed."""
+    """Event: the request has failed, and no other event follows."""
 
     error: ApiError
 
@@ -63,17 +69,17 @@ Event = Progress | Scored | Embedded | Failed
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt of a request.
+    """One prompt of a request, with the options to run it.
 
     Attributes:
-        number: the index of the prompt in its request; with ``seed`` and the copy, it determines the random
-            numbers.
-        first_index: the number of the prompt's first continuation in the request.
-        copies: continuations to generate.
-        num_top: alternatives to list with each token's score; None: no scores.
-        scores_prompt: whether to score the prompt's tokens.
+        number: index of the prompt in its request. The random numbers depend on ``seed``, this index and the
+            number of the continuation.
+        first_index: number of the prompt's first continuation among all continuations of the request.
+        copies: number of continuations to generate.
+        num_top: number of alternatives to list with each token's log-probability; None: no log-probabilities.
+        scores_prompt: whether to compute log-probabilities of the prompt's tokens.
         is_embedded: whether to compute the prompt's embedding.
-        adapter: the LoRA adapter to use; None: the base model.
+        adapter: name of the LoRA adapter to use; None: the base model.
     """
 
     number: int
@@ -94,8 +100,11 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request. ``deliver`` is called with each event in the event loop's thread. ``cancelled`` requests are
-    dropped before the next step."""
+    """A request in the scheduler: a job for each prompt.
+
+    The scheduler calls ``deliver`` with each event, in the thread of the event loop. A request with
+    ``cancelled`` is dropped before the next step.
+    """
 
     jobs: Sequence[Job]
     deliver: Callable[[Event], None]
@@ -108,7 +117,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A prompt that waits for room in the batch."""
+    """A prompt in the queue, until the batch has room for its sequences."""
 
     work: Work
     job: Job
@@ -119,8 +128,11 @@ class Waiting:
 
 
 class RunningSequence:
-    """A sequence in the running batch, with its text, random numbers and draft tokens: one of the requested
-    continuations of a prompt, of which ``copy`` is the number."""
+    """A sequence in the running batch: one continuation of a prompt, with its text, random numbers and draft
+    tokens.
+
+    A prompt may have several continuations; ``copy`` numbers them from 0.
+    """
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
@@ -151,7 +163,7 @@ class RunningSequence:
         return RowChoice(self.job.options, RowTokens(self._history, self.num_new), numbers, forbidden)
 
     def take(self, token: int, score: TokenScore | None) -> Progress:
-        """Add a token. Returns the event for the client."""
+        """Add a new token to the sequence. Returns the event to send to the client."""
         self._history.append(token)
         is_stopped = self._text.feed(token)
         is_end = token in self.job.end_ids
@@ -162,13 +174,17 @@ class RunningSequence:
         return Progress(self._index, text, self._row.finish_reason, score)
 
     def draft(self, most: int) -> int:
-        """Draft at most ``most`` next tokens by prompt lookup. Returns their number."""
+        """Find up to ``most`` draft tokens for the next pass by prompt lookup in the sequence's own text.
+        Returns their number.
+        """
         left = self.job.max_new_tokens - self.num_new - 1
         self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.drafts)
 
     def adapt_drafts(self, right: int, most: int) -> None:
-        """Set the number of tokens to draft next, after ``right`` draft tokens were accepted."""
+        """Choose how many tokens to draft for the next pass: more if all were accepted, otherwise fewer.
+        ``right`` is the number of accepted ones, and ``most`` the limit.
+        """
         if self.drafts:
             self._width = next_width(self._width, right, most, right == len(self.drafts))
         self.drafts = []
@@ -178,10 +194,10 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The Prometheus metrics of one server. Each server has its own registry, because a process can run
-    several.
+    """The Prometheus metrics of one server. Each server has its own registry, because one process can run
+    several servers.
 
-    Tokens and steps are counted per model name: the base model and its adapters.
+    Tokens and steps are counted separately for the base model and each LoRA adapter.
     """
 
     content_type = CONTENT_TYPE_LATEST

@@ -1,4 +1,5 @@
-"""Turn requests into jobs that fit the model."""
+"""Turn the requests of clients into jobs for the scheduler: tokenize prompts and check lengths and options.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, ended_by
 
 
 class PromptReader:
-    """Turns requests into jobs. Methods raise ApiError 400 if a request does not fit the model."""
+    """Turns requests into lists of `Job`, one for each prompt. All methods raise ApiError 400 if a request
+    does not fit the model, for example if a prompt is too long.
+    """
 
     def __init__(
         self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, scheduler: Scheduler
@@ -78,7 +81,9 @@ class PromptReader:
         return self._encode_text(text, "messages", add=False, parse=True)
 
     def _refuse_special(self, request: ChatPrompt) -> None:
-        """Refuse special tokens in messages and tools, which could imitate the template's."""
+        """Raise ApiError if a client's messages or tools contain the text of a special token, which could
+        imitate the chat template's own markup.
+        """
         parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
         parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
         for name, part in parts.items():
@@ -145,7 +150,7 @@ class PromptReader:
             ) from error
 
     def text(self, prompt: Prompt) -> str:
-        """The text of a prompt, as ``echo`` returns it."""
+        """Return a prompt as text. Token ids are decoded."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _encode(self, prompt: Prompt, *, add: bool, param: str = "prompt") -> Sequence[int]:
@@ -154,7 +159,7 @@ class PromptReader:
         return self.checked(prompt, param)
 
     def checked(self, ids: Sequence[int], param: str = "tokens") -> Sequence[int]:
-        """Return ``ids``, or raise ApiError if one is not in the vocabulary."""
+        """Return ``ids`` unchanged. Raises ApiError if one of them is not in the vocabulary."""
         wrong = [token for token in ids if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(

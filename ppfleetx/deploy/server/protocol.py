@@ -1,4 +1,6 @@
-"""Common parts of all routes: errors in OpenAI's format, sampling parameters, and request parsing."""
+"""What all routes of the server share: errors in OpenAI's format, sampling parameters, and parsing of request
+bodies.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """A response with ASCII JSON. Escaping returns lone surrogates in a client's text unchanged."""
+    """A response in JSON with ASCII characters only. Other characters are escaped, so even a lone surrogate
+    in a client's text, which UTF-8 cannot represent, is returned unchanged.
+    """
 
     media_type = "application/json"
 
@@ -80,8 +84,9 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """Refuse an unsupported OpenAI parameter, unless its value has no effect: some clients send such
-    values."""
+    """Raise ValueError for a parameter of OpenAI's API that the server does not support. Values without
+    effect, such as 0 or an empty list, are accepted, because some clients send them.
+    """
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -112,7 +117,7 @@ def _format(value: Any) -> Any:
 
 
 class Request(BaseModel):
-    """Base class of request bodies. Unknown parameters are refused."""
+    """Base class of request bodies. Unknown parameters are an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -120,8 +125,9 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of the completion and chat routes. Fields of ``TokenOptions`` that OpenAI also has are
-    restricted to OpenAI's range."""
+    """The parameters that the completion and chat routes have in common. Parameters of ``TokenOptions`` that
+    also exist in OpenAI's API are limited to the range that OpenAI allows.
+    """
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -152,30 +158,37 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The structured output to produce, with the name of the parameter that requests it."""
+        """The structured output that the client wants (None: free text), preceded by the name of the
+        parameter that asks for it.
+        """
         if self.response_format is not None:
             return "response_format", self.response_format
         return "structured_outputs", self.structured_outputs
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of new tokens; None means as many as fit."""
+        """The limit of new tokens. None: as many as fit into the model's positions."""
         raise NotImplementedError
 
     @property
     def must_have_room(self) -> bool:
-        """Whether to refuse the request if ``token_limit`` tokens do not fit, because the client set the
-        limit."""
+        """Whether ``token_limit`` new tokens must fit into the model's positions. True if the client set the
+        limit: the request is refused if they do not fit. If False, fewer tokens are generated.
+        """
         raise NotImplementedError
 
     @property
     def num_top(self) -> int | None:
-        """The number of alternatives to list per token; None means no log-probabilities at all."""
+        """The number of alternatives to list for each generated token. None: the client wants no
+        log-probabilities.
+        """
         raise NotImplementedError
 
     @property
     def candidates(self) -> int:
-        """The number of continuations to generate per prompt; the best ``n`` are returned."""
+        """The number of continuations to generate per prompt. If it is larger than ``n``, only the best ``n``
+        are returned.
+        """
         return self.n
 
     @property
@@ -191,8 +204,9 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and validate a request body. Null parameters count as omitted. Raises ApiError 400, naming the
-    parameter and the rule."""
+    """Parse and validate a request body. A parameter with the value null counts as omitted. Raises ApiError
+    400, which names the parameter and the rule.
+    """
     try:
         return kind.model_validate_json(_without_nulls(body, kind))
     except ValidationError as error:
@@ -231,5 +245,5 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
 
 
 def quoted(text: str) -> str:
-    """Quote a client's text for a message, shortened because it may be very long."""
+    """Put a client's text in quotes for an error message. Long texts are shortened."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")

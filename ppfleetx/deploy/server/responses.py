@@ -1,4 +1,4 @@
-"""Collect the events of a request, and build its response, whole or streamed."""
+"""Collect the events of a running request and build its response, as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _LOWEST = -9999.0
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    r"""The text of a token. An incomplete UTF-8 character is written like ``bytes:\xe2\x82``."""
+    r"""The text of a token, for lists of log-probabilities. A token that is only part of a UTF-8 character is
+    written like ``bytes:\xe2\x82``, as in OpenAI's API.
+    """
     value = text_bytes(tokenizer, token)
     try:
         return value.decode("utf-8")
@@ -37,9 +39,11 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TextLogprobs:
-    """The ``logprobs`` of a completion. In a stream, text offsets continue from one chunk to the next.
+    """Builds the ``logprobs`` objects of one completion. In a stream, each chunk has its own object, and the
+    text offsets continue from chunk to chunk.
 
-    Offsets count the characters of all tokens, including a BOS token, which is not in the text.
+    Offsets count the characters of all tokens. A BOS token is counted, too, although the text does not
+    contain it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -90,10 +94,11 @@ _SEND_GRACE_SECONDS = 10.0
 
 
 class RequestEvents:
-    """Runs one request: an async context manager and iterator over its events.
+    """Runs one request on the scheduler. Use it as an async context manager, and iterate over it to get the
+    events.
 
-    The model's events, the client's disconnect and the time limit share one queue. Leaving the context
-    cancels the request unless it is finished.
+    Events of the model, the client's disconnect and the time limit arrive in one queue. Leaving the context
+    cancels the request if it is not finished.
     """
 
     def __init__(
@@ -126,7 +131,9 @@ class RequestEvents:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
-        """Yield events until all continuations are finished. Raises ApiError if the request failed."""
+        """Yield the request's events until all its continuations are finished. Raises ApiError if the request
+        fails, its time is over or the client leaves.
+        """
         while self._num_left:
             event = await self._events.get()
             if isinstance(event, Failed):
@@ -155,8 +162,9 @@ class RequestEvents:
 
 @dataclass
 class RowAnswer:
-    """The text and scores of one continuation so far. ``scores`` includes the end token, which is not in the
-    text."""
+    """One continuation so far: its text and the log-probabilities of its tokens. ``scores`` includes the end
+    token, which is not in the text.
+    """
 
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -175,8 +183,9 @@ class RowAnswer:
 
 
 class Answer(ABC):
-    """Builds the response to a request, whole or streamed. ``end_ids`` are the end tokens, which are left
-    out."""
+    """Base class that builds the response to a request, as a whole or in chunks. Tokens in ``end_ids`` are
+    left out of the lists of log-probabilities.
+    """
 
     object_name: str
     piece_name: str
@@ -199,18 +208,26 @@ class Answer(ABC):
     def whole_choice(
         self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
-        """Build choice ``index``, a continuation of prompt number ``prompt``."""
+        """Build the entry ``index`` of the response's ``choices``: the complete continuation ``row`` of
+        prompt number ``prompt``.
+        """
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        """The first chunk of choice ``index`` in a stream, before its first token; None if there is none."""
+        """Build the chunk of a stream that precedes the first token of choice ``index``, for example an echo
+        of the prompt. None if there is no such chunk.
+        """
 
     @abstractmethod
     def piece(self, event: Progress) -> Any | None:
-        """The chunk for a new token in a stream; None if there is nothing to send."""
+        """Build the chunk of a stream for a new token. None if there is nothing to send, for example an
+        incomplete character.
+        """
 
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        """The body of a whole response, or of one chunk of a stream."""
+        """Build the JSON body around ``choices``, for a whole response or for one chunk of a stream
+        (``is_piece``).
+        """
         body: dict[str, Any] = {
             "id": self.answer_id,
             "object": self.piece_name if is_piece else self.object_name,
@@ -232,8 +249,9 @@ class Answer(ABC):
         return [one for one in scores if one.token not in self._end_ids]
 
     async def whole(self, answering: RequestEvents) -> JsonResponse:
-        """Wait for all continuations and build the response. If more were generated than requested, only the
-        likeliest are returned."""
+        """Wait until all continuations are finished, and build the response. If more continuations were
+        generated than requested (``best_of``), only the likeliest are returned.
+        """
         made, wanted = self.request.candidates, self.request.n
         rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
@@ -253,8 +271,9 @@ class Answer(ABC):
         return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
 
     async def pieces(self, answering: RequestEvents) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks of a stream. If the client asked for usage, the last chunk contains it, and
-        earlier chunks have ``"usage": null``, as in OpenAI's API."""
+        """Yield the chunks of a stream as tokens are generated. If the client asked for token usage, the last
+        chunk contains it, and earlier chunks have ``"usage": null``, as in OpenAI's API.
+        """
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
         unknown = {"usage": None} if with_usage else {}
@@ -278,10 +297,10 @@ class Answer(ABC):
 
 
 class EventStream(Response):
-    """A streamed response of server-sent events.
+    """An HTTP response that streams the chunks of an answer as server-sent events.
 
-    The response starts with the first chunk. An earlier error is therefore a normal error response; a later
-    one is sent as an event before ``[DONE]``.
+    Headers are sent together with the first chunk. So an error before that becomes a normal error response,
+    and a later error becomes an event before the final ``[DONE]``.
     """
 
     def __init__(self, answer: Answer, answering: RequestEvents, max_seconds: float) -> None:

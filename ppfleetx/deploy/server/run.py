@@ -1,4 +1,4 @@
-"""Start, run and shut down the server."""
+"""Start, run and shut down the OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def check_libraries() -> None:
 
 
 def check_plan(cfg: RunConfig, processes: int) -> None:
-    """Raise ConfigError if the plan splits the model. The server needs the whole model in one process."""
+    """Raise ConfigError if the configuration divides the model among processes. The server needs the whole
+    model in one process.
+    """
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
@@ -50,8 +52,10 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Raise ConfigError for options that the server does not support: an assistant model, adapters on a LoRA
-    model, or an adapter named like the base model."""
+    """Raise ConfigError for options that the server does not support: an assistant model for speculative
+    decoding, LoRA adapters for a base model that is itself a LoRA model, or an adapter with the base model's
+    name.
+    """
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise ConfigError(
             "need a base model without Model.lora: serve the model that they were trained on",
@@ -70,8 +74,11 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Read the API key from the environment; None if requests need no key. Raises ConfigError if the variable
-    that the user named is not set, or the key is empty or not ASCII."""
+    """Read the API key from the environment variable ``Serve.api_key_env``. Returns None if the default
+    variable is not set: requests then need no key.
+
+    Raises ConfigError if another variable was chosen but is not set, or if the key is empty or not ASCII.
+    """
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -88,8 +95,9 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def open_socket(cfg: RunConfig) -> socket.socket:
-    """Bind a socket to the server's address. It starts listening only after the model is loaded. Raises
-    ConfigError."""
+    """Bind a socket to the server's address, so that a port in use is noticed before the model is loaded. The
+    socket does not listen yet. Raises ConfigError.
+    """
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -123,10 +131,10 @@ def build_service(
     api_key: str | None,
     adapters: Mapping[str, TrainedAdapters] | None = None,
 ) -> Service:
-    """Build the server's parts around a loaded model.
+    """Build the parts of the server, such as scheduler and chat template, around a loaded model.
 
-    Raises ConfigError if ``Serve.chat_template`` cannot be used; CheckpointError if an adapter is for
-    experts, or for layers that the model does not have.
+    Raises ConfigError if ``Serve.chat_template`` cannot be used; CheckpointError if a LoRA adapter is for
+    expert layers, or for layers that the model does not have.
     """
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.jobs import Metrics
@@ -159,7 +167,9 @@ def build_service(
 
 
 def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
-    """Read ``Serve.adapters``, before the base model is loaded. Raises CheckpointError."""
+    """Read the LoRA adapters that ``Serve.adapters`` names, before the base model is loaded. Raises
+    CheckpointError.
+    """
     from ppfleetx.checkpoint import adapters
 
     found = {}
@@ -186,7 +196,7 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:
-    """The size in bytes of the keys and values of one sequence of maximum length."""
+    """The size in bytes of the key/value cache of one sequence of maximum length."""
     model = cfg.Model
     latent = model.latent_attention
     width = 2 * model.kv_heads * model.head_size if latent is None else latent.kv_rank + latent.rope_head_dim
@@ -194,7 +204,7 @@ def cache_bytes(cfg: RunConfig, item_size: int) -> int:
 
 
 def serve(service: Service, listener: socket.socket) -> None:
-    """Run the server until SIGINT or SIGTERM."""
+    """Listen on ``listener`` and answer requests until SIGINT or SIGTERM arrives."""
     from ppfleetx.resilience.stop_request import StopRequest
 
     _warn_if_open(service.cfg, has_key=service.api_key is not None)
@@ -236,8 +246,10 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """Forwards signals to the scheduler. After the first, running requests may finish within a time
-        limit; the second ends the scheduler after its current step; the third ends the process at once."""
+        """The uvicorn server, which also shuts down the scheduler when it gets a signal. After the first
+        signal, running requests may finish within a time limit. The second signal ends the scheduler after
+        its current step, the third ends the process at once.
+        """
 
         num_signals = 0
 

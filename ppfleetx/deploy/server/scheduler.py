@@ -1,4 +1,4 @@
-"""The scheduler: a thread that owns the model and runs the requests by continuous batching."""
+"""The scheduler of the server: a thread that owns the model and runs all requests by continuous batching."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ _RETRY_SECONDS = 1
 
 
 class ServedModel:
-    """The batch of one model: the base model, or the base model with one adapter.
+    """The running batch and the prefix cache of one served model: the base model, or the base model with one
+    LoRA adapter.
 
-    ``name`` is the model name in requests and metrics. ``max_prefix_tokens`` limits the model's prefix cache.
+    ``name`` is the model name in requests and metrics. ``max_prefix_tokens`` is the size of the prefix cache
+    in positions.
     """
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
@@ -51,7 +53,9 @@ class ServedModel:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Drop all sequences except those where ``kept`` is true. Returns the number of dropped sequences."""
+        """Remove sequences from the batch: sequence i stays if ``kept[i]`` is true. Returns the number of
+        removed sequences.
+        """
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
@@ -60,12 +64,14 @@ class ServedModel:
 
 
 class Scheduler:
-    """Runs requests (:class:`Work`) on one model, first come, first served.
+    """Runs requests (:class:`Work`) on one model in a thread of its own, first come, first served.
 
-    Each step adds a token to every sequence, model by model. Before a step, sequences of cancelled requests
+    Each step adds at least one token to every running sequence. The base model and each of its LoRA adapters
+    have batches of their own, which take turns within a step. Before a step, sequences of cancelled requests
     are removed, and waiting sequences join if there is room. The thread sleeps while there is no work.
-    Nothing else may use the model while the thread runs. ``end_ids`` end a sequence, unless the request
-    says otherwise.
+
+    Nothing else may use the model while the thread runs. The tokens ``end_ids`` end a sequence, unless the
+    request says otherwise.
     """
 
     def __init__(
@@ -94,13 +100,13 @@ class Scheduler:
     # ---- called by the HTTP side, in any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread. Events are delivered in the event loop ``loop``."""
+        """Start the thread that runs the model. Events are delivered in the event loop ``loop``."""
         self._loop = loop
         self._thread.start()
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread has not failed."""
+        """False once the thread that runs the model has failed."""
         return not self._died
 
     @property
@@ -109,12 +115,13 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """The maximum number of waiting and running sequences."""
+        """The maximum number of sequences, waiting and running ones together."""
         return self._cfg.max_batch_size + self._cfg.max_waiting
 
     def submit(self, work: Work) -> None:
-        """Queue a request. Raises ApiError: 429 if the queue is full; 503 if the server is shutting down or
-        has failed."""
+        """Put a request into the queue. Raises ApiError: 429 if the queue is full; 503 if the server is
+        shutting down or has failed.
+        """
         with self._changed:
             if self._died:
                 raise ApiError(503, "the model has failed; see the server's log", code="unhealthy")
@@ -134,15 +141,16 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Drop a request whose client has disconnected. Its sequences are removed before the next step."""
+        """Cancel a request whose client has disconnected. Its sequences are removed before the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Accept no more requests, and end within ``seconds``. Requests that are unfinished by then fail.
+        """Stop accepting requests, and end the thread when the accepted ones are finished, at the latest
+        after ``seconds``. Requests that are unfinished by then fail.
 
-        Signal handlers may call this, because the lock is reentrant.
+        May be called from a signal handler, because the lock is reentrant.
         """
         with self._changed:
             closing_at = time.monotonic() + seconds
@@ -150,7 +158,7 @@ class Scheduler:
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the thread to end. Returns whether it has ended."""
+        """Wait up to ``seconds`` for the thread to end. Returns whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -175,7 +183,7 @@ class Scheduler:
         self._fail_all(error)
 
     def _has_work(self) -> bool:
-        """Sleep until there is work. Returns False when the thread must end."""
+        """Sleep until there are sequences to run, and return True. Returns False when the thread must end."""
         with self._changed:
             while not self._rows and not self._waiting:
                 if self._closing_at is not None:
@@ -218,8 +226,9 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, model: ServedModel, *, has_newcomers: bool) -> paddle.Tensor:
-        """Logits ``[1 + s, b, V]`` after the last token of each row and after each of its up to s draft
-        tokens."""
+        """Run one pass of a model's batch. Returns logits ``[1 + s, b, V]``: those after the last token of
+        each of the b sequences, then those after each of its draft tokens, at most s.
+        """
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:
             return model.batch.next_logits().unsqueeze(0)
@@ -231,8 +240,12 @@ class Scheduler:
     def _choose(
         self, rows: Sequence[RunningSequence], logits: paddle.Tensor
     ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
-        """Choose the new tokens of each row from ``logits [1 + s, b, V]``: its accepted draft tokens and one
-        more. Also returns the events for the clients."""
+        """Choose the new tokens of each sequence: the draft tokens that are accepted, and one more. Also
+        returns the events for the clients.
+
+        ``logits [1 + s, b, V]`` are those after the last token of each sequence, then those after its s draft
+        tokens.
+        """
         new: list[list[int]] = [[] for _ in rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(rows)))
@@ -270,7 +283,9 @@ class Scheduler:
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
-        """Compute and deliver scores and embeddings of admitted prompts. Returns the prompts to continue."""
+        """Compute log-probabilities and embeddings of new prompts whose requests ask for them, and send them
+        to the clients. Returns the prompts for which tokens must be generated.
+        """
         going_on, events = [], []
         for one in admitted:
             read = self._metrics.prompt_tokens.labels(self._models[one.job.adapter].name)
@@ -307,8 +322,9 @@ class Scheduler:
             self._keep(model, [not row.work.cancelled for row in model.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take prompts from the queue, in order, while they fit into the batch and one prompt pass, and use
-        the same model."""
+        """Take prompts from the queue, in order, that can join the batch now. They must fit into the batch
+        and into one forward pass, and use the same model (LoRA adapter).
+        """
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -334,7 +350,9 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _fail_step(self, model: ServedModel) -> None:
-        """Fail all requests of a model after an error in its step, and start a new batch for the model."""
+        """Handle an error in a step of one model: all requests in its batch fail, and the model gets a new,
+        empty batch.
+        """
         get_logger().exception("a step of %d sequences has failed", len(model.rows))
         failed = list(dict.fromkeys(row.work for row in model.rows))
         with self._changed:
@@ -358,7 +376,7 @@ class Scheduler:
         self._deliver((work, Failed(error)) for work in works)
 
     def _deliver(self, events: Iterable[tuple[Work, Event]]) -> None:
-        """Send the events of a step to the event loop in a single call."""
+        """Pass the events of a step to the event loop's thread, all in one call."""
         assert self._loop is not None
         addressed = list(events)
 

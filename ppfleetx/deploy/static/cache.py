@@ -1,7 +1,7 @@
-"""Key/value caches in the decoding loop of an exported program.
+"""Key/value caches for the decoding loop inside an exported program.
 
-A column is one position. Shape letters: b rows, g key/value heads, k columns allocated, s new positions, d
-head size.
+A column is one position. Shape letters: b rows (sequences of the batch), g key/value heads, k columns
+allocated, s new positions, d head size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ppfleetx.nn.masks import penalty_of
 
 
 class LoopCache:
-    """The cache of one loop iteration, which concatenates new keys and values to the ``past`` ones."""
+    """A key/value cache for one iteration of the exported decoding loop. It concatenates the new keys and
+    values to the earlier ones, ``past``, and keeps the result in ``extended``.
+    """
 
     def __init__(self, past: Sequence[paddle.Tensor]) -> None:
         self.past, self.extended = past, []
@@ -24,7 +26,9 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key`` and ``value``, ``[b, g, s, d]``. Must be called in layer order."""
+        """Concatenate ``key`` and ``value``, ``[b, g, s, d]``, to those of one layer, and return the result.
+        Must be called for layer 0, then layer 1, and so on.
+        """
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -34,10 +38,11 @@ class LoopCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """Prepare a pass that runs all layers in one operation, for a single row without padding.
+        """Prepare the cache for an operation that runs all layers at once on a single sequence without
+        padding.
 
-        Returns the first new column ``[1]``, the additive attention mask (None: no mask), and keys and values
-        with room for ``num_new`` more columns.
+        Returns the column of the first new position, ``[1]``; the additive attention mask (None: no mask);
+        and keys and values with room for ``num_new`` more columns.
         """
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)
@@ -51,11 +56,12 @@ class LoopCache:
 
 
 class RoomCache:
-    """The cache of one loop iteration, which writes into preallocated memory.
+    """A key/value cache for one iteration of the exported decoding loop, which writes new keys and values
+    into memory that was allocated before the loop.
 
-    Keys and values ``past [b, g, k, d]`` are zero from ``column [1]`` on, and the new ones are written there
-    in place. Copying them in every iteration would take a tenth of the time of a batch of 8. ``visible [b,
-    k]`` are the columns that each row may attend to.
+    The keys and values ``past [b, g, k, d]`` are zero from ``column [1]`` on, where the new ones are written
+    in place. Copying all of them in every iteration would take a tenth of the time for a batch of 8.
+    ``visible [b, k]`` says which columns each row may attend to.
     """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
@@ -66,7 +72,9 @@ class RoomCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Write ``key`` and ``value``, ``[b, g, 1, d]``. Must be called in layer order."""
+        """Write ``key`` and ``value``, ``[b, g, 1, d]``, into the memory of one layer. Must be called for
+        layer 0, then layer 1, and so on.
+        """
         # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
@@ -76,13 +84,15 @@ class RoomCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """Prepare a pass that runs all layers in one operation. Returns the column, the additive attention
-        mask, and the memory."""
+        """Prepare the cache for an operation that runs all layers at once. Returns the column of the new
+        position, the additive attention mask, and the keys and values of all layers.
+        """
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
-        """The additive attention mask for layers with this sliding window. Rows have no unused columns inside
-        the window."""
+        """The additive attention mask for layers with a sliding window of ``window`` positions (None: no
+        window). Counts columns as positions, because no column inside the window is unused.
+        """
         if window not in self.penalties:
             visible = self.visible
             if window is not None:
@@ -93,7 +103,7 @@ class RoomCache:
 
 
 def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Append columns of zeros to keys and values ``past``."""
+    """Append `ROOM` columns of zeros to the keys and values of all layers."""
     return _with_room(past, ROOM)
 
 

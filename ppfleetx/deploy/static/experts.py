@@ -1,6 +1,7 @@
-"""Mixtures of experts in an exported program, where the number of rows per expert is known only at run time.
+"""Expert layers (MoE) in an exported program, where the number of rows per expert is known only at run time.
 
-Shape letters: n rows sorted by expert, E experts, k input features, m output features.
+A row is the hidden state of one token on its way to one expert. Shape letters: n rows sorted by expert, E
+experts, k input features, m output features.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round
 
 
 class GroupedMatrix:
-    """The constant matrices ``weight [E, k, m]`` of all experts.
+    """The weight matrices ``weight [E, k, m]`` of all experts, constants of an exported program.
 
-    ``stored`` is the quantized layer they come from, if any; it is dequantized when the program is loaded.
-    With ``by_cpu_ops``, our C++ operator computes products.
+    ``stored`` is the quantized layer from which they are dequantized when the program is loaded; None if the
+    model is not quantized. With ``by_cpu_ops``, our C++ operator computes the products.
     """
 
     def __init__(self, weight: paddle.Tensor, stored: QuantizedGroupedLinear | None = None) -> None:
         self.weight, self.stored, self.by_cpu_ops = weight, stored, False
 
     def begin(self) -> None:
-        """Dequantize the matrices. Must be called first in the program and outside of branches, so that the
-        operations run only once, when the program is loaded."""
+        """Add the operations that dequantize the matrices to the program. Must be called at its beginning and
+        outside of branches, so that these operations run only once, when the program is loaded.
+        """
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
             experts = range(weight.shape[0])
@@ -38,8 +40,9 @@ class GroupedMatrix:
     def linear(
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Map ``x [n, k]`` to ``[n, m]``. ``counts [E]`` is the number of rows of each expert; ``bias`` is
-        ``[E, m]``."""
+        """Apply each expert's linear layer to its rows: ``x [n, k]`` becomes ``[n, m]``. ``counts [E]`` is
+        the number of rows of each expert, and ``bias`` is ``[E, m]``.
+        """
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
@@ -56,16 +59,16 @@ class GroupedMatrix:
 
 
 def _of_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Repeat each expert's row of ``values [E, m]`` for all its rows, ``[n, m]``."""
+    """Repeat row e of ``values [E, m]`` for all rows of expert e. Returns ``[n, m]``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``x [n, k]`` by the experts' matrices ``weight [E, k, m]``. ``counts [E]`` is the number of
-    rows of each expert.
+    """Multiply the rows of each expert by its matrix: ``x [n, k]`` times ``weight [E, k, m]`` gives ``[n,
+    m]``. ``counts [E]`` is the number of rows of each expert.
 
-    Loops over the experts that have rows, and copies one matrix at a time.
+    Loops over the experts that have rows, so that only one matrix is copied at a time.
     """
     ends = counts.cumsum(0)
     used = paddle.nonzero(counts).flatten()
@@ -83,8 +86,10 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 class ProgramGroupedLinear(nn.Layer):
-    """Replaces the linear layer of all experts, and takes over its parameters. ``matrices`` are its weights
-    and those of its LoRA adapter, if any."""
+    """An exportable replacement for the linear layers of all experts, with the same parameters.
+
+    ``matrices`` are the weights and, if there is a LoRA adapter, its two matrices.
+    """
 
     def __init__(self, linear: GroupedLinear | QuantizedGroupedLinear) -> None:
         super().__init__()
@@ -98,7 +103,9 @@ class ProgramGroupedLinear(nn.Layer):
             self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, k]`` to ``[n, m]``. ``counts [E]`` is the number of rows of each expert."""
+        """Apply each expert's linear layer to its rows: ``x [n, k]`` becomes ``[n, m]``. ``counts [E]`` is
+        the number of rows of each expert.
+        """
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
         if adapter:
@@ -113,14 +120,17 @@ class _CountsOnDevice(RoundTrip):
 
 
 class ProgramExchange(ExpertExchange):
-    """Keeps the row counts on the device, where the program needs them."""
+    """The expert exchange of an exported program, which has only one rank. The numbers of rows per expert
+    stay on the device, because the program cannot read them on the host.
+    """
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         return _CountsOnDevice(rows, counts)
 
 
 def grouped_matrices_of(model: nn.Layer) -> list[GroupedMatrix]:
-    """Replace the experts of ``model`` by exportable layers, and return their matrices."""
+    """Replace the expert layers of ``model`` by exportable ones, and return the matrices of the new layers.
+    """
     matrices = []
     for mixture in model.sublayers():
         if isinstance(mixture, MoE):

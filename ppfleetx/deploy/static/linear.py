@@ -1,11 +1,11 @@
 """Matrix products in an exported program: single products, or all blocks of a quantized model in one
 operation.
 
-On a CPU, MKL repacks the matrix for every product, which for a few rows costs as much as reading the matrix
-again. A matrix stored in panels, as narrow as a tile of MKL's kernel, is used in place: the result is the
-same, and 2 to 16 rows are about 1.5 times as fast. A single row is faster with the original matrix. Our C++
-operators (ppfleetx/nn/cpu_ops) are faster still, but their programs run only on machines that have compiled
-them.
+On a CPU, MKL repacks the weight matrix for every product, which for a few rows costs as much as reading the
+matrix again. A matrix stored in panels, each as narrow as a tile of MKL's kernel, needs no repacking. The
+result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A single row is faster with
+the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but programs that use them run
+only on machines that have compiled them.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -28,10 +28,10 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 
 class Matrix:
-    """A constant matrix ``weight [k, n]`` of a program.
+    """A weight matrix ``weight [k, n]``, a constant of an exported program.
 
-    With ``by_cpu_ops``, our C++ operator computes products with panels. For ``panels`` and ``single_axis``
-    see :func:`use_panels`.
+    With ``by_cpu_ops``, our C++ operator computes the products with panels. The attributes ``panels`` and
+    ``single_axis`` are set by :func:`use_panels`.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -40,17 +40,19 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Prepare the matrix. Must be called first in the program and outside of branches, so that the
-        operations run only once, when the program is loaded."""
+        """Add the operations that prepare the matrix to the program. Must be called at its beginning and
+        outside of branches, so that these operations run only once, when the program is loaded.
+        """
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x [..., k] @ weight + bias``. With panels, x must be ``[m, k]``, possibly with an extra
-        axis of size 1.
+        """Compute ``x [..., k] @ weight + bias``. If panels are in use, x must be ``[m, k]``, possibly with
+        an extra axis of size 1.
 
-        The C++ operator is used for any number of rows; from 64 rows on, it is at most 10% slower than MKL.
+        The C++ operator computes products with any number of rows. Only from 64 rows on is it slower than
+        MKL, by at most 10%.
         """
         if self.panels is None:
             return F.linear(x, self.weight, bias)
@@ -67,10 +69,11 @@ class Matrix:
 
 
 class SmallMatrix(Matrix):
-    """A constant low-bit matrix.
+    """A quantized (low-bit) weight matrix, a constant of an exported program.
 
-    Our C++ operators use its integers, in panels set by :meth:`begin`. Without the operators, it is
-    dequantized when the program is loaded, and then used like any other matrix.
+    In a program with our C++ operators, these multiply by the integers themselves, in panels that
+    :meth:`begin` makes. In other programs, the matrix is dequantized when the program is loaded, and then
+    used like any other.
     """
 
     def __init__(self, stored: QuantizedMatrix) -> None:
@@ -96,7 +99,7 @@ class SmallMatrix(Matrix):
 
 
 class ProgramLinear(nn.Layer):
-    """Replaces a linear layer, quantized or not, and takes over its parameters."""
+    """An exportable replacement for a linear layer, quantized or not, with the same parameters."""
 
     def __init__(self, linear: Linear | QuantizedLinear) -> None:
         super().__init__()
@@ -119,22 +122,23 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose how all following products are computed: with ``panels``, or with the original matrices if
-    empty.
+    """Choose how ``matrices`` compute the products that are added to the program from now on: with panels, or
+    with the original matrices if ``panels`` is empty.
 
     Args:
         matrices: the matrices to set.
         panels: the result of :meth:`Matrix.make_panels` for each matrix, or empty.
         single_axis: the axis of the activations ``[s, b, k]`` that has size 1 when panels are used: 0 for one
-            position of many rows, 1 for many positions of one row.
+            position of many sequences, 1 for many positions of one sequence.
     """
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis
 
 
 def matrices_of(model: nn.Layer) -> list[Matrix]:
-    """Replace the plain linear layers of ``model`` by layers that can use panels, and return their
-    matrices."""
+    """Replace the linear layers of ``model`` by exportable ones, and return their matrices. Layers with
+    adapters or hooks are not replaced.
+    """
     matrices = []
     for parent in model.sublayers(include_self=True):
         for name, child in parent.named_children():
@@ -152,8 +156,9 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
 
 
 class ProgramBlocks:
-    """The blocks and the final norm as one operation. The weights are prepared once, when the program is
-    loaded."""
+    """All transformer blocks and the final norm as one C++ operation of an exported program. Their weights
+    are prepared once, when the program is loaded.
+    """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         self.fused = FusedBlocks(layers)
@@ -161,7 +166,9 @@ class ProgramBlocks:
 
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
-    """Build the fused blocks; None if the layers must run one by one."""
+    """Build the one-operation form of the blocks and the final norm. None if the layers must run one by one,
+    because the C++ operator is not compiled or does not support them.
+    """
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -171,7 +178,9 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Prepare the weights of the fused blocks. Must be called after :func:`begin` and outside of branches."""
+    """Add the operations that prepare the weights for ``blocks`` to the program. Must be called after
+    :func:`begin` and outside of branches, so that they run only once. Does nothing if ``blocks`` is None.
+    """
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 
@@ -179,8 +188,9 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
-    """Run all blocks on ``hidden [s, b, h]`` at positions ``[b, s]``, which follow the positions in
-    ``cache``."""
+    """Run all blocks and the final norm on hidden states ``[s, b, h]`` at positions ``[b, s]``, which follow
+    the positions in ``cache``. Returns hidden states of the same shape.
+    """
     fused = blocks.fused
     column, penalty, memory = cache.place(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

@@ -1,9 +1,10 @@
-"""The exported program: the whole decoding loop, with the model and its cache.
+"""The exported program: the whole decoding loop as one function of tensors, with the model and its cache.
 
-It is built from the generator's own model and logit processors, as one function of tensors. Options that
+It uses the model and the logit processors of the ordinary generator, so results are the same. Options that
 users choose at run time are inputs; the model and the vocabulary are constants.
 
-Shape letters: b rows, n length of the longest prompt, t limit of new tokens, V vocabulary size.
+Shape letters: b rows (sequences of the batch), n length of the longest prompt, t number of new tokens, V
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ from ppfleetx.nn.latent_attention import LatentAttention
 
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
-    """Context manager that speeds up Paddle's to_static: methods are converted once per class, and each
-    function is looked up once in the list of unsupported functions."""
+    """Context manager that makes Paddle's ``to_static`` faster with two caches. A method is converted once
+    per class instead of once per layer, and the test whether a function is unsupported is done once per
+    function.
+    """
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):
@@ -109,11 +112,11 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
 def save_program(
     next_token: NextTokenModel, max_positions: int, path: Path, *, use_panels: bool = True
 ) -> None:
-    """Write ``{path}.json`` and ``{path}.pdiparams``. The model must not be sliced over ranks, and cannot be
-    trained afterwards.
+    """Export the model and the decoding loop to ``{path}.json`` and ``{path}.pdiparams``. The model must be
+    whole, not sliced over ranks, and cannot be trained afterwards.
 
-    With ``use_panels``, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` are compiled, a second program
-    is written that uses these operators and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
+    With ``use_panels``, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` are compiled, also writes a
+    second program that uses these operators and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -140,15 +143,15 @@ def _save(program: GenerationProgram, path: Path) -> None:
 
 
 class GenerationProgram(nn.Layer):
-    """A layer that generates continuations of a batch of prompts.
+    """The layer that is exported: it maps a batch of prompts to their continuations.
 
-    The loop ends when every row has reached an end token or its limit. Finished rows stay in the batch; their
-    tokens after the end are meaningless. The model's linear layers are replaced by layers that Paddle can
-    export.
+    The decoding loop ends when every sequence has reached an end token or its length limit. Sequences that
+    end earlier stay in the batch; their tokens after the end are meaningless. The constructor replaces the
+    model's linear layers by layers that Paddle can export.
 
     Args:
-        use_panels: keep a second copy of the matrices, in a layout that is faster on CPUs for more than one
-            row or position. The copy is made when the program is loaded and is not in the file.
+        use_panels: keep a second copy of the weight matrices, in a layout that is faster on CPUs for more
+            than one row or position. The copy is made when the program is loaded and is not in the file.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
@@ -176,13 +179,17 @@ class GenerationProgram(nn.Layer):
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
-        """The file name of the program with C++ operators, which depends on the operators it needs."""
+        """The file name of this program when it uses C++ operators. Different sets of operators give
+        different names, so that the engine can choose a program it can run.
+        """
         if self.blocks is not None:
             return blocks_file(width)
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """Switch to C++ operators for products with panels, for top-p and, if possible, for whole blocks."""
+        """Let the program use our C++ operators: for matrix products with panels, for top-p and, if possible,
+        for all blocks at once.
+        """
         self.by_cpu_ops = True
         for matrix in (*self.matrices, *self.grouped):
             matrix.by_cpu_ops = True
@@ -202,8 +209,9 @@ class GenerationProgram(nn.Layer):
         top_p: paddle.Tensor,
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Return the new tokens, int64 ``[b, t]``: t is at most the largest of ``max_new_tokens``. The
-        arguments are :data:`INPUTS`."""
+        """Generate tokens for a batch of prompts. Returns the new tokens, int64 ``[b, t]``, where t is at
+        most the largest of ``max_new_tokens``. The arguments are described at :data:`INPUTS`.
+        """
         begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
         make_weights(self.blocks)
@@ -239,10 +247,12 @@ class GenerationProgram(nn.Layer):
         sampling: tuple[paddle.Tensor, ...],
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the loop after the first ``token [b]``. Returns prompts and new tokens, ``[b, n + up to t]``.
+        """Run the decoding loop for several sequences. ``token [b]`` are their first new tokens. Returns
+        prompts and new tokens, ``[b, n + t]``.
 
         ``rules`` are end_ids, min_new_tokens and repetition_penalty. ``sampling`` is exponentials,
-        temperature, top_k and top_p. ``panels`` are those of ``self.matrices``, or empty.
+        temperature, top_k and top_p. ``panels`` are the panels of ``self.matrices``; empty if panels are not
+        used.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
@@ -267,8 +277,9 @@ class GenerationProgram(nn.Layer):
     def _append(
         self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Add ``token [b]`` at ``column [1]`` of the cache. Returns the next logits ``[b, V]`` and the new
-        cache."""
+        """Run the model on the new tokens ``token [b]``, which occupy ``column [1]`` of the cache. Returns
+        the next logits ``[b, V]`` and the new cache.
+        """
         # A finished row keeps the last position while other rows continue.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
@@ -287,11 +298,11 @@ class GenerationProgram(nn.Layer):
         max_drafts: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the loop for a single row without padding. Returns the prompt and new tokens, ``[n + up to
-        t]``.
+        """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens,
+        ``[n + t]``.
 
-        Arguments as in ``_decode``. In greedy search, up to ``max_drafts [1]`` draft tokens from the row's
-        own text (prompt lookup) are verified in one pass.
+        The arguments are those of ``_decode``, and ``max_drafts [1]``: in greedy search, up to so many draft
+        tokens from the sequence's own text (prompt lookup) are verified in one pass.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
@@ -334,8 +345,9 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the draft tokens ``drafts [k]``. Returns the likeliest tokens ``[1 + k]`` after the row's last
-        token and after each draft token, and the new cache."""
+        """Run the last token of ``history`` and the draft tokens ``drafts [k]`` in one pass. Returns the
+        model's likeliest next token after each of them, ``[1 + k]``, and the new cache.
+        """
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], drafts])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -361,11 +373,11 @@ class GenerationProgram(nn.Layer):
     def _run_model(
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model on ``state``: tokens and positions ``[b, s]`` and, for prompts, each row's first
-        column.
+        """Run the model once. ``state`` has tokens and positions ``[b, s]`` and, in the pass over the
+        prompts, the first column that each row may attend to.
 
-        Returns the new cache, and logits ``[b, V]`` after the last tokens; if not ``last_only``, ``[s, V]``
-        after each token of a single row.
+        Returns logits and the new cache. The logits are ``[b, V]`` after the last tokens. With
+        ``last_only=False``, for a single sequence, they are ``[s, V]``, after each token.
         """
         embedding, *trunk, head = self.model.stages
         position_ids = state[1]
@@ -391,8 +403,9 @@ class GenerationProgram(nn.Layer):
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Apply the repetition penalty and the minimum length. Both are in one branch, because a branch costs
-        about a millisecond."""
+        """Apply the repetition penalty, and forbid end tokens before the minimum length. Both are in one
+        branch of the program, because a branch costs about a millisecond.
+        """
         is_early = step < min_new_tokens
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
@@ -419,7 +432,9 @@ class GenerationProgram(nn.Layer):
     def _sample(
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
-        """Sample tokens, like :func:`~ppfleetx.generation.processors.candidates` followed by ``draw``."""
+        """Sample a token per row from ``logits [b, V]`` with top-k and top-p, as
+        :func:`~ppfleetx.generation.processors.candidates` and ``draw`` do outside of programs.
+        """
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)
             kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
@@ -434,6 +449,7 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace ``top_p`` = 1 by 2, so that every token is kept: rounding can make the cumulative sum reach 1
-    too early."""
+    """Replace a ``top_p`` of 1 or more by 2, so that every token is kept. With 1, rounding could drop tokens,
+    because the cumulative sum of probabilities can reach 1 too early.
+    """
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

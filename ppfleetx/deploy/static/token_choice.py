@@ -1,8 +1,8 @@
-"""Token choice with operations that can be exported: prompt lookup, and top-p without a sort.
+"""Prompt lookup, and top-p without sorting the vocabulary, written with operations that Paddle can export.
 
-Results are the same as in :mod:`ppfleetx.generation.prompt_lookup` and ``processors``.
+Results equal those of :mod:`ppfleetx.generation.prompt_lookup` and :mod:`ppfleetx.generation.processors`.
 
-Shape letters: n tokens of the row, k draft tokens.
+Shape letters: n tokens of the sequence, k draft tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find where the last tokens of ``history [n]``, n >= 2, occurred before.
+    """Find where the final tokens of the sequence ``history [n]``, n >= 2, occurred before.
 
-    Returns the index of the last token of the longest match (the latest of equally long ones), and the number
-    of matching tokens, 0 to 3.
+    Looks for the longest match of up to 3 tokens, the latest one if several are equally long. Returns the
+    index of the last token of the match, and the number of matching tokens (0: no match).
     """
     size = history.shape[0]
     # Pad with -1, which never matches a token.
@@ -37,19 +37,24 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """The ``[count]`` tokens after index ``place``, repeated cyclically if there are fewer."""
+    """The ``count`` tokens of ``history`` after index ``place``. If there are fewer, they are repeated
+    cyclically.
+    """
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
 
 def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
-    """How many of the leading draft tokens ``drafts [k]`` equal the model's ``likeliest [k + 1]``,
-    ``[1]``."""
+    """Return how many draft tokens are accepted, ``[1]``: the number of leading ``drafts [k]`` that equal the
+    model's likeliest tokens at the same positions, ``likeliest [k + 1]``.
+    """
     return (likeliest[:-1] == drafts).astype("int64").cumprod(0).sum().reshape([1])
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """Do the same as :func:`ppfleetx.generation.prompt_lookup.next_width`, for tensors ``[1]``."""
+    """The number of tokens to draft in the next pass, as in
+    :func:`ppfleetx.generation.prompt_lookup.next_width`, for tensors ``[1]``.
+    """
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
 
@@ -57,8 +62,12 @@ _BUCKETS = 1 << 13
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """Apply :func:`~ppfleetx.generation.processors.nucleus` to ``probabilities [b, V]`` with ``top_p
-    [1]``."""
+    """Apply top-p to ``probabilities [b, V]``, with the same result as
+    :func:`~ppfleetx.generation.processors.nucleus`. ``top_p`` is ``[1]``.
+
+    Puts the probabilities into buckets of similar size, and sorts only the bucket in which the sum reaches
+    ``top_p``.
+    """
     # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")
@@ -85,8 +94,9 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Pack the elements of ``values [b, V]`` where ``mask`` is true to the left, padded with zeros: ``[b,
-    m]``."""
+    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns them on the left
+    of ``[b, m]``, padded with zeros; m is the largest number in a row.
+    """
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)
@@ -97,7 +107,9 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """Sum the probabilities in each bucket, ``[b, buckets]`` float64."""
+    """For each row, sum the probabilities in each bucket. ``bucket [b, V]`` is the bucket of each token.
+    Returns ``[b, buckets]`` float64.
+    """
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
     # An extra entry of weight 0 in the last bucket makes bincount's result long enough.
