@@ -42,6 +42,7 @@ using Bytes = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias))
 struct EightBits {
   using Stored = int8_t;
   static constexpr bool kHasOffsets = false, kRounds = false;
+  static constexpr int kSideBySide = 4;  // panels that are read together for one row
   static constexpr int64_t kUnit = kBlock, kUnitBytes = kBlock * kWidth;
   explicit EightBits(const int8_t* block) : block_(block) {}
   Vector Weights(int i, int v) const {
@@ -62,6 +63,7 @@ struct EightBits {
 struct FourBits {
   using Stored = uint8_t;
   static constexpr bool kHasOffsets = false, kRounds = false;
+  static constexpr int kSideBySide = 2;
   static constexpr int64_t kUnit = kBlock, kUnitBytes = kWidth * 4;
   explicit FourBits(const int8_t* block) {
     for (int v = 0; v < kVectors; ++v) words_[v] = *reinterpret_cast<const Integers*>(block + v * kLanes * 4);
@@ -181,6 +183,33 @@ void MultiplyPanelByFew(const float* x, int64_t size, const Panel& panel, float*
     AddGroup<Format, R>(panel, group, 0, parts, sums);
   }
   for (int r = 0; r < R; ++r) std::memcpy(y + r * stride, sums[r], panel.columns * sizeof(float));
+}
+
+// The columns of y of P panels for one row of x. In a single panel, each sum would wait for the sum before it, and a
+// core reads several streams of memory in less time than one.
+template <class Format, int P>
+void MultiplyPanelsByOne(const float* x, int64_t size, const Panel (&panels)[P], float* y) {
+  Vector sums[P][1][kVectors];
+  for (int p = 0; p < P; ++p) {
+    float start[kWidth] = {};
+    if (panels[p].bias != nullptr) std::copy_n(panels[p].bias, panels[p].columns, start);
+    std::memcpy(sums[p], start, sizeof start);
+  }
+  const int64_t groups = panels[0].groups, blocks = size / groups / kBlock;
+  int64_t place = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    Vector parts[P][1][kVectors] = {};
+    for (int64_t end = place + blocks * Format::kUnitBytes; place < end; place += Format::kUnitBytes, x += kBlock) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kBlock; ++i)
+        for (int p = 0; p < P; ++p) {
+          const Format block(panels[p].values + place);
+          for (int v = 0; v < kVectors; ++v) parts[p][0][v] += x[i] * InRegister(block.Weights(i, v));
+        }
+    }
+    for (int p = 0; p < P; ++p) AddGroup<Format, 1>(panels[p], group, 0, parts[p], sums[p]);
+  }
+  for (int p = 0; p < P; ++p) std::memcpy(y + p * kWidth, sums[p], panels[p].columns * sizeof(float));
 }
 
 // The panel's columns of y for up to kMostRows rows of x, which have `size` numbers.
@@ -571,9 +600,21 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   }
   std::vector<float> x_sums;
   if (Format::kHasOffsets) x_sums = SumsOfGroups(x, rows, matrix.groups, padded / matrix.groups);
+  const int64_t num_panels = matrix.Panels(), bytes = padded / kBlock * Format::kUnitBytes;
+  constexpr int kTogether = Format::kSideBySide;  // for one row
+  const int64_t num_sets = rows == 1 ? num_panels / kTogether : 0;
 #pragma omp parallel for schedule(static)
-  for (int64_t p = 0; p < matrix.Panels(); ++p) {
-    Panel panel = matrix.At(p, padded / kBlock * Format::kUnitBytes);
+  for (int64_t set = 0; set < num_sets; ++set) {
+    Panel panels[kTogether];
+    for (int p = 0; p < kTogether; ++p) {
+      panels[p] = matrix.At(set * kTogether + p, bytes);
+      panels[p].x_sums = x_sums.data();
+    }
+    MultiplyPanelsByOne<Format, kTogether>(x, padded, panels, y + set * kTogether * kWidth);
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t p = num_sets * kTogether; p < num_panels; ++p) {
+    Panel panel = matrix.At(p, bytes);
     for (int64_t row = 0; row < rows; row += kMostRows) {
       panel.x_sums = x_sums.data() + row * matrix.groups;
       MultiplyPanel<Format>(x + row * padded, std::min(kMostRows, rows - row), padded, panel,
