@@ -368,7 +368,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
-    """Respond with status 500 to an exception that is a bug of the server. The web framework logs the
-    traceback.
-    """
+    """Respond with status 500 to an exception that is a bug of the server. The traceback is logged."""
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

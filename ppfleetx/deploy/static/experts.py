@@ -129,8 +129,7 @@ class ProgramExchange(ExpertExchange):
 
 
 def grouped_matrices_of(model: nn.Layer) -> list[GroupedMatrix]:
-    """Replace the expert layers of ``model`` by exportable ones, and return the matrices of the new layers.
-    """
+    """Replace the expert layers of ``model`` by exportable ones, and return the new layers' matrices."""
     matrices = []
     for mixture in model.sublayers():
         if isinstance(mixture, MoE):
