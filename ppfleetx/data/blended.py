@@ -73,28 +73,28 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """Choose the corpus of each sample for ``num_blocks`` blocks of samples, the first of which is sample
-    ``first``. ``taken`` counts the samples that each corpus has given before.
+    """Choose the corpus of each sample for ``num_blocks`` blocks of samples, the first of which begins with
+    sample ``first``. ``taken`` counts the samples that each corpus has given before.
 
-    By the blending rule, each choice depends on the counts of all earlier choices. But errors in these counts
-    are soon forgotten. So all blocks are computed in parallel from guessed counts, and a block is computed
-    again until its starting counts equal the final counts of the previous block. The result is exact, usually
-    after two or three rounds.
+    Each choice depends on the counts of all earlier choices, but a wrong count soon stops to affect them. So
+    all blocks are computed in parallel from guessed counts, and a block is computed again until its starting
+    counts equal the final counts of the previous block. The result is exact, usually after two or three
+    rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
-    starts = np.array([_near_shares(weights, step) for step in steps.tolist()])
+    starts = np.array([_guess_counts(weights, step) for step in steps.tolist()])
     starts[0] = taken
     ends = np.empty_like(starts)
     chosen = np.empty((_BLOCK_STEPS, num_blocks), np.int16)
     stale = np.arange(num_blocks)
     while stale.size:
-        chosen[:, stale], ends[stale] = _walk(weights, limits, steps[stale], starts[stale])
+        chosen[:, stale], ends[stale] = _choose_in_blocks(weights, limits, steps[stale], starts[stale])
         stale = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
         starts[stale] = ends[stale - 1]
     return chosen.T.reshape(-1)
 
 
-def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
+def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
     """Guess how many samples each corpus has given after ``step`` samples of a blend: integers close to
     ``weights * step`` that sum to ``step``.
     """
@@ -105,11 +105,12 @@ def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
     return taken
 
 
-def _walk(
+def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Apply the blending rule to one block of samples after each of ``steps``, all blocks in parallel.
-    ``taken [blocks, corpora]`` counts the samples that each corpus has given before the block.
+    """Apply the blending rule to several blocks of `_BLOCK_STEPS` samples in parallel. Block i begins with
+    sample ``steps[i]``. ``taken [blocks, corpora]`` counts the samples that each corpus has given before the
+    block.
 
     Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken`` after each block. Exhausted corpora are
     skipped. Choices after the last sample of the blend are arbitrary; the caller cuts them off.
@@ -135,7 +136,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
     """Return the number of samples in a weighted blend of at least ``num_samples``, and the number of samples
-    to prepare from each corpus.
+    to prepare from each corpus, which is slightly more than its share.
     """
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]

@@ -174,8 +174,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return what the text datasets need: their section, the checked tokenizer, and the number of tokens to a
-    multiple of which batches are padded.
+    """Return what a finetuning dataset needs: its section of the configuration, the checked tokenizer, and
+    the number to whose multiples sequence lengths are rounded up.
     """
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
@@ -274,7 +274,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
     """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out. If no
-    weights are configured, so are corpora shorter than one sample.
+    weights are configured, corpora shorter than one sample are left out, too.
     """
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"

@@ -118,8 +118,8 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Read the corpus file with this suffix block by block. Yields the bytes of each block, and a `Block`
-        if they do not match the checksum, else None.
+        """Read the corpus file with this suffix block by block. Yields pairs: the bytes of a block, and a
+        `Block` if they do not match their checksum, else None.
         """
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:

@@ -48,7 +48,7 @@ class FleetXDataset(TokenStore):
         text = _without_suffix(os.fspath(prefix))
         if Path(f"{text}_ids.npy").exists():
             path = Path(f"{text}_ids.npy")
-            with _damage(path):
+            with _damage_errors(path):
                 tokens = _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
             path = Path(f"{text}_idx.npz")
             index = _read_npz(path, ("lens",))
@@ -71,7 +71,7 @@ class FleetXDataset(TokenStore):
 def _read_npz(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:
     if not path.exists():
         raise DataError(f"{path} does not exist, and the corpus beside it needs it")
-    with _damage(path), np.load(path, allow_pickle=False) as archive:
+    with _damage_errors(path), np.load(path, allow_pickle=False) as archive:
         for name in required:
             if name not in archive:
                 raise DataError(f"{path} has no array {name!r}")
@@ -91,7 +91,7 @@ def _integers(array: np.ndarray, place: str) -> np.ndarray:
 
 
 @contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _damage_errors(path: Path) -> Iterator[None]:
     """Context manager that converts NumPy's errors about a damaged file into a DataError with the file's
     name.
     """

@@ -104,8 +104,7 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Return the size in bytes of the three index arrays of a split. Building them takes little more memory.
-    """
+    """Return the size in bytes of the three index arrays of a split. Building them needs little extra memory."""
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8

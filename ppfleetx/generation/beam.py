@@ -39,9 +39,9 @@ class BeamOptions:
         num_beams: number of beams per prompt, over all groups; a multiple of ``num_groups``.
         length_penalty: log-probabilities are divided by length ** length_penalty; values above 0 favor long
             results.
-        early_stopping: when a group stops that has as many results as beams. True: at once. False: when its
-            best beam, if it ended now, would not be among the results. "never": when its best beam could not
-            be among the results at any length.
+        early_stopping: when to stop a group that has a result for each of its beams. True: at once. False: as
+            soon as its best beam, if it ended now, would not be among the results. "never": as soon as its
+            best beam could not be among the results at any length.
         num_groups: number of beam groups per prompt (diverse beam search); 1 is plain beam search.
         diversity_rate: how much a token's score drops for each beam of an earlier group that took the token.
     """

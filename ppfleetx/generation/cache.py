@@ -42,8 +42,8 @@ class GrowingCache:
 
         Args:
             visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.
-                The causal mask applies as well. Not used by :meth:`update` in the first pass, in which
-                attention makes its own mask.
+                The causal mask applies as well. In the first pass, :meth:`update` ignores this, because
+                attention then masks padding itself.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         self._past, self.length = self.length, self.length + num_new
@@ -60,7 +60,7 @@ class GrowingCache:
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
         """Allocate the tensors of :meth:`memory` in the first pass. Needed only for the operator that
-        computes all layers at once; layers that run one by one allocate in :meth:`update`.
+        computes all layers at once. Layers that run one by one need no such call.
         """
         shape = [rows, groups, self.length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
@@ -92,8 +92,8 @@ class GrowingCache:
         """The keys ``[b, g, k, d]`` of layer 0, its values, the keys of layer 1, and so on, for an operator
         that computes all layers at once.
 
-        The tensors have room for the new columns, which the operator fills. In the first pass, call
-        :meth:`begin` before.
+        The tensors have room for the new columns, which the operator fills. In the first pass, :meth:`begin`
+        must be called before.
         """
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 

@@ -42,8 +42,8 @@ class JoinableCache(GrowingCache):
             self.length -= columns
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
-        """Fill an empty cache with ``rows`` copies of one cached sequence: the first ``columns`` of its keys
-        and values ``layers``.
+        """Fill an empty cache with ``rows`` copies of one cached sequence: the first ``columns`` positions of
+        its keys and values, ``layers``.
         """
         index = paddle.zeros([rows], dtype="int64")
         self._layers = {
@@ -224,7 +224,7 @@ class ContinuousBatch:
     def _step(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
         rows = self.history[: len(drafts)]
         lengths = np.array([len(row) + len(own) for row, own in zip(rows, drafts, strict=True)])
-        self._renew(lengths)
+        self._recompute_switched(lengths)
         self._take_out_unused()
         width = 1 + max(map(len, drafts))
         tokens = np.array(
@@ -242,7 +242,7 @@ class ContinuousBatch:
             paddle.to_tensor(tokens), paddle.to_tensor(positions), self._visible, self._cache, width, lengths
         )
 
-    def _renew(self, lengths: np.ndarray) -> None:
+    def _recompute_switched(self, lengths: np.ndarray) -> None:
         """Recompute the rows that have crossed LongRoPE's ``switch_length``: their cached keys have the
         angles for the old length. ``lengths [b]`` are the new lengths.
         """
@@ -293,8 +293,8 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def _run_prompts(self, group: SeededPrompts, copies: Sequence[int]) -> paddle.Tensor:
-        """Run one group of new prompts, and add ``copies[i]`` rows of prompt i to the batch. Returns the
-        logits ``[sum(copies), V]``.
+        """Run a group of new prompts that start with the same cached prefix, and add ``copies[i]`` rows of
+        prompt i to the batch. Returns the logits ``[sum(copies), V]``.
         """
         cache, lengths = JoinableCache(), np.array([len(prompt) for prompt in group.prompts])
         if group.length:
@@ -317,11 +317,12 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run the tokens of ``rows`` after the columns of ``cache``, in which all rows are still identical.
-        ``lengths`` are the rows' lengths with the cached part.
+        """Run the model on new tokens of several sequences, ``rows``, and add them to ``cache``. What
+        ``cache`` holds before is a prefix that all of them share. ``lengths`` are the lengths of the
+        sequences with this prefix.
 
-        Returns the logits ``[b, V]`` after each row's last token, and the columns that each row may attend
-        to, ``[b, n]`` bool.
+        Returns the logits ``[b, V]`` after the last token of each sequence, and the columns that it may
+        attend to, ``[b, n]`` bool.
         """
         tokens, padding = pad_left(rows)
         past = cache.length

@@ -100,8 +100,8 @@ class FusedBlocks:
         penalty: paddle.Tensor | None,
         memory: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the C++ operation with given weights and cache tensors. Adds the rotary angles of
-        ``position_ids`` to the arguments of :func:`ppfleetx.nn.cpu_ops.fused_blocks.run`.
+        """Run the C++ operation (:func:`ppfleetx.nn.cpu_ops.fused_blocks.run`) with these weights and cache
+        tensors. Computes the rotary angles that it needs from ``position_ids``.
         """
         angles = self.angles(position_ids)
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)

@@ -81,8 +81,8 @@ class Batch:
         return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
 
     def exponentials(self, vocab_size: int) -> np.ndarray:
-        """The random numbers for sampling all steps, ``[rows, steps, n]`` float32. See `RandomStream` for n,
-        the numbers per draw.
+        """The random numbers for sampling all steps, ``[rows, steps, n]`` float32, drawn from Exp(1). Each
+        step of a row needs n of them (`race_size`).
         """
         steps = max(self.max_new_tokens)
         streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]

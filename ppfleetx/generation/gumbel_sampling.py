@@ -24,8 +24,9 @@ _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
 
 def race_size(vocab_size: int) -> int:
-    """The number of random numbers needed to sample one token (n): one for each position in a block of
-    tokens, and one for each block of the vocabulary.
+    """The number of random numbers needed to sample one token (n). Sampling first selects a block of the
+    vocabulary and then a token in it, so there is one number for each block, and one for each position in a
+    block.
     """
     return BLOCK + -(-vocab_size // BLOCK)
 
@@ -44,7 +45,7 @@ class RandomStream:
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
         """The random numbers for ``num_steps`` steps, the first of which is ``step``: ``[num_steps, n]``
-        float32, drawn from Exp(1), all above 0.
+        float32, drawn from Exp(1), all above 0. Each step needs n numbers (`race_size`).
         """
         counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
         if step != self._step:

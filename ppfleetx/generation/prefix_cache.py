@@ -62,15 +62,17 @@ class PrefixStore:
     def groups(
         self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
     ) -> list[SeededPrompts]:
-        """Divide new prompts into groups of neighbors that start with the same cached prefix and can run as
-        one batch. The order of the prompts is kept.
+        """Divide new prompts into groups that start with the same cached prefix and can run as one batch. A
+        group has consecutive prompts, so their order is kept.
 
         Args:
             are_long: for each prompt, whether it uses LongRoPE's factors for long sequences; None for models
                 without LongRoPE.
         """
         kinds = are_long or [False] * len(prompts)
-        found = [(prompt, *self._longest(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+        found = [
+            (prompt, *self._longest_prefix(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)
+        ]
         keyed = zip(kinds, found, strict=True)
         grouped = groupby(keyed, key=lambda pair: (pair[0], *pair[1][0][: pair[1][1]]))
         parts = [[one for _, one in members] for _, members in grouped]
@@ -80,7 +82,9 @@ class PrefixStore:
         """Whether the keys and values of this sequence of ``tokens`` are worth storing: at least `SHORTEST`
         of its positions are not in the store yet.
         """
-        known = self._longest([*tokens, -1], is_long)[0]  # add a token, because _longest ignores the last
+        known = self._longest_prefix([*tokens, -1], is_long)[
+            0
+        ]  # add a token, because _longest_prefix ignores the last
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
@@ -91,21 +95,23 @@ class PrefixStore:
         """
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces entries that are its prefixes.
-        self._entries = [one for one in self._entries if _match(one, new.tokens, is_long) < len(one.tokens)]
+        self._entries = [
+            one for one in self._entries if _num_reusable(one, new.tokens, is_long) < len(one.tokens)
+        ]
         self._entries.append(new)
         sizes = [len(one.tokens) for one in self._entries]
         while sum(sizes) > self.max_tokens:
             del self._entries[0], sizes[0]
         self.num_tokens = sum(sizes)
 
-    def _longest(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
+    def _longest_prefix(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
         """Find the longest cached prefix of a prompt. Returns its length, and the keys and values of the
-        stored sequence.
+        stored sequence that has it.
 
         The prompt's last token is never part of the prefix, because the model must run it to get logits.
         """
         array = np.array(prompt[:-1], np.int64)
-        lengths = [_match(one, array, is_long) for one in self._entries]
+        lengths = [_num_reusable(one, array, is_long) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
         if best is None or lengths[best] < SHORTEST:
             return 0, {}
@@ -113,7 +119,7 @@ class PrefixStore:
         return lengths[best], self._entries[-1].layers
 
 
-def _match(entry: _Entry, tokens: np.ndarray, is_long: bool) -> int:
+def _num_reusable(entry: _Entry, tokens: np.ndarray, is_long: bool) -> int:
     """How many leading positions of the stored sequence ``entry`` can be reused for a sequence that starts
     with ``tokens``.
     """

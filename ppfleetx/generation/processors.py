@@ -142,7 +142,7 @@ def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.T
     """Apply top-p to probabilities ``[b, m]`` that are already in descending order: once they sum to
     ``top_p``, the rest of the row becomes 0.
     """
-    return paddle.where(_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
+    return paddle.where(_sum_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
@@ -167,8 +167,8 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     """Apply top-p to one row of probabilities ``[V]`` with NumPy.
 
-    Instead of sorting the whole row, puts probabilities into buckets of similar size, and sorts only the
-    bucket in which the sum reaches ``top_p``.
+    Instead of sorting the whole row, puts the probabilities into buckets by size, and sorts only the bucket
+    in which the sum reaches ``top_p``.
     """
     top_p = _in_float32(top_p)
     # Bucket by exponent and the top 8 fraction bits. The order is right because no number is negative.
@@ -195,13 +195,13 @@ def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[pad
 
     The probabilities ``[b, m]`` must be in descending order and sum to at least ``top_p``.
     """
-    count = (_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
+    count = (_sum_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
     """Set all but the ``count`` largest values in each row of ``probabilities [b, V]`` to 0. ``smallest`` is
-    the smallest value to keep; both are ``[b, 1]``.
+    the smallest value to keep. ``count`` and ``smallest`` are ``[b, 1]``.
     """
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
@@ -212,7 +212,7 @@ def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: padd
     return paddle.where(kept, probabilities, paddle.zeros([], dtype=probabilities.dtype))
 
 
-def _before(falling: paddle.Tensor) -> paddle.Tensor:
+def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
     """For each value in a row, the sum of the values before it (exclusive cumulative sum), in float64. All
     implementations of top-p use this sum, so they keep the same tokens.
     """

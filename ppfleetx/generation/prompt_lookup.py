@@ -201,11 +201,11 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """The number of tokens to draft in the next pass. ``right`` is the number of drafts accepted in this
-    pass, ``width`` the number wanted in it, and ``most`` the limit.
+    """The number of tokens to draft in the next pass: twice as many if all drafts were accepted
+    (``all_right``), otherwise as many as were accepted.
 
-    It doubles if all drafts were accepted (``all_right``).
-    :func:`ppfleetx.deploy.static.token_choice.next_width` is the same for tensors.
+    ``width`` is the number wanted in this pass, ``right`` the number accepted, and ``most`` the limit.
+    :func:`ppfleetx.deploy.static.token_choice.next_width` computes the same for tensors.
     """
     return min(most, 2 * width if all_right else max(1, right))
 

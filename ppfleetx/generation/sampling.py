@@ -91,7 +91,7 @@ def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> 
     log-probability.
     """
     scores, row_lengths = [TokenScore(tokens[0], None)], np.array([len(tokens) - 1])
-    for start, part, *inputs in _parts(tokens[:-1]):
+    for start, part, *inputs in _chunks(tokens[:-1]):
         logits = model.with_cache(*inputs, part, row_lengths)
         scores += score_tokens(logits, list(tokens[start + 1 : start + 1 + part]), num_top)
     return scores
@@ -101,13 +101,13 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
     """Return the embedding ``[h]`` float32 of a text: the hidden state of its last token after the final
     norm, scaled to length 1.
     """
-    for _start, _size, *inputs in _parts(tokens):
+    for _start, _size, *inputs in _chunks(tokens):
         hidden = model.hidden_states(*inputs, np.array([len(tokens)]))
     vector = hidden[-1, 0].astype("float32").numpy()
     return vector / max(float(np.linalg.norm(vector)), 1e-12)
 
 
-def _parts(
+def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
     """Split the tokens of a text into chunks for one forward pass each, to limit memory.

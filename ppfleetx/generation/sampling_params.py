@@ -149,7 +149,7 @@ class SamplingParams:
         Raises ConfigError if an option does not fit the tokenizer, or needs a library that is not installed.
         """
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
-        words = [one for word in options.bad_words for one in _sequences(word, tokenizer)]
+        words = [one for word in options.bad_words for one in _bad_word_sequences(word, tokenizer)]
         for key, ids in (
             ("bad_words", [one for word in words for one in word]),
             ("suppress_tokens", options.suppress_tokens),
@@ -211,7 +211,9 @@ def ended_by(
     return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
 
 
-def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
+def _bad_word_sequences(
+    word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
+) -> list[tuple[int, ...]]:
     """The token sequences to forbid for one of the ``bad_words``: the tokens of the word without a space
     before it and, if they differ, those with a space. A word given as token ids is used as it is.
     """

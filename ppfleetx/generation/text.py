@@ -166,7 +166,7 @@ class RowText:
         self._held = self._held[safe:]
 
     def _possible_start(self) -> int:
-        """The length of the longest end of the pending text with which a stop string could begin."""
+        """The length of the longest suffix of the pending text that is a prefix of a stop string."""
         return max(
             (
                 size

@@ -135,8 +135,8 @@ class CompiledTemplate:
 
 
 class _GenerationBlocks(Extension):
-    """Jinja extension for ``{% generation %} ... {% endgeneration %}``, which encloses the text that the
-    model is to write. Records where this text is in the output.
+    """Jinja extension for ``{% generation %} ... {% endgeneration %}``. A template encloses the assistant's
+    text in these. The extension records where this text is in the output.
     """
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)

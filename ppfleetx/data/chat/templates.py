@@ -251,10 +251,10 @@ class _Turns:
         return self._template.render(messages, **{**self._variables, **more})
 
     def span(self, number: int) -> Span:
-        found = self._added(number)
+        found = self._span_by_difference(number)
         if found is None:
             try:
-                found = self._marked(number)
+                found = self._span_by_placeholder(number)
             except (ChatError, ValueError) as error:
                 raise ChatError(
                     f"{self._template.place} does not show where it writes message {number}: put "
@@ -262,7 +262,7 @@ class _Turns:
                 ) from error
         return found
 
-    def _added(self, number: int) -> Span | None:
+    def _span_by_difference(self, number: int) -> Span | None:
         """Return the span of text that message ``number`` adds to the messages before it. None if the whole
         conversation has another text there.
         """
@@ -274,7 +274,7 @@ class _Turns:
         before = self._render(self._messages[:number], add_generation_prompt=True)
         return (len(before), len(with_it)) if with_it.startswith(before) else None
 
-    def _marked(self, number: int) -> Span:
+    def _span_by_placeholder(self, number: int) -> Span:
         """Return the span of message ``number`` in the whole conversation, found by rendering it with a
         placeholder as its content. Raises ValueError unless the template writes the placeholder exactly once.
         """
@@ -284,7 +284,7 @@ class _Turns:
         if not behind.startswith(end):
             end = self._without_end_of_text(end) or end
         if number == 0:
-            first, start = 0, self._behind_prompt(before)
+            first, start = 0, self._end_of_prompt(before)
         else:
             earlier = self._with(number - 1, _BEFORE)
             both = self._render([*earlier[:number], *whole[number:]])
@@ -310,7 +310,7 @@ class _Turns:
             for place, one in enumerate(self._messages)
         ]
 
-    def _behind_prompt(self, text: str) -> int:
+    def _end_of_prompt(self, text: str) -> int:
         """Return the position in ``text`` where the generation prompt ends. ``text`` is everything that the
         template writes before the content of an answer.
         """

@@ -46,10 +46,10 @@ def merge(
             other = IndexedDataset(prefix)
             if other.dtype != writer.dtype:
                 raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
-            writer.add_index(other, _sound_blocks(other.prefix, bar))
+            writer.add_index(other, _verified_blocks(other.prefix, bar))
 
 
-def _sound_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
+def _verified_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
     """Read the ``.bin`` file of a corpus block by block, and advance the progress bar. If the corpus has
     checksums, raises DataError at the first damaged block; the ``.idx`` file is verified before the first
     block.

@@ -273,10 +273,10 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     # Ctrl-C reaches the whole process group, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """End this worker process when the process ``parent`` ends. Otherwise, after the parent is killed, the
     worker would wait for work forever.
     """
@@ -325,8 +325,8 @@ class Report:
 
 
 def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
-    """Return the path of the output corpus for each key, without suffix, named as in Megatron-LM:
-    ``{output_prefix}_{key}_document``.
+    """Return the path of the output corpus for each of ``keys``, the fields of the JSON documents that are
+    encoded. The paths have no suffix and are named as in Megatron-LM: ``{output_prefix}_{key}_document``.
     """
     return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
 

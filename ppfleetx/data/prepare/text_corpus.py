@@ -57,8 +57,8 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Regroup the blocks of a file, which are cut at arbitrary bytes, to pieces that are cut only at the ends
-    of documents.
+    """Regroup the blocks of a file, which are cut at arbitrary bytes, into pieces that are cut only at the
+    ends of documents.
 
     A piece has many short documents, or one document that spans several blocks. A document longer than
     ``max_bytes`` is skipped, and None is yielded in its place. At most ``max_bytes`` plus one block are kept

@@ -181,8 +181,8 @@ class TokenizersEngine:
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text to token ids. With ``special``, special tokens in the text become their ids. With
-        ``continues``, the text follows another text, so no space is added before it. Raises
+        """Encode a text to token ids. With ``special``, special tokens in the text become their ids.
+        ``continues`` says that the text follows another text, so no space is added before it. Raises
         UnicodeEncodeError for a lone surrogate.
         """
         text.encode("utf-8")  # tokenizers' own error for a lone surrogate is unclear
@@ -374,10 +374,10 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
     """Return the tokens of the vocabulary that no merge makes. With ``ignore_merges``, such a token is used
-    only where a whole piece of text equals it.
+    only if it equals a whole piece (word) of the split text.
 
-    tiktoken uses whole pieces in the same way, but would also join two neighbors into such a token. If that
-    is possible, raises Unsupported.
+    tiktoken uses whole pieces in the same way, but would also join two neighbors into such a token. Raises
+    Unsupported if that could happen.
     """
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

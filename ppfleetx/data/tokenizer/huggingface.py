@@ -128,7 +128,7 @@ class SideFiles:
         has no ``added_tokens_decoder``. ``named`` are the special tokens that have a name, such as
         ``bos_token``. Raises DataError.
         """
-        config, (extra, former) = self.read(CONFIG), self._extra()
+        config, (extra, former) = self.read(CONFIG), self._unnamed_special_tokens()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
             listed = self._by_id(config["added_tokens_decoder"])
@@ -148,9 +148,10 @@ class SideFiles:
         ordered = sorted(listed, key=int)
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
-    def _extra(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens that have no name in transformers. A second list has those under the
-        legacy key of ``special_tokens_map.json``; it is empty if the current key has a list.
+    def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
+        """Return two lists of special tokens that have no name such as ``bos_token``. The second has the
+        tokens under ``additional_special_tokens``, the legacy key of ``special_tokens_map.json``; it is empty
+        if another key has a list. The first has all others.
         """
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []

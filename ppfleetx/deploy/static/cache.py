@@ -91,7 +91,7 @@ class RoomCache:
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
         """The additive attention mask for layers with a sliding window of ``window`` positions (None: no
-        window). Counts columns as positions, because no column inside the window is unused.
+        window). Columns count as positions here, because only padding on the left is unused.
         """
         if window not in self.penalties:
             visible = self.visible

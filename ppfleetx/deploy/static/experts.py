@@ -47,10 +47,10 @@ class GroupedMatrix:
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
             product = self._multiply(integers, counts)
-            product = product * step * _of_rows(stored.scale.squeeze(1), counts, x)
+            product = product * step * _repeat_for_rows(stored.scale.squeeze(1), counts, x)
         else:
             product = self._multiply(x, counts)
-        return product if bias is None else product + _of_rows(bias, counts, x)
+        return product if bias is None else product + _repeat_for_rows(bias, counts, x)
 
     def _multiply(self, x: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
         if self.by_cpu_ops:
@@ -58,7 +58,7 @@ class GroupedMatrix:
         return grouped_product(x, self.weight, counts)
 
 
-def _of_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
+def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
     """Repeat row e of ``values [E, m]`` for all rows of expert e. Returns ``[n, m]``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)

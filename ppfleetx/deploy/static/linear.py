@@ -2,10 +2,10 @@
 operation.
 
 On a CPU, MKL repacks the weight matrix for every product, which for a few rows costs as much as reading the
-matrix again. A matrix stored in panels, each as narrow as a tile of MKL's kernel, needs no repacking. The
-result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A single row is faster with
-the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but programs that use them run
-only on machines that have compiled them.
+matrix again. A matrix stored in panels, which are groups of as many columns as a tile of MKL's kernel has,
+needs no repacking. The result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A
+single row is faster with the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but
+programs that use them run only on machines that have compiled them.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -30,8 +30,8 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 class Matrix:
     """A weight matrix ``weight [k, n]``, a constant of an exported program.
 
-    With ``by_cpu_ops``, our C++ operator computes the products with panels. The attributes ``panels`` and
-    ``single_axis`` are set by :func:`use_panels`.
+    ``panels`` is a second copy of the matrix in another layout; it and ``single_axis`` are set by
+    :func:`use_panels`. With ``by_cpu_ops``, products with panels are computed by our C++ operator.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -51,8 +51,7 @@ class Matrix:
         """Compute ``x [..., k] @ weight + bias``. If panels are in use, x must be ``[m, k]``, possibly with
         an extra axis of size 1.
 
-        The C++ operator computes products with any number of rows. Only from 64 rows on is it slower than
-        MKL, by at most 10%.
+        The C++ operator is used for any number of rows, although from 64 rows on MKL is up to 10% faster.
         """
         if self.panels is None:
             return F.linear(x, self.weight, bias)
@@ -122,12 +121,12 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose how ``matrices`` compute the products that are added to the program from now on: with panels, or
-    with the original matrices if ``panels`` is empty.
+    """Choose how ``matrices`` compute the products that are added to the program from now on: with panels (a
+    copy of each matrix in a layout that is faster for several rows), or with the original matrices.
 
     Args:
         matrices: the matrices to set.
-        panels: the result of :meth:`Matrix.make_panels` for each matrix, or empty.
+        panels: the result of :meth:`Matrix.make_panels` for each matrix. Empty: use the original matrices.
         single_axis: the axis of the activations ``[s, b, k]`` that has size 1 when panels are used: 0 for one
             position of many sequences, 1 for many positions of one sequence.
     """

@@ -324,7 +324,7 @@ class GenerationProgram(nn.Layer):
             count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
             if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
                 drafts = follow(history, place, count)
-                likeliest, past = self._check(history, drafts, past, panels)
+                likeliest, past = self._verify_drafts(history, drafts, past, panels)
                 right = accept(likeliest, drafts)
                 new = likeliest[: right + 1]
                 past = [tensor[:, :, : size + right] for tensor in past]
@@ -338,7 +338,7 @@ class GenerationProgram(nn.Layer):
             finished = paddle.logical_or(is_end.any(), history.shape[0] >= most)
         return history
 
-    def _check(
+    def _verify_drafts(
         self,
         history: paddle.Tensor,
         drafts: paddle.Tensor,

@@ -65,8 +65,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     """Apply top-p to ``probabilities [b, V]``, with the same result as
     :func:`~ppfleetx.generation.processors.nucleus`. ``top_p`` is ``[1]``.
 
-    Puts the probabilities into buckets of similar size, and sorts only the bucket in which the sum reaches
-    ``top_p``.
+    Puts the probabilities into buckets by size, and sorts only the bucket in which the sum reaches ``top_p``.
     """
     # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
