@@ -149,8 +149,8 @@ class BlendOrder:
     Attributes:
         decisive: everything that determines the order; goes into fingerprints.
         shares: the weight of each corpus, for messages.
-        dataset_index: the corpus of each sample, int16 [n].
-        dataset_sample_index: the number of each sample within its corpus, int64 [n].
+        dataset_index: the corpus of each sample, int16 [samples].
+        dataset_sample_index: the number of each sample within its corpus, int64 [samples].
     """
 
     decisive: list

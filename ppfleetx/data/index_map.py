@@ -63,14 +63,14 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The three arrays that store the order of samples, with the dtypes of Megatron-LM. E is the number of
-    epochs, S the number of samples.
+    """The three arrays that store the order of samples, with the dtypes of Megatron-LM.
 
     Attributes:
-        document_index: the sequences in the order in which they form the token stream, int32 [E * sequences].
+        document_index: the sequences in the order in which they form the token stream, int32 [epochs *
+            sequences].
         sample_index: where each sample starts, as (position in ``document_index``, token within that
-            sequence), int32 or int64 [S + 1, 2].
-        shuffle_index: the sample to read at each position of the order, uint32 or int64 [S].
+            sequence), int32 or int64 [samples + 1, 2].
+        shuffle_index: the sample to read at each position of the order, uint32 or int64 [samples].
     """
 
     document_index: np.ndarray
@@ -104,7 +104,9 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Return the size in bytes of the three index arrays of a split. Building them needs little extra memory."""
+    """Return the size in bytes of the three index arrays of a split. Building them needs little extra memory,
+    so this is also roughly the memory needed.
+    """
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
@@ -113,7 +115,7 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
     """Build the three index arrays for the sequences ``[first, last)`` of a corpus. ``sizes`` are the numbers
-    of tokens of all sequences of the corpus, int32 [N].
+    of tokens of all sequences in the corpus, int32.
 
     One random generator shuffles first the documents, then the samples.
     """

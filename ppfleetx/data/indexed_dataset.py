@@ -59,8 +59,8 @@ class TokenStore:
 
     Attributes:
         prefix: the corpus's path without suffix, as the user gave it; used in messages.
-        sizes: number of tokens of each sequence, int32 [N].
-        byte_offsets: start of each sequence in the flat array, in bytes, int64 [N].
+        sizes: number of tokens of each sequence, int32 [sequences].
+        byte_offsets: start of each sequence in the flat array, in bytes, int64 [sequences].
         document_indices: document boundaries counted in sequences, int64 [documents + 1].
         dtype: dtype of the stored tokens.
     """

@@ -98,8 +98,8 @@ class GlobalBatchSampler:
         return list(batch[:, self.data_rank])
 
     def global_batch(self, step: int) -> np.ndarray:
-        """Return the sample indices of all data ranks in a step, int64 [B]. Step 0 is the first after
-        ``consumed_samples``.
+        """Return the sample indices of all data ranks in a step, int64 [global batch size]. Step 0 is the
+        first after ``consumed_samples``.
         """
         while len(self._firsts) <= step:
             self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))

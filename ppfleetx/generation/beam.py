@@ -110,8 +110,8 @@ def _take_step(
     """Advance all unfinished groups of beams by one token.
 
     The first group of every prompt is advanced first, then the second group of every prompt, and so on.
-    ``log_probs [groups * N, V]`` are the log-probabilities of the next token of each beam. ``step`` is the
-    number of tokens generated so far.
+    ``log_probs [groups * N, V]`` are the log-probabilities of the next token of each beam; a group has N
+    beams. ``step`` is the number of tokens generated so far.
     """
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)

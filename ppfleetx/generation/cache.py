@@ -37,8 +37,8 @@ class GrowingCache:
         self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
     def extend(self, num_new: int, visible: np.ndarray, row_lengths: np.ndarray | None = None) -> None:
-        """Begin a forward pass that adds ``num_new`` columns to each row. Every layer then calls
-        :meth:`update`.
+        """Begin a forward pass that adds ``num_new`` columns (positions) to the n columns of each row. Every
+        layer then calls :meth:`update`.
 
         Args:
             visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.
@@ -68,7 +68,8 @@ class GrowingCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append ``key`` and ``value``, ``[b, g, s, d]``, of s new positions to the cache of one layer.
+        """Append ``key`` and ``value`` of the new positions to the cache of one layer. Both are [rows,
+        key/value heads, new positions, head size].
 
         Returns the layer's keys and values, and the additive attention mask; None: only the causal mask
         applies. Part of the ``KeyValueCache`` protocol.
@@ -89,11 +90,11 @@ class GrowingCache:
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """The keys ``[b, g, k, d]`` of layer 0, its values, the keys of layer 1, and so on, for an operator
-        that computes all layers at once.
+        """The keys of layer 0, its values, the keys of layer 1, and so on, for an operator that computes all
+        layers at once. Each is [rows, key/value heads, allocated positions, head size].
 
-        The tensors have room for the new columns, which the operator fills. In the first pass, :meth:`begin`
-        must be called before.
+        The tensors have room for the new positions, which the operator fills. In the first pass,
+        :meth:`begin` must be called before.
         """
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
@@ -123,8 +124,8 @@ class GrowingCache:
             self._layers[index] = (key.index_select(rows, axis=0), value.index_select(rows, axis=0))
 
     def _write(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
-        """Write ``new [b, g, s, d]`` into the columns of ``memory [b, g, k, d]`` that this pass adds. Uses a
-        scatter, because it is faster than slice assignment here.
+        """Write the keys or values ``new`` of the new positions into ``memory``. Uses a scatter, because it
+        is faster than slice assignment here. Shapes are [rows, key/value heads, positions, head size].
         """
         rows, groups, num_columns, size = memory.shape
         if self._places is None:
@@ -144,7 +145,9 @@ class GrowingCache:
 
 
 def _lengthened(held: paddle.Tensor, length: int, room: int) -> paddle.Tensor:
-    """Return the first ``length`` columns of ``held [b, g, k, d]``, followed by ``room`` columns of zeros."""
+    """Return the first ``length`` columns (positions) of keys or values ``held``, followed by ``room``
+    columns of zeros. Shapes are [rows, key/value heads, columns, head size].
+    """
     rows, groups, _, size = held.shape
     zeros = paddle.zeros([rows, groups, room, size], dtype=held.dtype)
     return paddle.concat([held[:, :, :length], zeros], axis=2)

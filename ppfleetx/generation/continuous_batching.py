@@ -1,7 +1,7 @@
 """Continuous batching (Yu et al., 2022, "Orca"): sequences join and leave the running batch between steps.
 
 A row is one sequence of the batch; a column of the cache is one position. Shape letters: b rows, n columns, V
-vocabulary size without padding, g key/value heads, d head size.
+vocabulary size without padding.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class JoinableCache(GrowingCache):
         self.length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
-        """Return a copy of the keys and values of one row at ``columns [m]``, ``[1, g, m, d]`` for each
-        layer.
+        """Return a copy of the keys and values of one row at the columns (positions) ``columns``. For each
+        layer, both are [1, key/value heads, number of columns, head size].
         """
         index = paddle.to_tensor(columns)
         return {
@@ -63,7 +63,9 @@ class JoinableCache(GrowingCache):
         }
 
     def keep_columns(self, columns: np.ndarray) -> None:
-        """Keep only the columns ``columns[i]`` of row i, in this order; ``columns`` is ``[b, m]``."""
+        """Keep only some columns (positions) of the cache: those numbered ``columns[i]`` in row i, in this
+        order. The number of columns is the same for all rows.
+        """
         indices = [paddle.to_tensor(row) for row in columns]
         for layer, pair in self._layers.items():
             key, value = (
@@ -90,8 +92,8 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """Return the first ``length`` columns of ``tensor [b, g, k, d]``, padded on the left with zeros to
-    ``columns`` columns.
+    """Return the first ``length`` columns (positions) of keys or values ``tensor``, padded on the left with
+    zeros to ``columns`` columns. Shapes are [rows, key/value heads, columns, head size].
     """
     if tensor.shape[2] == length == columns:
         return tensor
@@ -321,8 +323,8 @@ class ContinuousBatch:
         ``cache`` holds before is a prefix that all of them share. ``lengths`` are the lengths of the
         sequences with this prefix.
 
-        Returns the logits ``[b, V]`` after the last token of each sequence, and the columns that it may
-        attend to, ``[b, n]`` bool.
+        Returns the logits ``[b, V]`` after the last token of each sequence, and the cached positions that it
+        may attend to, bool [b, positions].
         """
         tokens, padding = pad_left(rows)
         past = cache.length

@@ -72,7 +72,7 @@ def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
 
     Args:
         weights: unnormalized probabilities ``[b, V]`` float32; a token with weight 0 is never drawn.
-        exponentials: ``[b, n]`` float32: the step's random numbers of each row's `RandomStream`.
+        exponentials: ``[b, n]`` float32: the n random numbers of this step from each row's `RandomStream`.
     """
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
         return paddle.to_tensor(_draw_on_host(weights.numpy(), exponentials.numpy()))

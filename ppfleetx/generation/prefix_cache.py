@@ -88,8 +88,8 @@ class PrefixStore:
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values ``layers``, ``[1, g, n, d]`` each, of a sequence of n ``tokens``; n is at
-        most ``max_tokens``.
+        """Store the keys and values ``layers`` of a sequence of ``tokens``, at most ``max_tokens``. For each
+        layer, both are [1, key/value heads, number of tokens, head size].
 
         ``is_long`` says whether the sequence uses LongRoPE's factors for long sequences.
         """

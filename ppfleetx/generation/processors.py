@@ -1,8 +1,8 @@
 """Operations on the logits or probabilities of the next token: penalties, temperature, top-k, top-p and
 others. Results are as in Hugging Face transformers.
 
-All except :func:`typical` also work in exported programs. Shape letters: b rows (sequences of the batch), n
-positions so far, V vocabulary size, m candidate tokens.
+All except :func:`typical` also work in exported programs. Shape letters: b rows (sequences of the batch), V
+vocabulary size, m candidate tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SMALLEST = 1e-6
 
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
-    """Apply the repetition penalty (Keskar et al., 2019) to ``logits [b, V]``, for each token in ``history
-    [b, n]`` int64.
+    """Apply the repetition penalty (Keskar et al., 2019) to ``logits [b, V]``. ``history`` are the token ids
+    of each row so far, int64 [b, length].
 
     The logit of a token that has occurred is divided by ``penalty`` if positive, and multiplied by it if
     negative. The number of occurrences does not matter.
@@ -31,13 +31,15 @@ def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: 
 
 
 def forbid(logits: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """Set the logits of the tokens ``ids [e]`` int64 to -inf in every row of ``logits [b, V]``."""
+    """Set the logits of the tokens ``ids`` (a flat int64 tensor) to -inf in all rows of ``logits [b, V]``."""
     columns = is_any_of(paddle.arange(logits.shape[-1]), ids)
     return paddle.where(columns, paddle.full([], -np.inf, dtype=logits.dtype), logits)
 
 
 def is_any_of(tokens: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """For each of ``tokens [m]``, whether it is one of ``ids [e]``. Returns ``[m]`` bool."""
+    """For each of the token ids ``tokens``, whether it is one of ``ids``. Both are flat tensors. Returns
+    bool, in the shape of ``tokens``.
+    """
     return (tokens.unsqueeze(-1) == ids).any(-1)
 
 
@@ -103,8 +105,8 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Scatter ``probabilities [b, m]`` of the tokens ``ids [b, m]`` into ``[b, vocab_size]``; other tokens
-    get 0.
+    """Arrange ``probabilities [b, m]`` of m candidate tokens by token id, ``[b, vocab_size]``. ``ids [b, m]``
+    are the candidates' ids; other tokens get 0.
 
     Sampling then goes through tokens in the order of ids. In the order of probabilities, rounding could swap
     two almost equally likely tokens.
@@ -114,8 +116,8 @@ def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> 
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the ``count`` largest values in each row of ``values [b, m]``, in descending order, and their
-    column indices.
+    """Return the ``count`` largest values in each row of a matrix, in descending order, and their column
+    indices.
     """
     if not _is_on_host(values):
         return paddle.topk(values, count, axis=-1)
@@ -139,8 +141,8 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
 
 
 def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to probabilities ``[b, m]`` that are already in descending order: once they sum to
-    ``top_p``, the rest of the row becomes 0.
+    """Apply top-p to the probabilities of m candidate tokens ``[b, m]`` that are already in descending order:
+    once they sum to ``top_p``, the rest of the row becomes 0.
     """
     return paddle.where(_sum_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
 
@@ -193,7 +195,8 @@ def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[pad
     """Return the smallest probability that top-p keeps in each row, and the number of probabilities it keeps,
     ``[b, 1]`` each.
 
-    The probabilities ``[b, m]`` must be in descending order and sum to at least ``top_p``.
+    The probabilities of m candidate tokens, ``[b, m]``, must be in descending order and sum to at least
+    ``top_p``.
     """
     count = (_sum_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count

@@ -225,7 +225,7 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def look_up(history: np.ndarray, count: int) -> np.ndarray:
-    """Find draft tokens for a sequence in its own text ``history [n]``: the ``count`` tokens that followed
+    """Find draft tokens for a sequence in its own token ids, ``history``: the ``count`` tokens that followed
     the last earlier occurrence of its final n-gram.
 
     If fewer than ``count`` tokens follow, they are repeated. Returns an empty array if the n-gram has not

@@ -27,7 +27,8 @@ class RowChoice:
     Attributes:
         options: the sampling options.
         tokens: the sequence so far.
-        exponentials: random numbers ``[n]`` from the sequence's `RandomStream`; None if ``temperature`` is 0.
+        exponentials: the random numbers of this step from the sequence's `RandomStream`, a flat array; None
+            if ``temperature`` is 0.
         forbidden: ids that may not be chosen, such as end tokens before the minimum length.
     """
 

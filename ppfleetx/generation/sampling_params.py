@@ -177,7 +177,8 @@ def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndar
     """Choose the next token for each row of ``logits [b, V]``, to which the processors were applied: the
     likeliest at temperature 0, else a sample.
 
-    ``exponentials [b, n]`` are random numbers from each row's `RandomStream`, or None at temperature 0.
+    ``exponentials [b, n]`` are the n random numbers of this step from each row's `RandomStream`, or None at
+    temperature 0.
     """
     if options.temperature == 0.0:
         return logits.argmax(-1)

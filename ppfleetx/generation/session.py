@@ -69,8 +69,8 @@ class NextTokenModel:
         num_last: int = 1,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Run new ``tokens [b, s]`` int64 after the n columns of ``cache``, and return the logits ``[b, V]``
-        float32 after the last one.
+        """Run new ``tokens [b, s]`` int64 after the n columns (positions) of ``cache``, and return the logits
+        ``[b, V]`` float32 after the last one.
 
         Args:
             visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
@@ -136,7 +136,7 @@ class NextTokenModel:
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
     ) -> paddle.Tensor:
         """Compute the next-token logits ``[b, V]`` float32 without a key/value cache, by one forward pass
-        over all ``tokens [b, n]``.
+        over the whole sequences ``tokens``, int64 [b, length].
         """
         logits = self.model(tokens, position_ids, document_start)
         return self._all_columns(logits[-1])
@@ -150,19 +150,19 @@ class NextTokenModel:
 
 
 def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
-    """The first column that each position may attend to, ``[b, n]`` int32. Rows begin with ``padding [b]``
-    columns of padding, which must not be attended to.
+    """The first column (position) that each of n positions may attend to, ``[b, n]`` int32. Rows begin with
+    ``padding [b]`` columns of padding, which must not be attended to.
     """
     starts = np.broadcast_to(padding[:, None], (len(padding), num_positions))
     return paddle.to_tensor(starts.astype(np.int32))
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad prompts to an array ``[b, n]`` int64. Also returns the number of padding columns, ``[b]``
-    int64.
+    """Left-pad token ids of prompts to the length n of the longest one. Returns the array ``[b, n]`` int64,
+    and the number of padding tokens of each prompt, ``[b]`` int64.
 
-    The padding repeats the row's first token, so that the repetition penalty sees no additional tokens. The
-    model does not attend to padding.
+    The padding repeats the prompt's first token, so that the repetition penalty sees no additional tokens.
+    The model does not attend to padding.
     """
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths

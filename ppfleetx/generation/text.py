@@ -19,8 +19,8 @@ Prompt = str | Sequence[int]
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
     """Convert a user's prompts to a list. Also returns whether a single prompt was given.
 
-    Accepts a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``). Raises
-    DataError for anything else.
+    A prompt is a text or a list, array or tensor of token ids. Accepts one prompt, a list of prompts, or a
+    matrix of token ids with one prompt per row. Raises DataError for anything else.
     """
     if hasattr(given, "numpy"):  # a tensor
         given = given.numpy()

@@ -193,8 +193,9 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text and mark the tokens that have characters in ``spans``, pairs (first character,
-        character after the last). Returns the ids, int64 ``[n]``, and the marks, bool ``[n]``.
+        """Encode a text, and mark the tokens that have characters in ``spans``, pairs (first character,
+        character after the last). Returns n token ids, int64 ``[n]``, and for each whether it is marked, bool
+        ``[n]``.
         """
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):

@@ -304,8 +304,8 @@ class Tokenizer:
         """Encode a text, and mark the tokens that have characters in ``spans``, for example in the
         assistant's turns of a chat. Special tokens in the text become their ids; no token is added around it.
 
-        ``spans`` are pairs (first character, character after the last). Returns the ids, int64 ``[n]``, and
-        the marks, bool ``[n]``.
+        ``spans`` are pairs (first character, character after the last). Returns n token ids, int64 ``[n]``,
+        and for each whether it is marked, bool ``[n]``.
         """
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)

@@ -6,8 +6,6 @@ matrix again. A matrix stored in panels, which are groups of as many columns as 
 needs no repacking. The result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A
 single row is faster with the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but
 programs that use them run only on machines that have compiled them.
-
-Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 
 class Matrix:
-    """A weight matrix ``weight [k, n]``, a constant of an exported program.
+    """A weight matrix ``weight`` [inputs, outputs], a constant of an exported program.
 
     ``panels`` is a second copy of the matrix in another layout; it and ``single_axis`` are set by
     :func:`use_panels`. With ``by_cpu_ops``, products with panels are computed by our C++ operator.
@@ -48,8 +46,8 @@ class Matrix:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x [..., k] @ weight + bias``. If panels are in use, x must be ``[m, k]``, possibly with
-        an extra axis of size 1.
+        """Compute ``x @ weight + bias``. If panels are in use, x must be a matrix [rows, inputs], possibly
+        with an extra axis of size 1.
 
         The C++ operator is used for any number of rows, although from 64 rows on MKL is up to 10% faster.
         """
@@ -127,8 +125,8 @@ def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], sing
     Args:
         matrices: the matrices to set.
         panels: the result of :meth:`Matrix.make_panels` for each matrix. Empty: use the original matrices.
-        single_axis: the axis of the activations ``[s, b, k]`` that has size 1 when panels are used: 0 for one
-            position of many sequences, 1 for many positions of one sequence.
+        single_axis: the axis of the activations [positions, sequences, inputs] that has size 1 when panels
+            are used: 0 for one position of many sequences, 1 for many positions of one sequence.
     """
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis

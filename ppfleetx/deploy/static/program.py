@@ -248,7 +248,7 @@ class GenerationProgram(nn.Layer):
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
         """Run the decoding loop for several sequences. ``token [b]`` are their first new tokens. Returns
-        prompts and new tokens, ``[b, n + t]``.
+        prompts and new tokens, int64 [b, prompt length + new tokens].
 
         ``rules`` are end_ids, min_new_tokens and repetition_penalty. ``sampling`` is exponentials,
         temperature, top_k and top_p. ``panels`` are the panels of ``self.matrices``; empty if panels are not
@@ -298,8 +298,8 @@ class GenerationProgram(nn.Layer):
         max_drafts: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens,
-        ``[n + t]``.
+        """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens
+        as a flat tensor.
 
         The arguments are those of ``_decode``, and ``max_drafts [1]``: in greedy search, up to so many draft
         tokens from the sequence's own text (prompt lookup) are verified in one pass.
@@ -345,7 +345,7 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the last token of ``history`` and the draft tokens ``drafts [k]`` in one pass. Returns the
+        """Run the last token of ``history`` and k draft tokens, ``drafts [k]``, in one pass. Returns the
         model's likeliest next token after each of them, ``[1 + k]``, and the new cache.
         """
         use_panels(self.matrices, panels, 1)
