@@ -175,7 +175,7 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
     """Return what a finetuning dataset needs: its section of the configuration, the checked tokenizer, and
-    the number to whose multiples sequence lengths are rounded up.
+    ``length_multiple`` (the loader rounds the length of samples up to a multiple of it).
     """
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:

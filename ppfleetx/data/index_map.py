@@ -180,9 +180,8 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
     """Return a hash of exactly the inputs that determine the order of samples.
 
-    The number of requested samples is not one of them; only the number of epochs and
-    ``separate_final_epoch``, which follow from it, are. So a longer run that begins with the same samples has
-    the same fingerprint.
+    The number of requested samples is not included, but the number of epochs and ``separate_final_epoch``,
+    which follow from it, are. So a longer run that begins with the same samples has the same fingerprint.
     """
     decisive = {
         "version": ORDER_VERSION,

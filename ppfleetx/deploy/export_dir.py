@@ -291,8 +291,8 @@ def check_inference(cfg: RunConfig, device: str) -> None:
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the CPU has bfloat16 matrix instructions. ``cpuinfo`` is the path of Linux's description of the
-    CPU.
+    """Whether the CPU has bfloat16 matrix instructions, according to ``cpuinfo`` (by default
+    ``/proc/cpuinfo``).
     """
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(_BF16_FLAGS)
 

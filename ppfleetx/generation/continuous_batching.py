@@ -123,8 +123,9 @@ class ContinuousBatch:
 
     @property
     def max_drafts(self) -> int:
-        """The maximum number of draft tokens per row in the next pass. Limited only for LongRoPE models,
-        where a row must not exceed ``switch_length`` in the middle of a pass.
+        """The maximum number of draft tokens per row in the next pass. There is a limit only for LongRoPE
+        models: a row must not exceed ``switch_length``, where the rotary angles change, in the middle of a
+        pass.
         """
         switch = self._model.switch_length
         if switch is None:

@@ -63,7 +63,7 @@ class FusedBlocks:
         return self._forms[is_single]
 
     def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
-        """Cosine and sine of the rotary embedding at positions ``[b, s]``; None if the model has no rotary
+        """Cosine and sine of the rotary angles at positions ``[b, s]``; None if the model has no rotary
         embedding.
         """
         return None if self._rotary is None else self._rotary.cos_sin(position_ids)

@@ -224,8 +224,8 @@ def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
 
 
 def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """Round ``top_p`` to float32, because the C++ operator and exported programs have it in float32. A
-    tensor, which is float32 already, becomes float64.
+    """Round ``top_p`` to float32, as the C++ operator and exported programs do, so that all keep the same
+    tokens. A tensor is in float32 already, and is only cast to float64.
     """
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 

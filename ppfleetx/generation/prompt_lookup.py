@@ -201,8 +201,8 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """The number of tokens to draft in the next pass: twice as many if all drafts were accepted
-    (``all_right``), otherwise as many as were accepted.
+    """The number of tokens to draft in the next pass: twice as many as in this pass if all drafts were
+    accepted (``all_right``), otherwise as many as were accepted, at least 1.
 
     ``width`` is the number wanted in this pass, ``right`` the number accepted, and ``most`` the limit.
     :func:`ppfleetx.deploy.static.token_choice.next_width` computes the same for tensors.

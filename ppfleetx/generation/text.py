@@ -143,7 +143,7 @@ class RowText:
         return self._ended
 
     def finish(self) -> str:
-        """Emit the remaining text, because no token will follow. Returns the whole generated text."""
+        """End the text: emit what was held back. Returns the whole generated text."""
         if not self._ended:
             self._held += self._decoder.finish()
             self._release()
@@ -153,8 +153,8 @@ class RowText:
         return "".join(self._sent)
 
     def _release(self) -> None:
-        """Emit the pending text, except an end that could be the beginning of a stop string. If a stop string
-        is complete, emit only the text before it.
+        """Emit the pending text, except a suffix that could be the beginning of a stop string. If there is a
+        complete stop string, emit only the text before it.
         """
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:

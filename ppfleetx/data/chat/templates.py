@@ -263,8 +263,8 @@ class _Turns:
         return found
 
     def _span_by_difference(self, number: int) -> Span | None:
-        """Return the span of text that message ``number`` adds to the messages before it. None if the whole
-        conversation has another text there.
+        """Return the span of text that message ``number`` adds to the messages before it. None if the
+        template writes this part of the conversation differently once later messages follow.
         """
         if number == 0:  # the first message cannot follow a generation prompt
             return None

@@ -207,7 +207,7 @@ class Problems:
         return f"{chunk.paths[0]}, {_UNITS[chunk.kind]} {self._num_seen + position + 1}"
 
     def lines(self) -> list[str]:
-        """Describe the skipped documents in one line for each kind of problem, the most frequent first."""
+        """Describe the skipped documents: one line per kind of problem, the most frequent kind first."""
         lines = []
         for problem, count in self.counts.most_common():
             more = ["..."] if count > _PLACES_KEPT else []

@@ -70,12 +70,11 @@ def _is_crossed(
 ) -> bool:
     """Whether the merges, when they encode the bytes ``left + right`` alone, join tokens across the boundary
     between ``left`` and ``right``. If so, they do not produce the token ``left + right``.
-
-    The loop undoes merges, the latest first. ``left`` and ``right`` are then the tokens at the boundary, and
-    ``left_end`` and ``right_end`` are the ranks of the merges that consumed them. Merges of equal rank apply
-    from left to right: a crossing merge comes after a merge that consumes the left token, and before a merge
-    that consumes the right token.
     """
+    # Undo merges, the latest first. `left` and `right` are then the tokens at the boundary, and `left_end`
+    # and `right_end` are the ranks of the merges that consumed them. Merges of equal rank apply from left to
+    # right: a crossing merge comes after a merge that consumes the left token, and before a merge that
+    # consumes the right token.
     left_end = right_end = own_rank
     while True:
         crossing = pair_rank.get((left, right))

@@ -245,9 +245,11 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
-    """Add ``tokens`` to ``table``, which has the added tokens by text, and choose their ids as the
-    ``tokenizers`` library does: a token that is in the table or in ``vocab`` keeps its id, others get the
-    next free one.
+    """Add special or ordinary ``tokens`` to ``table``, a dictionary from the text of each added token to its
+    entry.
+
+    Ids are chosen as in the ``tokenizers`` library: a token that is in ``table`` or ``vocab`` keeps its id,
+    others get the next free one.
     """
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:

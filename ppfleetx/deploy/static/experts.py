@@ -28,8 +28,9 @@ class GroupedMatrix:
         self.weight, self.stored, self.by_cpu_ops = weight, stored, False
 
     def begin(self) -> None:
-        """Add the operations that dequantize the matrices to the program. Must be called at its beginning and
-        outside of branches, so that these operations run only once, when the program is loaded.
+        """Add to the program the operations that dequantize these matrices. Must be called at the beginning
+        of the program and outside of branches, so that these operations run only once, when the program is
+        loaded.
         """
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form

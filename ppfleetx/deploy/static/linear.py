@@ -38,8 +38,8 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Add the operations that prepare the matrix to the program. Must be called at its beginning and
-        outside of branches, so that these operations run only once, when the program is loaded.
+        """Add to the program the operations that prepare this matrix. Must be called at the beginning of the
+        program and outside of branches, so that these operations run only once, when the program is loaded.
         """
 
     def make_panels(self) -> paddle.Tensor:
@@ -175,7 +175,7 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add the operations that prepare the weights for ``blocks`` to the program. Must be called after
+    """Add to the program the operations that prepare the weights for ``blocks``. Must be called after
     :func:`begin` and outside of branches, so that they run only once. Does nothing if ``blocks`` is None.
     """
     if blocks is not None:
