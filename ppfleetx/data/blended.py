@@ -1,4 +1,4 @@
-"""Blend several corpora into one dataset, in given proportions."""
+"""Blend several corpora into one dataset, so that training draws samples from them in given proportions."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, and blocks that are c
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corpus of each sample, int16 [size], and the sample's number within that corpus, int64
-    [size].
+    """Compute which corpus each sample of a blend comes from. ``weights`` are the shares of the corpora and
+    sum to 1.
 
-    Sample k is taken from the corpus with the largest ``weight * max(k, 1) - taken`` (the first one on ties).
-    Weights must sum to 1. Megatron-LM's ``helpers.cpp`` uses the same rule in double precision, so both
-    produce the same order.
+    Returns, for each of ``size`` samples, the corpus (int16 [size]) and the sample's number within that
+    corpus (int64 [size]). Sample k is taken from the corpus with the largest ``weight * max(k, 1) - taken``,
+    where ``taken`` counts its earlier samples (the first such corpus on ties). Megatron-LM's ``helpers.cpp``
+    uses the same rule in double precision, so both produce the same order.
     """
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Like `blending_indices`, for a blend that takes every sample of every corpus once. ``size`` limits the
-    result to the first samples.
+    """Compute the order of a blend that takes every sample of every corpus exactly once. ``sizes`` are the
+    numbers of samples of the corpora.
 
-    The weights are proportional to the sizes, and an exhausted corpus is skipped, as in Megatron-LM's
+    Returns the same two arrays as `blending_indices`, or only their first ``size`` entries. The weights are
+    proportional to the sizes, and an exhausted corpus is skipped, as in Megatron-LM's
     ``build_exhaustive_blending_indices``.
     """
     limits = np.array(sizes, np.float64)
@@ -71,29 +73,31 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """Choose the corpora for ``num_blocks`` blocks of steps from step ``first`` on. ``taken`` counts the
-    earlier samples of each corpus.
+    """Choose the corpus of each sample for ``num_blocks`` blocks of samples, the first of which begins with
+    sample ``first``. ``taken`` counts the samples that each corpus has given before.
 
-    The rule is sequential, but its choices soon become independent of the starting counts. So all blocks are
-    computed in parallel from guessed starting counts, and a block is computed again until its starting counts
-    equal the final counts of the previous block. The result is exact, usually after two or three rounds.
+    Each choice depends on the counts of all earlier choices, but a wrong count soon stops to affect them. So
+    all blocks are computed in parallel from guessed counts, and a block is computed again until its starting
+    counts equal the final counts of the previous block. The result is exact, usually after two or three
+    rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
-    starts = np.array([_near_shares(weights, step) for step in steps.tolist()])
+    starts = np.array([_guess_counts(weights, step) for step in steps.tolist()])
     starts[0] = taken
     ends = np.empty_like(starts)
     chosen = np.empty((_BLOCK_STEPS, num_blocks), np.int16)
     stale = np.arange(num_blocks)
     while stale.size:
-        chosen[:, stale], ends[stale] = _walk(weights, limits, steps[stale], starts[stale])
+        chosen[:, stale], ends[stale] = _choose_in_blocks(weights, limits, steps[stale], starts[stale])
         stale = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
         starts[stale] = ends[stale - 1]
     return chosen.T.reshape(-1)
 
 
-def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
-    """Guess the samples taken after ``step`` steps: integers close to ``weights * step`` that sum to
-    ``step``."""
+def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
+    """Guess how many samples each corpus has given after ``step`` samples of a blend: integers close to
+    ``weights * step`` that sum to ``step``.
+    """
     shares = weights * step
     taken = np.floor(shares)
     missing = step - int(taken.sum())
@@ -101,14 +105,15 @@ def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
     return taken
 
 
-def _walk(
+def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Apply the blending rule for one block of steps, in parallel for each start in ``steps``. Returns the
-    chosen corpora [_BLOCK_STEPS, blocks] and the samples taken at the end [blocks, corpora].
+    """Apply the blending rule to several blocks of `_BLOCK_STEPS` samples in parallel. Block i begins with
+    sample ``steps[i]``. ``taken [blocks, corpora]`` counts the samples that each corpus has given before the
+    block.
 
-    Exhausted corpora are skipped. Steps after the last sample give arbitrary choices, which the caller cuts
-    off.
+    Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken`` after each block. Exhausted corpora are
+    skipped. Choices after the last sample of the blend are arbitrary; the caller cuts them off.
     """
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
@@ -130,20 +135,22 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the size of the blend, and the number of samples to prepare from each corpus."""
+    """Return the number of samples in a weighted blend of at least ``num_samples``, and the number of samples
+    to prepare from each corpus, which is slightly more than its share.
+    """
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of the samples of a blend.
+    """The order in which a blend takes samples from its corpora.
 
     Attributes:
-        decisive: everything that determines the order, for fingerprints.
-        shares: weight of each corpus, for messages.
-        dataset_index: corpus of each sample, int16 [n].
-        dataset_sample_index: number of each sample within its corpus, int64 [n].
+        decisive: everything that determines the order; goes into fingerprints.
+        shares: the weight of each corpus, for messages.
+        dataset_index: the corpus of each sample, int16 [samples].
+        dataset_sample_index: the number of each sample within its corpus, int64 [samples].
     """
 
     decisive: list
@@ -157,7 +164,7 @@ class BlendOrder:
 
 
 def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """Return the order of `blending_indices`, cached in ``cache_dir``."""
+    """Return the order of a blend with given weights (`blending_indices`). It is cached in ``cache_dir``."""
     weights = list(weights)
     about = {"weights": weights, "num_samples": num_samples}
     build = partial(blending_indices, weights, num_samples)
@@ -165,7 +172,9 @@ def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) 
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """Return the first ``num_samples`` of the order of `exhaustive_indices`, cached in ``cache_dir``."""
+    """Return the order of a blend that takes every sample once (`exhaustive_indices`), limited to the first
+    ``num_samples``. It is cached in ``cache_dir``.
+    """
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
     about = {"exhaustive": sizes, "num_samples": num_samples}
     build = partial(exhaustive_indices, sizes, num_samples)
@@ -193,8 +202,9 @@ def _order(
 
 
 class BlendedDataset:
-    """A dataset that mixes the samples of several datasets in the order of a `BlendOrder`. If
-    ``tells_sources`` is set, each sample has ``source_ids``, the number of its corpus."""
+    """Mixes the samples of several datasets in the order of a `BlendOrder`. If ``tells_sources`` is True,
+    each sample has an array ``source_ids``, the number of its corpus.
+    """
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA
@@ -211,7 +221,9 @@ class BlendedDataset:
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return a sample as `GPTDataset` does, with ``sample_ids`` as its position in the blend."""
+        """Return the sample at position ``index`` of the blend. The arrays are those of `GPTDataset`, where
+        ``sample_ids`` is this position.
+        """
         if index == PADDING:
             return self._from(0, self.datasets[0][PADDING])
         order = self.order
@@ -225,8 +237,9 @@ class BlendedDataset:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the corpora, indexed by ``source_ids``: the last components of their prefixes, or the
-        whole prefixes if those components are not unique."""
+        """The names of the corpora, indexed by ``source_ids``. A name is the last component of the corpus's
+        path; if these are not unique, it is the whole path without suffix.
+        """
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes

@@ -40,7 +40,9 @@ _LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little 
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """The sequences ``[first, last)`` of a corpus that belong to one split, and their weight in the blend."""
+    """The part of a corpus that belongs to one split (Train, Eval or Test): the sequences ``[first, last)``.
+    ``weight`` is its share in the blend.
+    """
 
     corpus: TokenStore
     first: int
@@ -53,11 +55,11 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run reads from a split.
+    """Return the number of samples that a run reads from Train, Eval or Test.
 
     Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters. Test: global batch x
-    test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, because each evaluation
-    continues where the previous one stopped. Here every evaluation reads the same batches.
+    test_iters. Megatron-LM and FleetX also multiply Eval by the number of evaluations, because there each
+    evaluation continues where the previous one stopped. Here every evaluation reads the same batches.
     """
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
@@ -73,12 +75,13 @@ def build_dataloader(
     data_size: int = 1,
     consumed_samples: int = 0,
 ) -> DataLoader:
-    """Build the loader of ``Data.<mode>`` for one data rank. Raises the errors of `build_dataset`.
+    """Build the data loader of ``Data.<mode>`` for one data rank. Raises the errors of `build_dataset`.
 
-    Train starts at ``consumed_samples`` and never ends: the first sample follows the last. Eval and Test read
-    the first ``eval_iters`` (``test_iters``) global batches in every pass, so losses are comparable. With
-    ``sampler.drop_last: False`` they read the split at most once, and padding samples with loss mask 0 fill
-    the last batch. Eval and Test of text datasets are always read completely and padded in the same way.
+    The loader of Train starts after ``consumed_samples`` and never ends: the first sample follows the last.
+    The loaders of Eval and Test read the first ``eval_iters`` (``test_iters``) global batches each time, so
+    losses are comparable. With ``sampler.drop_last: False``, they read no sample twice, and fill the last
+    batch with padding samples, whose loss mask is 0. Datasets for finetuning are always evaluated completely,
+    with the last batch filled in the same way.
     """
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
@@ -105,8 +108,9 @@ def build_dataloader(
 
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
-    """Build the dataset named by ``Data.<mode>.dataset``. Raises ConfigError if the section is missing or its
-    dataset is unknown, DataError if a corpus or file is missing, damaged or too small."""
+    """Build the dataset that ``Data.<mode>.dataset`` describes. Raises ConfigError if the section is missing
+    or its dataset is unknown; DataError if a corpus or file is missing, damaged or too small.
+    """
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
@@ -114,10 +118,11 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
 
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
-    """Open the corpora of ``Data.<mode>.dataset`` and order their samples. Raises DataError.
+    """Build a dataset for pretraining from the tokenized corpora in ``Data.<mode>.dataset``; several corpora
+    are blended. Raises DataError.
 
-    With ``sampler.drop_last: False``, Eval and Test use at most one epoch, so no sample is repeated. In run
-    mode ``epoch``, Train uses at most ``num_train_epochs`` epochs.
+    With ``sampler.drop_last: False``, Eval and Test use at most one epoch, so no sample is repeated. If
+    ``Engine.run_mode`` is ``epoch``, Train uses at most ``num_train_epochs`` epochs.
     """
     section = getattr(cfg.Data, mode)
     dataset_cfg = section.dataset
@@ -143,21 +148,23 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
-    """Make a dataset of prompts and responses. Only the responses contribute to the loss."""
+    """Build a finetuning dataset of prompts and responses. Only the responses contribute to the loss."""
     from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # Jinja is for finetuning alone
 
     return PromptResponseDataset(*_encoding(cfg, mode))
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
-    """Make a dataset of conversations. Only the assistant's turns contribute to the loss."""
+    """Build a finetuning dataset of conversations. Only the assistant's turns contribute to the loss."""
     from ppfleetx.data.tasks.finetuning import ChatDataset
 
     return ChatDataset(*_encoding(cfg, mode))
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Make the dataset of a GLUE task. ``Data.Test`` has no labels."""
+    """Build the finetuning dataset of a GLUE task. No labels are read for ``Test``, because most of GLUE's
+    test files have none.
+    """
     from ppfleetx.data.tasks.finetuning import GlueDataset
 
     dataset_cfg, tokenizer, multiple = _encoding(cfg, mode)
@@ -167,8 +174,9 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return the dataset's section, the checked tokenizer, and the multiple to which sequence lengths are
-    padded."""
+    """Return what a finetuning dataset needs: its section of the configuration, the checked tokenizer, and
+    ``length_multiple`` (the loader rounds the length of samples up to a multiple of it).
+    """
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -184,8 +192,9 @@ def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """Load the tokenizer of ``Data.tokenizer``, or return None if the section names no files. Raises
-    DataError, which names the key."""
+    """Load the tokenizer that ``Data.tokenizer`` describes. Returns None if the section names no files.
+    Raises DataError, which names the key.
+    """
     files = cfg.Data.tokenizer
     key = next((key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), "")
     if files is None or (not key and files.name == "BPE"):
@@ -202,8 +211,10 @@ def _place(cfg: RunConfig, key: str) -> str:
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """Return the section's end-of-document id, or else the tokenizer's, which is loaded only if an option
-    needs the id."""
+    """Return the end-of-document id: ``eod_id`` of the dataset's section or, if that is not set, the
+    tokenizer's. The tokenizer is loaded only if an option of the dataset needs the id; otherwise returns
+    None.
+    """
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id
@@ -217,8 +228,11 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
 
 
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
-    """Open the corpora of each entry of ``Data.<mode>.dataset.input_dir``. Raises DataError, which names the
-    key and says how to make a corpus."""
+    """Open the corpora named by ``Data.<mode>.dataset.input_dir``. Returns a list for each entry, because an
+    entry may be a directory of corpora.
+
+    Raises DataError, which names the key and says how to make a corpus.
+    """
     section = getattr(cfg.Data, mode)
     given, key = section.dataset.input_dir, section.key_of(mode, "input_dir")
     entries = [given] if isinstance(given, str) else given
@@ -259,8 +273,9 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """Return the parts to blend, with normalized weights. If no weights are configured, corpora shorter than
-    one sample are left out."""
+    """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out. If no
+    weights are configured, corpora shorter than one sample are left out, too.
+    """
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

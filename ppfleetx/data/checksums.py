@@ -1,7 +1,7 @@
-"""Checksums of a corpus, in a small file beside it: ``PREFIX.checksums.json``.
+"""Checksums of a tokenized corpus, in a small file beside it: ``PREFIX.checksums.json``.
 
-The file has a CRC-32 of each 1 MiB block of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and a
-CRC-32 of its own content. Megatron-LM and other readers of the pair ignore the file.
+The file has a CRC-32 of each 1 MiB block of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for a corpus of 100
+GB), and a CRC-32 of its own content. Megatron-LM and other programs that read the corpus ignore the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def checksums_path(prefix: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """The length of a file and the CRC-32 of each of its blocks. The last block may be shorter."""
+    """The length of a file, and the CRC-32 of each of its blocks of 1 MiB (the last may be shorter)."""
 
     num_bytes: int
     crcs: list[int]
@@ -60,7 +60,9 @@ class RunningChecksums:
 
 @dataclass(frozen=True)
 class Block:
-    """A damaged block: bytes ``[first, end)`` of the file ``path``."""
+    """A damaged block of a corpus file: bytes ``[first, end)`` of the file ``path`` do not match their
+    checksum.
+    """
 
     path: Path
     number: int
@@ -74,13 +76,15 @@ class Block:
 
 @dataclass(frozen=True)
 class CorpusChecksums:
-    """The contents of ``PREFIX.checksums.json``: the checksums of ``.bin`` and ``.idx``, by suffix."""
+    """The contents of ``PREFIX.checksums.json``. ``files`` has the checksums of the corpus files with the
+    suffixes ``.bin`` and ``.idx``.
+    """
 
     prefix: str
     files: dict[str, FileChecksums]
 
     def write(self) -> None:
-        """Write the file atomically. Raises DataError."""
+        """Write ``PREFIX.checksums.json`` atomically. Raises DataError if that fails."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -100,7 +104,9 @@ class CorpusChecksums:
             raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
     def check_sizes(self) -> None:
-        """Raise DataError if a file is missing or its length has changed since the checksums were made."""
+        """Raise DataError if a file of the corpus is missing or no longer has the length recorded with its
+        checksums.
+        """
         for suffix, sums in self.files.items():
             path = Path(f"{self.prefix}{suffix}")
             actual = file_status(path, DataError).st_size
@@ -112,7 +118,9 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Yield the bytes of each block of a file, in order, each with a `Block` if damaged, else None."""
+        """Read the corpus file with this suffix block by block. Yields pairs: the bytes of a block, and a
+        `Block` if they do not match their checksum, else None.
+        """
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:
             for number, crc in enumerate(sums.crcs):
@@ -139,8 +147,9 @@ def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
 
 
 def read_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums | None:
-    """Read the checksums of ``prefix``, or return None if there are none. Raises DataError if the checksum
-    file itself is damaged."""
+    """Read the checksums of the corpus ``prefix``. Returns None if there are none. Raises DataError if the
+    checksum file itself is damaged.
+    """
     path = checksums_path(prefix)
     if not path.exists():
         return None

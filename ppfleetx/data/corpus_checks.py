@@ -1,5 +1,6 @@
-"""Checks of corpora before training: files against their checksums, and token ids against
-``Model.vocab_size``."""
+"""Checks of corpora before training: their files are compared with their checksums, and their token ids with
+``Model.vocab_size``.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of the sections ``modes`` with their checksums, at the level of
-    ``Data.<mode>.dataset.verify``. Logs how much was compared and which corpora have no checksums.
+    """Compare the corpora of the sections ``modes`` (Train, Eval, Test) with their checksums, as far as
+    ``Data.<mode>.dataset.verify`` asks for. Logs how much was compared, and which corpora have no checksums.
 
     Raises DataError if a corpus is damaged, if the checksums belong to another corpus, or if ``verify`` is
-    full and there are no checksums.
+    ``full`` and there are no checksums.
     """
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
@@ -61,11 +62,11 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums. Returns False if it has none. Raises the errors of
+    """Compare a corpus with its checksums. Returns False if it has no checksums. Raises the errors of
     `verify_corpora`.
 
-    ``level`` ``index`` compares the lengths of both files and the content of ``.idx``. ``full`` also compares
-    the content of ``.bin``.
+    With the ``level`` ``index``, compares the lengths of both files and the content of ``.idx``. With
+    ``full``, also compares the content of ``.bin``.
     """
     checksums = read_checksums(prefix)
     if checksums is None:
@@ -83,7 +84,9 @@ def verify_corpus(prefix: str, level: str) -> bool:
 
 
 def describe(block: Block, corpus: IndexedDataset | None) -> str:
-    """Describe a damaged block in a sentence. Names the damaged documents if the index could be read."""
+    """Describe a damaged block in a sentence. If the block is in the ``.bin`` file of ``corpus``, the
+    sentence also says which documents are damaged. ``corpus`` is None if its index cannot be read.
+    """
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
     sequences = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
@@ -101,8 +104,9 @@ def _opened(prefix: str) -> IndexedDataset | None:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """Return a sentence for each damage found in a corpus, and whether the corpus has checksums. Raises
-    MissingDataError if the corpus does not exist."""
+    """Look for all damage in a corpus. Returns a sentence for each damaged place, and whether the corpus has
+    checksums. Raises MissingDataError if the corpus does not exist.
+    """
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
         raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
     has_checksums = checksums_path(prefix).exists()
@@ -133,9 +137,12 @@ _FEWEST_TOKENS = 1 << 18  # tokens checked in each corpus, at least
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Compare the ids of the tokenizer and the corpora with ``Model.vocab_size``, and return a report as
-    lines of text. Skips missing files, because training may run on another machine. Raises DataError for
-    damage or an id outside the vocabulary."""
+    """Check that the token ids of the tokenizer and the corpora are below ``Model.vocab_size``. Returns a
+    report as lines of text.
+
+    Missing files are skipped, because training may run on another machine. Raises DataError for damage or an
+    id outside the vocabulary.
+    """
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -151,8 +158,9 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Call `check_tokenizer` for the configured vocabulary size. The error message says where the settings
-    were made."""
+    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says in which
+    files and lines both were configured.
+    """
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:
@@ -203,9 +211,9 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
 def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
     """Raise DataError if a corpus contains an id outside a vocabulary of ``vocab_size`` tokens.
 
-    A corpus with more than ``most_tokens`` tokens is sampled at evenly spaced positions; the remaining ids
-    are checked when training reads them. Returns the highest id found (-1 if there are no tokens) and the
-    number of tokens read.
+    Of a corpus with more than ``most_tokens`` tokens, only a sample at evenly spaced positions is read;
+    training checks the other ids when it reads them. Returns the highest id found (-1 if there are no
+    tokens), and the number of tokens read.
     """
     highest, seen = -1, 0
     for first, last in _parts(corpus.num_tokens, most_tokens):

@@ -1,4 +1,6 @@
-"""Samples for language modeling, cut from one split of a corpus in the same order as in Megatron-LM."""
+"""Samples for language modeling, cut from the part of a corpus that belongs to one split (Train, Eval or
+Test). The order is that of Megatron-LM.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ MODES = ("Train", "Eval", "Test")
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
-    """Return the range ``[first, last)`` of sequences for each of Train, Eval and Test. A range may be empty.
+    """Divide a corpus among Train, Eval and Test. Returns the range ``[first, last)`` of sequences of each,
+    which may be empty.
 
-    The boundaries are the cumulative weights times ``num_sequences``, rounded half to even as in Megatron-LM,
-    so a corpus is split at the same sequences.
+    The boundaries are the cumulative weights of ``split`` times ``num_sequences``, rounded half to even as in
+    Megatron-LM, so both programs split a corpus at the same sequences.
     """
     shares = split_shares(split)
     weights = np.array(shares) / np.sum(shares)
@@ -54,11 +57,12 @@ class SampleOptions:
     """Options for cutting and masking samples.
 
     Attributes:
-        sequence_length: tokens that the model sees.
-        reset_position_ids: whether positions restart at 0 after each end of document.
+        sequence_length: number of tokens of a sample, as the model sees it.
+        reset_position_ids: whether positions restart at 0 after each end-of-document token.
         reset_attention_mask: whether a token attends only to its own document.
-        eod_mask_loss: whether positions with the end-of-document token as input have no loss.
-        vocab_size: vocabulary size without padding; an id outside it is an error. None: no check.
+        eod_mask_loss: whether the loss leaves out positions whose input is the end-of-document token.
+        eod_id: id of the end-of-document token; required by the three options above.
+        vocab_size: vocabulary size without padding; a larger id is an error. None: ids are not checked.
     """
 
     sequence_length: int
@@ -79,13 +83,13 @@ class SampleOptions:
 
 
 class GPTDataset:
-    """Samples of ``sequence_length`` tokens, cut from sequences ``[first, last)`` of a corpus, in shuffled
-    order.
+    """Samples of ``options.sequence_length`` tokens for language modeling, cut from the sequences ``[first,
+    last)`` of a corpus, in shuffled order.
 
     Args:
-        num_samples, at_least: see `plan_epochs`.
-        name: name of the split, for messages.
-        cache_dir: directory of the index maps. None: ``cache`` beside the corpus.
+        num_samples, at_least: number of samples wanted; see `plan_epochs`.
+        name: name of the split (Train, Eval or Test), for messages.
+        cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
 
     Raises:
         DataError: the split is empty or shorter than one sample.
@@ -154,7 +158,7 @@ class GPTDataset:
         return self.tokens_per_epoch / self.options.sequence_length
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample ``index`` of the shuffled order, or a sample with loss mask 0 for `PADDING`.
+        """Return sample ``index`` of the shuffled order. `PADDING` gives a sample whose loss mask is 0.
 
         The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
         ``sample_ids`` int64 []. With ``reset_attention_mask`` there is also ``document_start`` int32 [s], the
@@ -168,7 +172,9 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the parts of sequences that form a sample, as (sequence, first token, end)."""
+        """Return the pieces of sequences of which sample ``index`` consists, as (sequence, first token, token
+        after the last).
+        """
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()
@@ -213,7 +219,8 @@ class GPTDataset:
 
 
 def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
-    """Make inputs, labels and masks from L + 1 tokens.
+    """Make the model's inputs, labels and masks from a window of L + 1 tokens: the first L are the inputs,
+    the last L the labels.
 
     An end-of-document token belongs to the document that it ends.
     """

@@ -1,12 +1,13 @@
-"""The order of training samples: document, sample and shuffle maps, bitwise equal to Megatron-LM's.
+"""The order of training samples, stored in three arrays that are bitwise equal to Megatron-LM's: document,
+sample and shuffle index.
 
 The sequences of a split, repeated for E epochs and shuffled (`document_index`), form one stream of tokens.
 Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so consecutive samples share one
-token. `sample_index` holds the start of each sample, `shuffle_index` the order in which samples are read. The
-rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``, vectorized.
+token. `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
+The rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``, vectorized.
 
-The maps are cached on disk under a hash of everything that determines them. Concurrent builders write
-identical files, so the order of their renames does not matter.
+The arrays are cached on disk under a hash of everything that determines them. If several processes build them
+at the same time, they write identical files, so it does not matter which is renamed last.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this sh
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The number of epochs that yield the requested samples.
+    """How many epochs a run needs for the samples it asks for, and how the last epoch is shuffled.
 
     Attributes:
-        tokens_per_epoch: tokens of the split.
-        sequence_length: tokens of a sample.
-        num_epochs: smallest number of epochs with enough tokens.
-        separate_final_epoch: whether the last epoch is shuffled separately and read after all others.
+        tokens_per_epoch: number of tokens of the split.
+        sequence_length: number of tokens of a sample.
+        num_epochs: the smallest number of epochs with enough tokens.
+        separate_final_epoch: whether the last epoch is shuffled by itself and read after all others, as in
+            Megatron-LM.
     """
 
     tokens_per_epoch: int
@@ -61,12 +63,14 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The three index maps, with the dtypes of Megatron-LM.
+    """The three arrays that store the order of samples, with the dtypes of Megatron-LM.
 
     Attributes:
-        document_index: sequence ids in the order of the token stream, int32 [E * sequences].
-        sample_index: (position in `document_index`, token offset) of each start, int32 or int64 [S + 1, 2].
-        shuffle_index: sample read at each step, uint32 or int64 [S].
+        document_index: the sequences in the order in which they form the token stream, int32 [epochs *
+            sequences].
+        sample_index: where each sample starts, as (position in ``document_index``, token within that
+            sequence), int32 or int64 [samples + 1, 2].
+        shuffle_index: the sample to read at each position of the order, uint32 or int64 [samples].
     """
 
     document_index: np.ndarray
@@ -77,9 +81,11 @@ class IndexMaps:
 def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
-    """Return the number of epochs for ``num_samples`` samples (None: one epoch), and whether the last epoch
-    is shuffled separately. If that gives fewer than ``at_least`` samples, plan for ``at_least`` samples
-    instead."""
+    """Compute how many epochs are needed for ``num_samples`` samples (None: one epoch), and whether the last
+    epoch is shuffled separately.
+
+    If these epochs have fewer than ``at_least`` samples, the plan is made for ``at_least`` samples instead.
+    """
     assert tokens_per_epoch > 0
     assert sequence_length > 0
     if num_samples is None:
@@ -98,7 +104,9 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Return the bytes of the three index maps of a split. Building them needs little more memory."""
+    """Return the size in bytes of the three index arrays of a split. Building them needs little extra memory,
+    so this is also roughly the memory needed.
+    """
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
@@ -106,8 +114,11 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
-    """Build the index maps of sequences ``[first, last)`` of a corpus. ``sizes`` are the tokens of each
-    sequence of the corpus, int32 [N]. One random generator shuffles first the documents, then the samples."""
+    """Build the three index arrays for the sequences ``[first, last)`` of a corpus. ``sizes`` are the numbers
+    of tokens of all sequences in the corpus, int32.
+
+    One random generator shuffles first the documents, then the samples.
+    """
     # Only NumPy's legacy generator gives Megatron-LM's permutations.
     random = np.random.RandomState(seed)
     # Sizes mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
@@ -129,11 +140,12 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Return where each sample starts: row k is (position in ``document_index``, offset within the sequence)
-    of token ``k * L`` of the stream, where L is the length of a sample.
+    """Compute where each sample starts in the token stream. Row k of the result describes token ``k * L``,
+    where L is the length of a sample: its position in ``document_index``, and its offset within that
+    sequence.
 
-    A token lies in the first sequence that ends after it, so empty sequences are skipped. Row 0 is an
-    exception: it is (0, 0) even if the first sequence is empty.
+    Empty sequences are skipped: a token lies in the first sequence that ends after it. Row 0 is an exception:
+    it is (0, 0) even if the first sequence is empty.
     """
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64
@@ -168,8 +180,8 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
     """Return a hash of exactly the inputs that determine the order of samples.
 
-    The requested number of samples enters only through the number of epochs and the separate last epoch, so a
-    longer run that begins with the same samples has the same fingerprint.
+    The number of requested samples is not included, but the number of epochs and ``separate_final_epoch``,
+    which follow from it, are. So a longer run that begins with the same samples has the same fingerprint.
     """
     decisive = {
         "version": ORDER_VERSION,
@@ -197,12 +209,13 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """Memory-map the arrays stored under ``key``. Build and store them first if they are missing or damaged.
+    """Memory-map the arrays that are cached in ``directory`` under ``key``. If they are missing or damaged,
+    call ``build`` and store its result first.
 
     Each array is stored in ``{key}-{name}.npy``. ``{key}.json`` is written last, with the length and checksum
     of each file, and ``about`` for human readers. If the directory is not writable, a warning is logged, and
-    every process builds the arrays in memory. Raises DataError if building needs more than the free memory
-    (``num_bytes``).
+    every process builds the arrays in memory. Raises DataError if building needs ``num_bytes`` of memory and
+    less is free.
     """
     stored = _load(directory, key, names)
     if stored is not None:

@@ -44,8 +44,9 @@ _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
 def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
-    """Return whether ``boundaries`` start with 0, end with ``last`` and never decrease. Works in chunks, to
-    save memory."""
+    """Whether ``boundaries`` start with 0, end with ``last`` and never decrease. Compares them in chunks, to
+    save memory.
+    """
     if not boundaries.shape[0] or boundaries[0] != 0 or boundaries[-1] != last:
         return False
     parts = (boundaries[first : first + _CHUNK + 1] for first in range(0, boundaries.shape[0], _CHUNK))
@@ -53,12 +54,13 @@ def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
 
 
 class TokenStore:
-    """Base class of all corpus formats: sequences of tokens, concatenated in a flat array.
+    """Base class of the corpus formats: sequences of token ids, all stored one after the other in one flat
+    array.
 
     Attributes:
-        prefix: path without its suffix, as the user gave it; used in messages.
-        sizes: number of tokens of each sequence, int32 [N].
-        byte_offsets: start of each sequence in the flat array, in bytes, int64 [N].
+        prefix: the corpus's path without suffix, as the user gave it; used in messages.
+        sizes: number of tokens of each sequence, int32 [sequences].
+        byte_offsets: start of each sequence in the flat array, in bytes, int64 [sequences].
         document_indices: document boundaries counted in sequences, int64 [documents + 1].
         dtype: dtype of the stored tokens.
     """
@@ -86,8 +88,9 @@ class TokenStore:
         return self._tokens.shape[0]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens ``[offset, offset + length)`` of one sequence, as a read-only view. Raises
-        IndexError."""
+        """Return tokens ``[offset, offset + length)`` of sequence ``index``, as a read-only view. Raises
+        IndexError.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
         size = int(self.sizes[index])
@@ -100,14 +103,15 @@ class TokenStore:
         return self._tokens[start : start + length]
 
     def flat(self, first: int, last: int) -> np.ndarray:
-        """Return tokens ``[first, last)`` of the whole corpus, across sequences, as a view."""
+        """Return tokens ``[first, last)`` of the whole corpus, counted over all sequences, as a view."""
         return self._tokens[first:last]
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that identifies the corpus without reading all of it: sequence lengths, document boundaries,
-        total size and a few blocks of tokens. A changed token outside these blocks is not noticed. The path
-        is not included, so a corpus can be moved."""
+        """A hash that identifies the corpus, computed without reading all of it. It covers sequence lengths,
+        document boundaries, total size and a few blocks of tokens; a changed token elsewhere is not noticed.
+        The path is not included, so a corpus can be moved.
+        """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
         for values in (self.sizes, self.document_indices):
@@ -137,8 +141,9 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """Return the smallest dtype in which Megatron-LM stores ids of a vocabulary of this size (without
-    padding)."""
+    """Return the dtype in which Megatron-LM stores token ids for a vocabulary of ``vocab_size`` tokens
+    (without padding): uint16 if they are sure to fit, else int32.
+    """
     small = vocab_size is not None and vocab_size < 65500
     return np.dtype("<u2") if small else np.dtype("<i4")
 
@@ -152,18 +157,19 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise DataError if a complete pair exists and ``overwrite`` is False. The index is written last, so it
-    marks a complete pair."""
+    """Raise DataError if the corpus ``prefix`` exists and ``overwrite`` is False. A corpus is complete, and
+    counts as existing, once it has its ``.idx`` file, which is written last.
+    """
     if idx_path(prefix).exists() and not overwrite:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
 
 
 class IndexedDataset(TokenStore):
-    """Reader of a ``.bin`` / ``.idx`` pair. Both files are memory-mapped, and the index is checked when
-    opened.
+    """Reads a corpus in Megatron-LM's format, a ``.bin`` / ``.idx`` pair. Both files are memory-mapped, and
+    the index is checked when they are opened.
 
-    ``prefix`` may include a suffix. Raises DataError if a file is missing, truncated, damaged or of an
-    unsupported kind.
+    ``prefix`` is their common path; it may include a suffix. Raises DataError if a file is missing,
+    truncated, damaged or of an unsupported kind.
     """
 
     @os_errors(DataError)
@@ -254,11 +260,12 @@ def _check_index(
 
 
 class IndexedDatasetWriter:
-    """Streams a ``.bin`` / ``.idx`` pair to disk. The final files appear only in `finalize`.
+    """Writes a ``.bin`` / ``.idx`` pair as a stream. The files get their final names only in `finalize`.
 
-    Also writes the checksums of both files (`ppfleetx.data.checksums`). The index is kept in memory: 4 bytes
-    per sequence and 8 bytes per document. As a context manager it calls `finalize` on success and `abort` on
-    an exception. Raises DataError if the dtype is not supported or a file cannot be written.
+    Also writes the checksums of both files (`ppfleetx.data.checksums`). Until the end, the index is kept in
+    memory: 4 bytes per sequence and 8 bytes per document. Used as a context manager, it calls `finalize` on
+    success and `abort` after an exception. Raises DataError if the dtype is not supported or a file cannot be
+    written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
@@ -280,23 +287,28 @@ class IndexedDatasetWriter:
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document. ``lengths`` are the token counts of its sequences."""
+        """Append one document with these ``tokens``. ``lengths`` are the numbers of tokens of the sequences
+        into which it is divided.
+        """
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each. A length of 0 adds a document without a sequence, like
-        ``add_document([], [])``."""
+        """Append many documents of one sequence each. ``flat_tokens`` are all their tokens, and ``lengths``
+        the number of tokens of each document. A length of 0 adds a document without a sequence, as
+        ``add_document([], [])`` does.
+        """
         lengths = np.asarray(lengths)
         filled = lengths != 0
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents with any number of sequences each.
+        """Append many documents, each of any number of sequences.
 
         Args:
             flat_tokens: tokens of all sequences, concatenated.
             lengths: number of tokens of each sequence.
-            boundaries: for each document, the number of sequences up to and including its last.
+            boundaries: for each document, the number of sequences in it and all documents before it in this
+                call.
 
         Raises:
             ValueError: the arguments contradict each other, or a length is negative.
@@ -312,8 +324,9 @@ class IndexedDatasetWriter:
         self._boundaries.frombytes(boundaries.tobytes())
 
     def add_index(self, other: IndexedDataset, blocks: Iterable[bytes]) -> None:
-        """Append all sequences and documents of another pair with the same dtype. ``blocks`` are the bytes of
-        its ``.bin``."""
+        """Append all documents of another ``.bin`` / ``.idx`` pair with the same dtype. ``blocks`` are the
+        bytes of its ``.bin`` file, in order.
+        """
         assert other.dtype == self.dtype
         first_sequence = len(self._lengths)
         for first in range(0, len(other), _CHUNK):
@@ -327,7 +340,7 @@ class IndexedDatasetWriter:
         self.num_tokens += other.num_tokens
 
     def finalize(self) -> None:
-        """Write the index and rename both files to their final names."""
+        """Complete the corpus: write the index and the checksums, and give both files their final names."""
         with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -400,7 +413,9 @@ class IndexedDatasetWriter:
 
 
 def _check_fits(values: np.ndarray, dtype: np.dtype, prefix: str) -> None:
-    """Raise DataError for ids that a cast to the stored dtype would wrap around."""
+    """Raise DataError if a token id is out of the range of ``dtype``, because a cast would silently give
+    another id.
+    """
     if values.size == 0 or dtype.kind == "f":
         return
     if values.dtype.kind not in "iu":

@@ -1,5 +1,6 @@
-"""Batches of one data rank: a sampler that distributes samples, and a loader that prepares batches in
-threads."""
+"""The batches of one data rank: a sampler that divides the samples of each step among the ranks, and a loader
+that reads them in threads.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +21,21 @@ Tail = Literal["wrap", "drop", "pad"]
 
 
 class GlobalBatchSampler:
-    """Distributes global batches of consecutive samples among the data ranks.
+    """Divides the samples of each step among the data ranks.
 
-    Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)`` of the dataset's order. Micro batch
-    m of data rank r holds positions ``(m D + r) b + [0, b)`` of the global batch (b: micro batch size, D:
-    number of data ranks), so D and b do not affect which samples a step trains on.
+    With B samples per step, step k trains on positions ``consumed_samples + [k B, (k + 1) B)`` of the
+    dataset's order: its global batch. Micro batch m of data rank r has positions ``(m D + r) b + [0, b)`` of
+    the global batch, where b is the micro batch size and D the number of data ranks. So D and b do not affect
+    which samples a step trains on.
 
     Args:
+        total: number of samples in the dataset.
         consumed_samples: number of samples already used. Every iteration starts after them.
-        size_at: for a batch size that changes, a function from consumed samples to the size of the next
-            step. None: the size is always B.
-        tail: behavior at the end of the dataset. ``"wrap"``: the first sample follows the last (position
-            modulo total), without end. ``"drop"``: leave out the last incomplete batch. ``"pad"``: fill it
-            with index -1, whose sample has loss mask 0.
+        size_at: for a batch size that changes, a function from consumed samples to the size of the next step.
+            None: every step has ``global_batch_size`` samples.
+        tail: what happens at the end of the dataset. ``"wrap"``: the first sample follows the last, without
+            end. ``"drop"``: leave out the last incomplete batch. ``"pad"``: fill it with the index -1, which
+            stands for a sample with loss mask 0.
         shuffle_seed: seed of the order. Every pass over the dataset has its own permutation, drawn from
             (seed, number of the pass). None: the dataset's own order.
 
@@ -79,19 +82,25 @@ class GlobalBatchSampler:
         return left // self.global_batch_size if self.tail == "drop" else -(-left // self.global_batch_size)
 
     def __iter__(self) -> Iterator[list[np.ndarray]]:
-        """Yield this rank's micro batches of each step, as arrays of sample indices, int64 [b]."""
+        """Iterate over the steps. Yields this data rank's micro batches of each step, as arrays of sample
+        indices, int64 [b].
+        """
         step, num_steps = 0, self.num_steps
         while num_steps is None or step < num_steps:
             yield self.micro_batches(step)
             step += 1
 
     def micro_batches(self, step: int) -> list[np.ndarray]:
-        """Return this rank's micro batches of a step. Steps are counted from `consumed_samples`."""
+        """Return this data rank's micro batches of a step, as arrays of sample indices. Step 0 is the first
+        after ``consumed_samples``.
+        """
         batch = self.global_batch(step).reshape(-1, self.data_size, self.micro_batch_size)
         return list(batch[:, self.data_rank])
 
     def global_batch(self, step: int) -> np.ndarray:
-        """Return the sample indices of all ranks in a step, int64 [B]."""
+        """Return the sample indices of all data ranks in a step, int64 [global batch size]. Step 0 is the
+        first after ``consumed_samples``.
+        """
         while len(self._firsts) <= step:
             self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))
         first = self._firsts[step]
@@ -122,7 +131,9 @@ MicroBatch = dict[str, np.ndarray]
 
 
 def shortened(micro_batches: Sequence[MicroBatch], length: int) -> list[MicroBatch]:
-    """Return the first ``length`` tokens of each sequence: arrays ``[b, s]`` become ``[b, length]``."""
+    """Return copies of micro batches in which sequences have only their first ``length`` tokens: arrays ``[b,
+    s]`` become ``[b, length]``.
+    """
     return [
         {name: array[:, :length] if array.ndim > 1 else array for name, array in batch.items()}
         for batch in micro_batches
@@ -134,9 +145,10 @@ _PREFETCH_PER_WORKER = 2  # steps that each thread prepares in advance
 
 @runtime_checkable
 class Dataset(Protocol):
-    """The interface of datasets: samples numbered from 0 to ``len - 1``, and a padding sample `PADDING` (-1).
+    """The interface of datasets. Samples are numbered from 0 to ``len - 1``; the index `PADDING` (-1) gives a
+    sample without loss, which fills incomplete batches.
 
-    ``fingerprint`` is a hash of everything that determines the samples and their order. A resumed run rejects
+    ``fingerprint`` is a hash of everything that determines the samples and their order. A resumed run refuses
     a dataset with a different fingerprint.
     """
 
@@ -145,37 +157,43 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
     @property
     def samples_per_epoch(self) -> float:
-        """The number of samples in one pass."""
+        """The number of samples in one pass over the data, which need not be an integer."""
 
     def describe(self) -> str:
         """Describe the dataset in a few lines for the log."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask``
-        float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Must be thread-safe.
+        """Return the arrays of sample ``index``: ``tokens``, ``labels``, ``position_ids`` int64 [s],
+        ``loss_mask`` float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Must be
+        thread-safe.
 
-        For `Engine.log_source_loss`, a dataset with several sources also has an attribute ``sources`` with
-        their names, and each sample has ``source_ids`` int64 [], an index into ``sources``.
+        A dataset that mixes several sources may support `Engine.log_source_loss`. It then has an attribute
+        ``sources`` with their names, and each sample has ``source_ids`` int64 [], an index into ``sources``.
         """
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Stack samples into arrays [b, s] (``sample_ids``: [b])."""
+    """Stack samples to a micro batch: arrays ``[s]`` become ``[b, s]``, and single numbers such as
+    ``sample_ids`` become ``[b]``.
+    """
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Cut all micro batches of a step to their longest sequence (``lengths``), rounded up to a multiple. All
-    micro batches of a step get the same length, because a pipeline requires it."""
+    """Cut off the padding that all samples of a step have in common. The new length is that of the longest
+    sample (``lengths``), rounded up to a multiple of ``multiple``. It is the same in all micro batches,
+    because a pipeline requires it.
+    """
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)
 
 
 class DataLoader:
-    """Iterates over steps. Each step is a list of this data rank's micro batches as NumPy arrays.
+    """Reads the batches of one data rank. Iterating yields the steps; each is a list of micro batches of
+    NumPy arrays.
 
-    Every iteration starts at the sampler's first step, so every evaluation sees the same batches.
-    ``num_workers`` threads prepare steps in advance; with 0, the caller's thread prepares them.
+    Every iteration starts again at the sampler's first step, so every evaluation sees the same batches.
+    ``num_workers`` threads read steps in advance; with 0, steps are read in the caller's thread.
     """
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
@@ -183,7 +201,9 @@ class DataLoader:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the order of samples. A run resumed with a different order would skip and repeat data."""
+        """A hash of the order in which samples are read. Resuming with another order would skip some samples
+        and repeat others.
+        """
         if self.sampler.shuffle_seed is None:
             return self.dataset.fingerprint
         decisive = f"{self.dataset.fingerprint} {self.sampler.shuffle_seed} {self.sampler.total}"
@@ -195,7 +215,9 @@ class DataLoader:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the sources, indexed by ``source_ids``. Empty if samples have no source."""
+        """The names of the corpora that the dataset mixes, indexed by ``source_ids``. Empty if samples do not
+        tell their source.
+        """
         return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:

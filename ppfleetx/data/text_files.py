@@ -1,4 +1,4 @@
-"""Read text files, compressed or not, as bytes, lines or JSON records. A damaged file raises DataError."""
+"""Read text files, compressed or not, as bytes, lines or JSON records. Damaged files raise DataError."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def is_packed(path: Path) -> bool:
 
 
 def refuse_unsupported_compression(path: Path) -> None:
-    """Raise DataError for a text file with an unsupported compression, which would otherwise be skipped
-    silently."""
+    """Raise DataError if the name says that a text file has a compression that we cannot read, such as
+    ``a.jsonl.xz``. The file would otherwise be skipped because it is not UTF-8.
+    """
     packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
     if packed and path.with_suffix("").suffix.lower() in _TEXT:
         raise DataError(
@@ -43,10 +44,11 @@ def refuse_unsupported_compression(path: Path) -> None:
 
 
 class TextFile:
-    """A context manager that reads a file, decompressed if its name ends in ``.gz`` or ``.zst``.
+    """A context manager that opens a file and reads its bytes, decompressed if the name ends in ``.gz`` or
+    ``.zst``.
 
-    Several gzip members or zstandard frames in one file are read as one text. Each must be complete. Raises
-    DataError if the file cannot be read, is damaged or is truncated.
+    If a file has several gzip members or zstandard frames, they are read as one text; each must be complete.
+    Raises DataError if the file cannot be read, is damaged or is truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +68,7 @@ class TextFile:
 
     @property
     def position(self) -> int:
-        """The number of bytes read from the file on disk (compressed bytes, if it is compressed)."""
+        """How far the file on disk has been read, in bytes (of compressed data, if it is compressed)."""
         return self._raw.tell()
 
     def _unpacked(self) -> BinaryIO | _ZstdFile:
@@ -87,7 +89,7 @@ class TextFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_all(self, limit: int | None = None) -> bytes | None:
-        """Return the rest of the file, or None if it is longer than ``limit`` bytes."""
+        """Return the rest of the file. Returns None if that is more than ``limit`` bytes."""
         content = io.BytesIO()
         while part := self._read_some(_BLOCK_BYTES):
             content.write(part)
@@ -112,8 +114,9 @@ class TextFile:
 
 
 class _ZstdFile:
-    """Reads a zstandard file and raises EOFError if the file is truncated, which the library's own reader
-    does not notice."""
+    """Reads a zstandard file. Raises EOFError if the file is truncated, which the reader of the zstandard
+    library does not notice.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard
@@ -137,11 +140,12 @@ class _ZstdFile:
 
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, compressed or not, as (number from 1, line without its line feed).
+    """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
+    feed).
 
-    Only a line feed ends a line; a carriage return before it is kept. ``see`` is called with each block of
-    bytes in order, for example to hash the file. Raises the errors of `TextFile`, and DataError if a line is
-    longer than `MAX_LINE_BYTES`.
+    Only a line feed ends a line; a carriage return before it is kept. ``see`` is a function that is called
+    with each block of bytes, in order, for example to hash the file. Raises the errors of `TextFile`, and
+    DataError if a line is longer than `MAX_LINE_BYTES`.
     """
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
@@ -166,11 +170,11 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the records of a file as (number of the record's first line, text). ``see`` is the same as for
-    `read_lines`.
+    """Yield the JSON records of a file as pairs (number of the record's first line, bytes of the record).
 
-    Records are the nonempty lines, or the items of the array if a ``.json`` file begins with ``[``. The text
-    of a line is not parsed.
+    Records are the nonempty lines of the file. If a ``.json`` file begins with ``[``, they are the items of
+    this array. Lines are not parsed. ``see`` is a function that is called with each block of bytes, in order,
+    for example to hash the file.
     """
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
@@ -204,7 +208,9 @@ def _items(
 
 
 def load_line(line: bytes) -> Any:
-    """Parse a line of JSON. Raises ValueError (UnicodeDecodeError if the line is not UTF-8)."""
+    """Parse a line of JSON in UTF-8. Raises ValueError, or its subclass UnicodeDecodeError if the line is not
+    UTF-8.
+    """
     try:
         return json.loads(line.decode("utf-8"))
     except RecursionError:
@@ -212,8 +218,9 @@ def load_line(line: bytes) -> Any:
 
 
 def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
-    """Parse a line that holds a JSON object. Raises DataError with ``place`` if the line is not an object;
-    ``wanted`` says in the message which fields are expected."""
+    """Parse a line that is a JSON object. Raises DataError if it is not; the message names ``place``, the
+    file and line, and ``wanted``, the fields that are expected.
+    """
     try:
         record = load_line(line)
     except ValueError as error:
@@ -224,7 +231,9 @@ def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> str:
-    """Return the text in a field of a record. Raises DataError with ``place`` if the field is not a text."""
+    """Return the value of one field of a record. Raises DataError if it is not a text; the message names
+    ``place``, the file and line.
+    """
     text = record.get(field)
     if not isinstance(text, str):
         names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
@@ -235,7 +244,9 @@ def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> s
 
 
 def refuse_surrogates(text: str, what: str) -> None:
-    """Raise DataError if a text has half a surrogate pair, which JSON can express and UTF-8 cannot."""
+    """Raise DataError if a text contains half a surrogate pair, which can be written in JSON but not in
+    UTF-8. ``what`` names the text in the message.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

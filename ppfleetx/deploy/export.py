@@ -94,7 +94,7 @@ def check_positions(cfg: RunConfig) -> None:
 
 
 def check_one_process(processes: int) -> None:
-    """Raise ConfigError if the job has more than one process, because an exported program cannot communicate."""
+    """Raise ConfigError if the job has more than one process: an exported program cannot communicate."""
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "

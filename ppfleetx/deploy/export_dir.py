@@ -87,20 +87,22 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """Name of the program file that uses our C++ operators, for matrices in panels of ``width`` columns."""
+    """Name of the program file that uses our C++ operators. ``width`` is the number of columns in a panel,
+    the unit in which these operators store a matrix.
+    """
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
     """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices.
-    ``width`` is the number of columns of a panel.
+    ``width`` is the number of columns in a panel, the unit in which these operators store a matrix.
     """
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
     """Name of the program file of a quantized model that runs all transformer blocks in one C++ operation.
-    ``width`` is the number of columns of a matrix panel.
+    ``width`` is the number of columns in a panel, the unit in which this operation stores a matrix.
     """
     return f"{PROGRAM}_blocks_{width}.json"
 
@@ -247,8 +249,8 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the section asks for sampling from the whole vocabulary, which does not work with
-    oneDNN.
+    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary, which does
+    not work with oneDNN.
 
     In Paddle 3.3.1, it fails with an exception without a message. Sampling with top-k works.
     """
@@ -289,8 +291,8 @@ def check_inference(cfg: RunConfig, device: str) -> None:
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the CPU has bfloat16 matrix instructions. ``cpuinfo`` is the path of Linux's description of the
-    CPU.
+    """Whether the CPU has bfloat16 matrix instructions, according to ``cpuinfo`` (by default
+    ``/proc/cpuinfo``).
     """
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(_BF16_FLAGS)
 

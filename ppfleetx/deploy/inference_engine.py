@@ -75,7 +75,7 @@ class InferenceEngine(TextGenerator):
         new_ids = self._program.run(inputs)
         limits = inputs["max_new_tokens"].tolist()
         return [
-            self._row(ids, limit, batch.end_ids, text)
+            self._cut_row(ids, limit, batch.end_ids, text)
             for ids, limit, text in zip(new_ids.tolist(), limits, texts, strict=True)
         ]
 
@@ -120,7 +120,7 @@ class InferenceEngine(TextGenerator):
         return {"end_ids": end_ids}
 
     @staticmethod
-    def _row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
+    def _cut_row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
         """Return a generated sequence up to its end token, stop string or length limit. The program adds
         tokens to every sequence until all sequences of the batch have ended, so the rest is meaningless.
         """

@@ -1,4 +1,4 @@
-"""Several LoRA adapters for one model, with at most one active at a time."""
+"""Serve several LoRA adapters with one base model. At most one adapter is active at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear
 
 
 class Adapters:
-    """Named LoRA adapters for a model that is not sliced over ranks. Without an active adapter, the model is
-    unchanged."""
+    """Holds named LoRA adapters for one model and applies them on demand (:meth:`using`).
+
+    Without an active adapter, the model computes what the base model computes. Tensor-parallel models are not
+    supported.
+    """
 
     def __init__(self, model: NextTokenModel) -> None:
         self._model = model
@@ -31,11 +34,11 @@ class Adapters:
         return tuple(self._branches)
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
-        """Add an adapter.
+        """Add an adapter called ``name``.
 
-        ``tensors`` are float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` for each linear X;
-        ``scale`` multiplies their product. Raises CheckpointError if the adapter is for experts, or for
-        layers that the model does not have.
+        ``tensors`` are the float32 LoRA matrices ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each
+        linear layer X. The product of the two is multiplied by ``scale``. Raises CheckpointError if the
+        adapter is for expert layers, or for layers that the model does not have.
         """
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
@@ -67,7 +70,9 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """Context manager in which the model uses the adapter ``name``; None: no adapter."""
+        """Context manager: inside, forward passes of the model include the adapter ``name`` (None: no
+        adapter).
+        """
         if name is None:
             yield
             return

@@ -36,12 +36,13 @@ class BeamOptions:
     """Options of beam search.
 
     Attributes:
-        num_beams: beams per prompt in all groups; a multiple of ``num_groups``.
+        num_beams: number of beams per prompt, over all groups; a multiple of ``num_groups``.
         length_penalty: log-probabilities are divided by length ** length_penalty; values above 0 favor long
             results.
-        early_stopping: when a group that has N results stops: True: at once; False: when its best beam, ended
-            now, would not be among the results; "never": when that is true for any length.
-        num_groups: groups per prompt; 1 is plain beam search.
+        early_stopping: when to stop a group that has a result for each of its beams. True: at once. False: as
+            soon as its best beam, if it ended now, would not be among the results. "never": as soon as its
+            best beam could not be among the results at any length.
+        num_groups: number of beam groups per prompt (diverse beam search); 1 is plain beam search.
         diversity_rate: how much a token's score drops for each beam of an earlier group that took the token.
     """
 
@@ -63,9 +64,11 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """Find the ``num_results`` best continuations of every prompt, best first.
+    """Find the ``num_results`` best continuations of every prompt of ``session``.
 
-    ``rules`` act on log-probabilities. ``max_new_tokens`` are the limits of each prompt, at least 1.
+    Returns the continuations of the first prompt, best first, then those of the second, and so on. ``rules``
+    are applied to log-probabilities instead of logits. ``max_new_tokens`` has one limit per prompt, at least
+    1.
     """
     assert 1 <= num_results <= options.num_beams
     assert options.num_beams % options.num_groups == 0
@@ -104,11 +107,11 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all unfinished groups by one token: the first group of every prompt, then the second, and so
-    on.
+    """Advance all unfinished groups of beams by one token.
 
-    ``log_probs [groups * N, V]`` are for the next token of each beam; ``step`` is the number of new tokens so
-    far.
+    The first group of every prompt is advanced first, then the second group of every prompt, and so on.
+    ``log_probs [groups * N, V]`` are the log-probabilities of the next token of each beam; a group has N
+    beams. ``step`` is the number of tokens generated so far.
     """
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
@@ -166,7 +169,11 @@ def _results(groups: Sequence[_Group], count: int) -> list[Row]:
 
 @dataclass
 class _Group:
-    """A group of beams of one prompt: the active beams (``scores [N]``, ``ids``) and the results so far."""
+    """One group of beams of one prompt.
+
+    ``ids`` and ``scores [N]`` are the tokens and scores of the N active beams; ``finished`` are the results
+    so far.
+    """
 
     prompt: int
     number: int

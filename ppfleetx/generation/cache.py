@@ -1,4 +1,4 @@
-"""The key/value cache: keys and values of past positions.
+"""The key/value cache of a batch of sequences (rows).
 
 A column of the cache is one position. Shape letters: b rows, g key/value heads, n columns in use, k columns
 allocated, d head size.
@@ -20,11 +20,12 @@ Layers = dict[int, Pair]
 
 
 class GrowingCache:
-    """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that grow by the same number of columns per
-    pass.
+    """A key/value cache to which each forward pass appends the same number of columns for every row of the
+    batch.
 
-    Spare columns are allocated, so most passes write only their new columns. Copying all keys and values in
-    every pass would take a sixth of the time of a batch of 8 on a CPU.
+    Implements the protocol :class:`~ppfleetx.nn.attention.KeyValueCache`. Spare columns are allocated in
+    advance, so most passes only write the new columns. Copying all keys and values in every pass would take a
+    sixth of a pass's time for a batch of 8 on a CPU.
     """
 
     def __init__(self) -> None:
@@ -36,13 +37,14 @@ class GrowingCache:
         self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
     def extend(self, num_new: int, visible: np.ndarray, row_lengths: np.ndarray | None = None) -> None:
-        """Start a forward pass that adds ``num_new`` columns to each row. Every layer then calls
-        :meth:`update`.
+        """Begin a forward pass that adds ``num_new`` columns (positions) to the n columns of each row. Every
+        layer then calls :meth:`update`.
 
         Args:
-            visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to,
-                in addition to the causal mask. In the first pass, the layers handle this themselves.
-            row_lengths: ``[b]`` number of tokens of each row; None: its number of visible columns.
+            visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.
+                The causal mask applies as well. In the first pass, :meth:`update` ignores this, because
+                attention then masks padding itself.
+            row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         self._past, self.length = self.length, self.length + num_new
         if self._past:
@@ -52,19 +54,26 @@ class GrowingCache:
         self._row_lengths = row_lengths
 
     def row_lengths(self) -> paddle.Tensor:
-        """The number of tokens of each row, ``[b, 1]`` int64; see ``KeyValueCache``."""
+        """The number of tokens of each row, ``[b, 1]`` int64. Part of the ``KeyValueCache`` protocol."""
         lengths = self._visible.sum(axis=1) if self._row_lengths is None else self._row_lengths
         return paddle.to_tensor(lengths.astype(np.int64)[:, None])
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
-        """Allocate :meth:`memory` in the first pass, for an operator that computes all layers at once."""
+        """Allocate the tensors of :meth:`memory` in the first pass. Needed only for the operator that
+        computes all layers at once. Layers that run one by one need no such call.
+        """
         shape = [rows, groups, self.length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append ``key`` and ``value``, ``[b, g, s, d]``, of the s new columns; see ``KeyValueCache``."""
+        """Append ``key`` and ``value`` of the new positions to the cache of one layer. Both are [rows,
+        key/value heads, new positions, head size].
+
+        Returns the layer's keys and values, and the additive attention mask; None: only the causal mask
+        applies. Part of the ``KeyValueCache`` protocol.
+        """
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             return key, value, None
@@ -75,15 +84,17 @@ class GrowingCache:
 
     @property
     def follows(self) -> bool:
-        """Whether the cache had columns before this pass."""
+        """Whether the cache held columns before the current pass, that is, whether this is not the first
+        pass.
+        """
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """Keys and values ``[b, g, k, d]`` of layer 0, then layer 1, and so on, for an operator that computes
-        all layers at once.
+        """The keys of layer 0, its values, the keys of layer 1, and so on, for an operator that computes all
+        layers at once. Each is [rows, key/value heads, allocated positions, head size].
 
-        After :meth:`begin`, and from the second pass on, the tensors have room for the new columns, which the
-        operator fills.
+        The tensors have room for the new positions, which the operator fills. In the first pass,
+        :meth:`begin` must be called before.
         """
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
@@ -91,8 +102,9 @@ class GrowingCache:
         return paddle.to_tensor(np.array([self._past]))
 
     def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
-        """The additive attention mask for a layer with this sliding window; None if the causal mask is
-        enough."""
+        """The additive attention mask for a layer with a sliding window of ``window`` positions (None: no
+        window). Returns None if the causal mask is enough.
+        """
         if window is None and self._visible.all():
             return None
         return self._penalty(window, self.memory()[0].shape[2])
@@ -107,13 +119,14 @@ class GrowingCache:
         self.length = min(self.length, length)
 
     def select(self, rows: paddle.Tensor) -> None:
-        """Keep, repeat or reorder rows: new row ``i`` is old row ``rows[i]`` (``rows`` int64)."""
+        """Replace the rows of the cache: new row ``i`` is a copy of old row ``rows[i]`` (``rows`` int64)."""
         for index, (key, value) in self._layers.items():
             self._layers[index] = (key.index_select(rows, axis=0), value.index_select(rows, axis=0))
 
     def _write(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
-        """Write ``new [b, g, s, d]`` into the new columns of ``memory [b, g, k, d]``. A scatter is faster
-        than slice assignment here."""
+        """Write the keys or values ``new`` of the new positions into ``memory``. Uses a scatter, because it
+        is faster than slice assignment here. Shapes are [rows, key/value heads, positions, head size].
+        """
         rows, groups, num_columns, size = memory.shape
         if self._places is None:
             first = np.arange(rows * groups)[:, None] * num_columns
@@ -132,7 +145,9 @@ class GrowingCache:
 
 
 def _lengthened(held: paddle.Tensor, length: int, room: int) -> paddle.Tensor:
-    """Copy the first ``length`` columns of ``held [b, g, k, d]``, followed by ``room`` columns of zeros."""
+    """Return the first ``length`` columns (positions) of keys or values ``held``, followed by ``room``
+    columns of zeros. Shapes are [rows, key/value heads, columns, head size].
+    """
     rows, groups, _, size = held.shape
     zeros = paddle.zeros([rows, groups, room, size], dtype=held.dtype)
     return paddle.concat([held[:, :, :length], zeros], axis=2)

@@ -1,7 +1,7 @@
-"""Continuous batching (Yu et al., 2022, "Orca"): rows join and leave the batch between steps.
+"""Continuous batching (Yu et al., 2022, "Orca"): sequences join and leave the running batch between steps.
 
-A column of the cache is one position. Shape letters: b rows, n columns, V vocabulary size without padding, g
-key/value heads, d head size.
+A row is one sequence of the batch; a column of the cache is one position. Shape letters: b rows, n columns, V
+vocabulary size without padding.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST_UNUSED = 64
 
 
 class JoinableCache(GrowingCache):
-    """A key/value cache to which rows can be added. All rows have the same number of columns, some of them
-    unused.
+    """A key/value cache to which sequences (rows) of any length can be added.
 
-    A short row has unused columns on its left, and rejected draft tokens leave unused columns in the middle.
-    The caller of the model specifies which columns each row may attend to.
+    All rows have the same number of columns. A short row has unused columns on its left, and rejected draft
+    tokens leave unused columns in the middle. The cache does not know which columns are in use: the caller
+    passes this to each forward pass as an attention mask.
     """
 
     def forget_first(self, columns: int) -> None:
@@ -42,8 +42,9 @@ class JoinableCache(GrowingCache):
             self.length -= columns
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
-        """Start ``rows`` identical rows from the first ``columns`` of a single row's keys and values,
-        ``layers``."""
+        """Fill an empty cache with ``rows`` copies of one cached sequence: the first ``columns`` positions of
+        its keys and values, ``layers``.
+        """
         index = paddle.zeros([rows], dtype="int64")
         self._layers = {
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
@@ -52,7 +53,9 @@ class JoinableCache(GrowingCache):
         self.length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
-        """Copy the keys and values ``[1, g, m, d]`` of the ``columns [m]`` of one row."""
+        """Return a copy of the keys and values of one row at the columns (positions) ``columns``. For each
+        layer, both are [1, key/value heads, number of columns, head size].
+        """
         index = paddle.to_tensor(columns)
         return {
             layer: tuple(held[row : row + 1].index_select(index, axis=2) for held in pair)
@@ -60,7 +63,9 @@ class JoinableCache(GrowingCache):
         }
 
     def keep_columns(self, columns: np.ndarray) -> None:
-        """Keep only ``columns [b, m]`` of each row, in this order."""
+        """Keep only some columns (positions) of the cache: those numbered ``columns[i]`` in row i, in this
+        order. The number of columns is the same for all rows.
+        """
         indices = [paddle.to_tensor(row) for row in columns]
         for layer, pair in self._layers.items():
             key, value = (
@@ -71,7 +76,9 @@ class JoinableCache(GrowingCache):
         self.length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
-        """Append the rows of ``other``, right-aligned, so that all rows end at the same column."""
+        """Append the rows of another cache to this one. Rows are aligned on the right, so all end at the same
+        column.
+        """
         columns = max(self.length, other.length)
         for layer, theirs in other._layers.items():
             mine = self._layers.get(layer, ())
@@ -85,7 +92,9 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """Copy the first ``length`` columns of ``tensor [b, g, k, d]``, left-padded with zeros to ``columns``."""
+    """Return the first ``length`` columns (positions) of keys or values ``tensor``, padded on the left with
+    zeros to ``columns`` columns. Shapes are [rows, key/value heads, columns, head size].
+    """
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape
@@ -94,11 +103,12 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 
 
 class ContinuousBatch:
-    """A :class:`~ppfleetx.generation.session.DecodingSession` that rows can join at any step.
+    """A batch of sequences (rows) that new prompts can join at any step; computes the next-token logits.
 
-    Each row gets the logits it would get alone, up to float rounding. ``prefixes`` stores keys and values of
-    earlier rows, which prompts with the same prefix reuse. With LongRoPE, a row that exceeds the model's
-    ``switch_length`` is recomputed, because its cached keys have the rotary angles of short rows.
+    Each row gets the logits it would get alone, up to float rounding. ``prefixes`` keeps keys and values of
+    earlier rows, so a prompt that starts with the same tokens needs not compute them again. With LongRoPE, a
+    row that grows longer than the model's ``switch_length`` is recomputed, because its cached keys have the
+    rotary angles of short rows.
     """
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
@@ -113,23 +123,28 @@ class ContinuousBatch:
 
     @property
     def max_drafts(self) -> int:
-        """The maximum number of draft tokens per row, so that no row exceeds ``switch_length`` in the middle
-        of a pass."""
+        """The maximum number of draft tokens per row in the next pass. There is a limit only for LongRoPE
+        models: a row must not exceed ``switch_length``, where the rotary angles change, in the middle of a
+        pass.
+        """
         switch = self._model.switch_length
         if switch is None:
             return sys.maxsize
         return min((switch - len(row) for row in self.history if len(row) <= switch), default=sys.maxsize)
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> None:
-        """Add ``copies[i]`` rows that start from ``prompts[i]``. The next step runs each prompt once."""
+        """Add ``copies[i]`` identical rows for each ``prompts[i]``. The next call of :meth:`next_logits` runs
+        each prompt once, however many copies it has.
+        """
         assert all(prompts), "a row starts from at least one token"
         for prompt, count in zip(prompts, copies, strict=True):
             self._newcomers.append((list(prompt), count))
             self.history += [list(prompt) for _ in range(count)]
 
     def next_logits(self) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the next token of each row. Runs one pass for the new rows' prompts
-        and one for the last tokens of the other rows."""
+        """Compute the logits ``[b, V]`` float32 for the next token of each row. Old rows run one pass over
+        their last token, and new rows run over their prompts.
+        """
         parts = []
         if len(self._visible):
             parts.append(self._step([()] * len(self._visible)))
@@ -138,21 +153,22 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def logits_with_drafts(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Run draft tokens. Returns logits ``[1 + s, b, V]`` float32: after each row's last token, then after
-        each of its draft tokens.
+        """Run each row's last token and its draft tokens in one pass (speculative decoding).
 
-        s is the largest number of draft tokens of a row, at most :attr:`max_drafts`; a row with fewer has
-        meaningless logits at the end. Draft tokens are not yet part of the row: :meth:`append` then receives
-        the accepted tokens.
+        Returns logits ``[1 + s, b, V]`` float32, where s is the largest number of draft tokens of a row, at
+        most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token. For a
+        row with fewer drafts, the logits at the end are meaningless. The draft tokens do not become part of
+        the row; call :meth:`append` with the accepted ones.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         assert max(map(len, drafts)) <= self.max_drafts
         return self._step(drafts).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Replace the rows of the batch by ``rows``, and return their next-token logits ``[b, V]`` float32.
+        """Replace the tokens of every row by ``rows``, and return the next-token logits ``[b, V]`` float32.
 
-        The new rows may differ from the old ones at the end. Only tokens that are not in the cache are run.
+        Used by a draft model, whose rejected tokens are replaced by the target model's. Only tokens after the
+        part that old and new row have in common are run.
         """
         if not self.history:
             self.join(rows, [1] * len(rows))
@@ -173,7 +189,9 @@ class ContinuousBatch:
         return paddle.stack([logits[len(own), i] for i, own in enumerate(new)])
 
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append each row's new tokens: its accepted draft tokens, and one more token."""
+        """Append the new tokens of each row after a pass: the accepted draft tokens, then the token chosen
+        after them.
+        """
         for row, new in enumerate(tokens):
             # The cache has the last token and all draft tokens; only accepted draft tokens stay visible.
             self._visible[row, self._before + len(new) :] = False
@@ -181,8 +199,9 @@ class ContinuousBatch:
         self._free_end()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only ``rows``, in this order, and free columns that no remaining row uses. The removed rows go
-        into the prefix store, if there is one."""
+        """Keep only the rows with the indices ``rows``, in this order, and free columns that no remaining row
+        uses. Removed rows go into the prefix store if there is one.
+        """
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -208,7 +227,7 @@ class ContinuousBatch:
     def _step(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
         rows = self.history[: len(drafts)]
         lengths = np.array([len(row) + len(own) for row, own in zip(rows, drafts, strict=True)])
-        self._renew(lengths)
+        self._recompute_switched(lengths)
         self._take_out_unused()
         width = 1 + max(map(len, drafts))
         tokens = np.array(
@@ -226,8 +245,10 @@ class ContinuousBatch:
             paddle.to_tensor(tokens), paddle.to_tensor(positions), self._visible, self._cache, width, lengths
         )
 
-    def _renew(self, lengths: np.ndarray) -> None:
-        """Recompute rows whose cached keys have the wrong LongRoPE angles for their new ``lengths [b]``."""
+    def _recompute_switched(self, lengths: np.ndarray) -> None:
+        """Recompute the rows that have crossed LongRoPE's ``switch_length``: their cached keys have the
+        angles for the old length. ``lengths [b]`` are the new lengths.
+        """
         is_long = self._are_long(lengths)
         turned = (is_long != self._is_long) & self._visible.any(axis=1)
         self._is_long = is_long
@@ -275,7 +296,9 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def _run_prompts(self, group: SeededPrompts, copies: Sequence[int]) -> paddle.Tensor:
-        """Run a group of prompts, add their rows to the cache, and return the logits ``[sum(copies), V]``."""
+        """Run a group of new prompts that start with the same cached prefix, and add ``copies[i]`` rows of
+        prompt i to the batch. Returns the logits ``[sum(copies), V]``.
+        """
         cache, lengths = JoinableCache(), np.array([len(prompt) for prompt in group.prompts])
         if group.length:
             cache.seed(group.layers, group.length, len(group.prompts))
@@ -297,8 +320,13 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Append the tokens of ``rows`` to ``cache``, whose rows are identical so far. Returns the logits
-        ``[b, V]`` after the last tokens, and the columns that each row may attend to, ``[b, n]`` bool."""
+        """Run the model on new tokens of several sequences, ``rows``, and add them to ``cache``. What
+        ``cache`` holds before is a prefix that all of them share. ``lengths`` are the lengths of the
+        sequences with this prefix.
+
+        Returns the logits ``[b, V]`` after the last token of each sequence, and the cached positions that it
+        may attend to, bool [b, positions].
+        """
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

@@ -1,6 +1,6 @@
-"""The decoding loop of greedy search and sampling.
+"""The decoding loop of greedy search and sampling. (Beam search has its own.)
 
-Shape letters: b rows, V vocabulary size.
+Shape letters: b rows (sequences of the batch), V vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ OnToken = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that change logits before a token is chosen, and the tokens that end a row.
+    """The rules that change logits before a token is chosen, and the tokens that end a sequence.
 
     Attributes:
-        min_new_tokens: the number of tokens a row must have before an end token is allowed.
-        forced_bos_id: the first new token; None: chosen like any other token.
-        forced_eos_id: the last token of a row that reaches its limit; None: chosen like any other token.
+        end_ids: tokens that end a sequence.
+        min_new_tokens: number of new tokens before an end token is allowed.
+        options: the options of the logit processors, such as the repetition penalty.
+        forced_bos_id: the first new token; None: it is chosen like any other token.
+        forced_eos_id: the last token of a sequence that reaches its length limit; None: it is chosen like any
+            other token.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -44,8 +47,9 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether the rules may change the logits of a row that has ``num_new`` of at most ``limit`` new
-        tokens."""
+        """Whether the rules could change the next logits of a sequence that has ``num_new`` of at most
+        ``limit`` new tokens. If not, greedy search need not apply them.
+        """
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)
@@ -56,8 +60,9 @@ class Rules:
 
 @dataclass
 class Row:
-    """The new tokens of a row, including the end token, and why the row ended. Beam search ranks results by
-    ``rank_score``."""
+    """One generated sequence: its new tokens, including the end token, and the reason why it ended.
+    ``rank_score`` is the score by which beam search ranks its results.
+    """
 
     max_new_tokens: int
     ids: list[int] = field(default_factory=list)
@@ -66,7 +71,7 @@ class Row:
     rank_score: float | None = None
 
     def add(self, token_id: int, *, is_last: bool) -> bool:
-        """Append a token. Returns whether the row continues."""
+        """Append a token. Returns whether the sequence continues after it."""
         self.ids.append(token_id)
         if is_last:
             self.finish_reason = "stop"
@@ -85,16 +90,17 @@ def decode(
     on_token: OnToken | None = None,
     num_top: int | None = None,
 ) -> list[Row]:
-    """Extend every row of the session until it ends, and return the rows.
+    """Generate tokens for every prompt of a session until all sequences have ended, and return the sequences.
 
     Args:
-        session: the prompts; finished rows leave its batch.
-        choose: chooses the next tokens from the processed logits.
+        session: holds the prompts; sequences that end are removed from it.
+        choose: chooses the next tokens from the logits, after ``rules`` were applied.
         max_new_tokens: the limit of new tokens of each prompt, at least 1.
-        copies: continuations per prompt. The prompt runs once; its rows are ``i * copies`` to ``(i + 1) *
-            copies - 1``.
-        on_token: called with each new token; can end a row.
-        num_top: alternatives to list with each token's log-probability; None: no log-probabilities.
+        copies: number of continuations per prompt. Each prompt is run once. The continuations of prompt i are
+            results ``i * copies`` to ``(i + 1) * copies - 1``.
+        on_token: callback for each new token; returns whether the sequence ends there.
+        num_top: number of alternatives to list with each token's log-probability. None: do not compute
+            log-probabilities.
     """
     logits = session.next_logits()
     if copies > 1:
@@ -135,10 +141,12 @@ def process(
     limits: np.ndarray,
     rules: Rules,
 ) -> paddle.Tensor:
-    """Apply the logit processors, then the minimum length, then forced tokens to ``logits [b, V]``.
+    """Apply ``rules`` to ``logits [b, V]``: first the logit processors, then the minimum length, then forced
+    tokens.
 
-    Beam search passes log-probabilities instead of logits. ``tokens`` returns the ids of each row, with its
-    prompt; it is called only if an option needs them. ``limits [b]`` are the limits of new tokens.
+    Beam search passes log-probabilities instead of logits. ``num_new`` is the number of new tokens of each
+    row so far, and ``limits [b]`` the most they may get. ``tokens`` is a function that returns the token ids
+    of each row, prompt included; it is called only if a processor needs them.
     """
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
@@ -158,8 +166,10 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 
 class Sampler:
-    """Samples tokens. Each row has its own random numbers, identified by its (prompt index, copy index) in
-    ``streams``, so a row's result does not depend on the other rows."""
+    """Chooses tokens at random. The random numbers of a sequence depend only on the seed and on its entry in
+    ``streams``, (prompt index, number of the continuation), so its result does not depend on the rest of the
+    batch.
+    """
 
     def __init__(
         self,

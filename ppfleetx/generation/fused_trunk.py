@@ -1,6 +1,7 @@
-"""Run all transformer blocks in one C++ operation, if the operator supports the layers.
+"""Run all transformer blocks of a model in one C++ operation on a CPU, if the operation supports the layers.
 
-Besides reading weights, most of the time per token goes to launching about thirty small operations per block.
+In decoding, launching about thirty small operations per block takes much of the time that remains after
+reading the weights.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ available."""
 
 
 class FusedBlocks:
-    """The blocks and the final norm of a model as one operation with a cache. :func:`can_fuse` must accept
-    the layers.
+    """All transformer blocks and the final norm of a model as one C++ operation with a key/value cache. The
+    layers must satisfy :func:`can_fuse`.
 
-    ``takes_prompts`` says whether prompts run in this operation as well. They do only with low-bit weights;
-    for float32, MKL is faster.
+    ``takes_prompts`` says whether prompts run in this operation as well as single tokens. Only models with
+    low-bit weights do so; for float32 weights, MKL is faster on prompts.
     """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
@@ -49,8 +50,10 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """The weights in the layout for this many rows and columns. None if memory is too small, or if there
-        are too many rows for the operator."""
+        """The model's weights in the memory layout for ``num_rows`` tokens per pass that attend to
+        ``num_columns`` cached positions. None if the pass is too large for the operation, or memory is too
+        small for another copy.
+        """
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
             return None
@@ -60,15 +63,17 @@ class FusedBlocks:
         return self._forms[is_single]
 
     def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
-        """cos and sin of the rotary angles at positions ``[b, s]``; None if the model has no rotary
-        embedding."""
+        """Cosine and sine of the rotary angles at positions ``[b, s]``; None if the model has no rotary
+        embedding.
+        """
         return None if self._rotary is None else self._rotary.cos_sin(position_ids)
 
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]``. Returns None if the
-        operator cannot."""
+        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions ``position_ids
+        [b, s]``, and update ``cache``. Returns None, without running, if this pass is not supported.
+        """
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -95,13 +100,18 @@ class FusedBlocks:
         penalty: paddle.Tensor | None,
         memory: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Call :func:`ppfleetx.nn.cpu_ops.fused_blocks.run` with the rotary angles of the positions."""
+        """Run the C++ operation (:func:`ppfleetx.nn.cpu_ops.fused_blocks.run`) with these weights and cache
+        tensors. Computes the rotary angles that it needs from ``position_ids``.
+        """
         angles = self.angles(position_ids)
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """Collect the operator's weights, passing each linear layer to ``add_linear``. Returns None if it
-        returns False."""
+        """Collect all weights of the blocks in the layout of the C++ operation.
+
+        ``add_linear(weights, layer)`` adds the matrix of one linear layer. Returns None if ``add_linear``
+        fails for a layer.
+        """
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
@@ -115,7 +125,9 @@ class FusedBlocks:
 
 
 def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """Build the fused blocks of a model; None if the operator does not support its layers."""
+    """Build the one-operation form of a model's blocks and final norm. Returns None if the operator is not
+    compiled or does not support the layers.
+    """
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -123,7 +135,9 @@ def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
-    """Whether the operator supports these layers, regardless of the format of their matrices."""
+    """Whether the C++ operator supports the architecture of these layers: blocks, then the final norm. Does
+    not check how the matrices are stored (float32 or quantized).
+    """
     *blocks, final_norm = layers
     if not blocks or type(final_norm) is not FinalNorm or final_norm.multiplier != 1.0:
         return False
@@ -178,7 +192,7 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
 
 
 def linears_of(block: Block) -> tuple[nn.Layer, ...]:
-    """The linear layers of a block, in the order of `BlockWeights.add_linear`."""
+    """The four linear layers of a block, in the order in which the C++ operator expects them."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 

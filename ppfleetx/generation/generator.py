@@ -1,5 +1,6 @@
-"""Generate continuations of prompts: the public generator, which checks options and limits and runs
-batches."""
+"""Generate continuations of prompts: checks options and lengths, divides prompts into batches, and returns
+texts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ OnText = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of prompts and the options to continue them.
+    """A batch of prompts to continue, with all options.
 
     Attributes:
         default_seed: the seed to use if ``cfg.seed`` is None.
@@ -61,8 +62,9 @@ class Batch:
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether to use speculative decoding. Prompt lookup pays off only for greedy search of a few
-        rows."""
+        """Whether to generate this batch by speculative decoding: with an assistant model if one is set, else
+        by prompt lookup, which pays off only for greedy search of a few prompts.
+        """
         cfg = self.cfg
         if cfg.assistant_model is not None:
             return True
@@ -79,13 +81,17 @@ class Batch:
         return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
 
     def exponentials(self, vocab_size: int) -> np.ndarray:
-        """The random numbers of all steps, ``[rows, steps, n]`` float32; see `RandomStream`."""
+        """The random numbers for sampling all steps, ``[rows, steps, n]`` float32, drawn from Exp(1). Each
+        step of a row needs n of them (`race_size`).
+        """
         steps = max(self.max_new_tokens)
         streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]
         return np.stack([stream.numbers(0, steps) for stream in streams])
 
     def uniforms(self) -> np.ndarray:
-        """The random numbers for programs exported in the older format 2, ``[rows, steps]`` float32."""
+        """Random numbers in [0, 1), ``[rows, steps]`` float32, for sampling with programs that were exported
+        in the older format 2.
+        """
         steps = max(self.max_new_tokens)
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 
@@ -115,7 +121,8 @@ class Generation:
 
 
 class TextGenerator(ABC):
-    """Base class of generators. Subclasses decode one batch; this class handles prompts, limits and text.
+    """Base class of generators. It encodes prompts, checks length limits and decodes texts; subclasses
+    generate the tokens of one batch.
 
     ``max_positions`` limits the length of a prompt plus its continuation, in tokens.
     """
@@ -136,16 +143,18 @@ class TextGenerator(ABC):
         batch_rows: int = 16,
         first_prompt: int = 0,
     ) -> list[list[Generation]]:
-        """Continue each prompt ``cfg.num_return_sequences`` times.
+        """Continue each prompt ``cfg.num_return_sequences`` times. Returns the list of continuations of each
+        prompt.
 
         Args:
-            prompts: texts (encoded by `Tokenizer.encode_prompt`) or lists of token ids. An empty prompt
-                starts from the BOS or end-of-text token.
+            prompts: texts (encoded by `Tokenizer.encode_prompt`) or lists of token ids. An empty prompt is
+                replaced by the BOS token or, without BOS, the end-of-document token.
             seed: the seed if ``cfg.seed`` is None.
-            on_text: called with each new piece of text.
-            batch_rows: sequences to generate in one batch; all continuations of one prompt always share a
-                batch. Apart from float rounding, results do not depend on it.
-            first_prompt: the index of the first prompt in a larger list; random numbers depend on it.
+            on_text: callback for each new piece of text.
+            batch_rows: number of sequences to generate in one batch. All continuations of a prompt are in the
+                same batch, even if there are more. Results do not depend on this, except for float rounding.
+            first_prompt: the index of the first of ``prompts`` in a larger list. Random numbers depend on a
+                prompt's index.
 
         Raises:
             ConfigError: an option does not fit the model or the prompts.
@@ -180,15 +189,17 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that end a continuation: from ``cfg`` if it names any, else from the tokenizer's
-        files."""
+        """The tokens that end a continuation: those that ``cfg`` names or, if it names none, those of the
+        tokenizer's files. Stop tokens of ``cfg`` are added.
+        """
         check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
         return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Generate the rows in the order of ``batch.streams``, and feed each new token to the row's
-        `RowText`."""
+        """Generate all continuations of a batch of prompts, in the order of ``batch.streams``. ``texts`` has
+        a `RowText` for each continuation, which must be given each new token.
+        """
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
@@ -210,8 +221,12 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """The limit of new tokens of a prompt. A default ``max_dec_len`` shrinks to the positions that are
-        left; an explicit one that does not fit raises ConfigError."""
+        """Return the maximum number of new tokens of prompt ``number``, so that prompt and continuation fit
+        into the model's positions.
+
+        If ``max_dec_len`` does not fit, its default value is reduced, and a value set by the user raises
+        ConfigError.
+        """
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
@@ -226,7 +241,8 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Generates with a model in this process, using the weights the model had when the generator was created.
+    """Generates text with a model in this process. Uses the weights that the model has when the generator is
+    created.
 
     Without a tokenizer, prompts and results are token ids. All ranks of a tensor-parallel ``vocab_group``
     must call `generate` with the same prompts at the same time, and get the same results. ``load_assistant``
@@ -300,7 +316,9 @@ class Generator(TextGenerator):
         )
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Run beam search. Text is emitted only at the end, because beams can change until then."""
+        """Run beam search on a batch. Text is given to ``on_text`` only at the end, because beams can change
+        until then.
+        """
         cfg = batch.cfg
         options = BeamOptions(
             cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate

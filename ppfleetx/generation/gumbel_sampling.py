@@ -24,15 +24,19 @@ _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
 
 def race_size(vocab_size: int) -> int:
-    """The number of random numbers per draw, n: one per position in a block, and one per block."""
+    """The number of random numbers needed to sample one token (n). Sampling first selects a block of the
+    vocabulary and then a token in it, so there is one number for each block, and one for each position in a
+    block.
+    """
     return BLOCK + -(-vocab_size // BLOCK)
 
 
 class RandomStream:
-    """The random numbers of one row, a function of the seed and the indices of prompt, copy and step.
+    """The random numbers for sampling one sequence. They are a function of the seed, the prompt's index, the
+    number of the continuation, and the step.
 
-    They are computed on the host from the raw output of Philox 4x64-10, which NumPy keeps stable, so they do
-    not depend on the device, on other rows, or on NumPy's version.
+    They are computed on the host from the raw output of Philox 4x64-10, which NumPy keeps stable. So they do
+    not depend on the device, on other sequences of the batch, or on NumPy's version.
     """
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
@@ -40,8 +44,9 @@ class RandomStream:
         self._philox, self._step = np.random.Philox(key=self._key), 0
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
-        """Random numbers from Exp(1), ``[num_steps, n]`` float32, all above 0, for ``num_steps`` steps from
-        ``step`` on."""
+        """The random numbers for ``num_steps`` steps, the first of which is ``step``: ``[num_steps, n]``
+        float32, drawn from Exp(1), all above 0. Each step needs n numbers (`race_size`).
+        """
         counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)
@@ -52,8 +57,9 @@ class RandomStream:
 
 
 def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """Random numbers in [0, 1) of one row, ``[count]`` float32, for programs exported in the older format
-    2."""
+    """``count`` random numbers in [0, 1) for one sequence, float32. Only programs exported in the older
+    format 2 use them; see `RandomStream` for the arguments.
+    """
     return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
 
 
@@ -62,11 +68,11 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Draw one token per row, ``[b]`` int64.
+    """Sample one token per row with the Gumbel-max trick. Returns token ids ``[b]`` int64.
 
     Args:
         weights: unnormalized probabilities ``[b, V]`` float32; a token with weight 0 is never drawn.
-        exponentials: ``[b, n]`` float32 from each row's `RandomStream`.
+        exponentials: ``[b, n]`` float32: the n random numbers of this step from each row's `RandomStream`.
     """
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
         return paddle.to_tensor(_draw_on_host(weights.numpy(), exponentials.numpy()))
@@ -74,7 +80,9 @@ def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
 
 
 def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Do the same as :func:`draw` with Paddle operations, on any device and in exported programs."""
+    """Compute the same as :func:`draw` with Paddle operations only, so that it runs on any device and can be
+    exported.
+    """
     vocab_size = weights.shape[-1]
     num_blocks = -(-vocab_size // BLOCK)
     missing = num_blocks * BLOCK - vocab_size
@@ -91,7 +99,7 @@ def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> p
 
 
 def _draw_on_host(weights: np.ndarray, exponentials: np.ndarray) -> np.ndarray:
-    """Do the same as :func:`draw` with NumPy, which is faster on a CPU."""
+    """Compute the same as :func:`draw` with NumPy, which is faster on a CPU."""
     rows, vocab_size = weights.shape
     missing = -vocab_size % BLOCK
     if missing:

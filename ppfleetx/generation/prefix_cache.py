@@ -1,8 +1,9 @@
 """Prefix caching: reuse the keys and values of earlier sequences for prompts that start with the same tokens.
 
-Chats share a system message, and each turn repeats all earlier turns. Keys and values of a prefix do not
-depend on later tokens, up to float rounding. (With LongRoPE, they do depend on whether the row is long.) The
-store holds a limited number of positions, and evicts the least recently used sequences.
+This saves time in chats, which share a system message and repeat all earlier turns in each turn. Keys and
+values of a prefix do not depend on later tokens, up to float rounding. (With LongRoPE, they also depend on
+whether the sequence is longer than the model's switch length.) The cache holds a limited number of positions
+and evicts the least recently used sequences.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SeededPrompts:
-    """Prompts that start with the same cached prefix and run as one batch.
+    """New prompts that start with the same cached prefix and run as one batch.
 
     Attributes:
-        prompts: the full token ids of each prompt.
+        prompts: the token ids of each prompt, prefix included.
         length: the length of the prefix in tokens.
-        layers: cached keys and values, for at least ``length`` positions.
+        layers: cached keys and values of each layer, for at least ``length`` positions.
     """
 
     prompts: list[Sequence[int]]
@@ -46,12 +47,12 @@ class SeededPrompts:
 
 
 class PrefixStore:
-    """An LRU store of the keys and values of earlier sequences.
+    """The prefix cache: an LRU store of the keys and values of earlier sequences.
 
     Attributes:
         max_tokens: the maximum number of positions in the store.
         num_tokens: the number of positions in the store now.
-        num_reused: the number of prompt positions that did not have to be computed.
+        num_reused: total number of prompt positions whose keys and values were taken from the store.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -61,43 +62,56 @@ class PrefixStore:
     def groups(
         self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
     ) -> list[SeededPrompts]:
-        """Group consecutive prompts (token ids) that start with the same cached prefix.
+        """Divide new prompts into groups that start with the same cached prefix and can run as one batch. A
+        group has consecutive prompts, so their order is kept.
 
         Args:
-            are_long: for each prompt, whether it uses LongRoPE's factors for long rows; None for models
+            are_long: for each prompt, whether it uses LongRoPE's factors for long sequences; None for models
                 without LongRoPE.
         """
         kinds = are_long or [False] * len(prompts)
-        found = [(prompt, *self._longest(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+        found = [
+            (prompt, *self._longest_prefix(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)
+        ]
         keyed = zip(kinds, found, strict=True)
         grouped = groupby(keyed, key=lambda pair: (pair[0], *pair[1][0][: pair[1][1]]))
         parts = [[one for _, one in members] for _, members in grouped]
         return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
 
     def wants(self, tokens: Sequence[int], is_long: bool = False) -> bool:
-        """Whether ``tokens`` are worth storing: long enough, and not in the store yet."""
-        known = self._longest([*tokens, -1], is_long)[0]  # add a token, because _longest ignores the last
+        """Whether the keys and values of this sequence of ``tokens`` are worth storing: at least `SHORTEST`
+        of its positions are not in the store yet.
+        """
+        known = self._longest_prefix([*tokens, -1], is_long)[
+            0
+        ]  # add a token, because _longest_prefix ignores the last
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``.
+        """Store the keys and values ``layers`` of a sequence of ``tokens``, at most ``max_tokens``. For each
+        layer, both are [1, key/value heads, number of tokens, head size].
 
-        ``is_long`` says whether the row uses LongRoPE's factors for long rows.
+        ``is_long`` says whether the sequence uses LongRoPE's factors for long sequences.
         """
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces entries that are its prefixes.
-        self._entries = [one for one in self._entries if _match(one, new.tokens, is_long) < len(one.tokens)]
+        self._entries = [
+            one for one in self._entries if _num_reusable(one, new.tokens, is_long) < len(one.tokens)
+        ]
         self._entries.append(new)
         sizes = [len(one.tokens) for one in self._entries]
         while sum(sizes) > self.max_tokens:
             del self._entries[0], sizes[0]
         self.num_tokens = sum(sizes)
 
-    def _longest(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
-        """The length of the longest cached prefix of a prompt, and its keys and values. The last token is
-        never part of the prefix, because its logits must be computed."""
+    def _longest_prefix(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
+        """Find the longest cached prefix of a prompt. Returns its length, and the keys and values of the
+        stored sequence that has it.
+
+        The prompt's last token is never part of the prefix, because the model must run it to get logits.
+        """
         array = np.array(prompt[:-1], np.int64)
-        lengths = [_match(one, array, is_long) for one in self._entries]
+        lengths = [_num_reusable(one, array, is_long) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
         if best is None or lengths[best] < SHORTEST:
             return 0, {}
@@ -105,8 +119,10 @@ class PrefixStore:
         return lengths[best], self._entries[-1].layers
 
 
-def _match(entry: _Entry, tokens: np.ndarray, is_long: bool) -> int:
-    """How many leading positions of an entry can be reused for a row with these ``tokens``."""
+def _num_reusable(entry: _Entry, tokens: np.ndarray, is_long: bool) -> int:
+    """How many leading positions of the stored sequence ``entry`` can be reused for a sequence that starts
+    with ``tokens``.
+    """
     return shared(entry.tokens, tokens) if entry.is_long == is_long else 0
 
 

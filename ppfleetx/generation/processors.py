@@ -1,8 +1,8 @@
-"""Logit processors: penalties, temperature, top-k, top-p and others, as defined in Hugging Face transformers.
+"""Operations on the logits or probabilities of the next token: penalties, temperature, top-k, top-p and
+others. Results are as in Hugging Face transformers.
 
-All except :func:`typical` also work in exported programs.
-
-Shape letters: b rows, n positions so far, V vocabulary size, m candidate tokens.
+All except :func:`typical` also work in exported programs. Shape letters: b rows (sequences of the batch), V
+vocabulary size, m candidate tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ SMALLEST = 1e-6
 
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
-    """Apply the repetition penalty (Keskar et al., 2019) to tokens in ``history [b, n]`` int64.
+    """Apply the repetition penalty (Keskar et al., 2019) to ``logits [b, V]``. ``history`` are the token ids
+    of each row so far, int64 [b, length].
 
-    A positive logit is divided by ``penalty`` and a negative one multiplied by it, once per token, however
-    often the token occurred.
+    The logit of a token that has occurred is divided by ``penalty`` if positive, and multiplied by it if
+    negative. The number of occurrences does not matter.
     """
     seen = paddle.take_along_axis(logits, history, axis=1)
     seen = paddle.where(seen < 0, seen * penalty, seen / penalty)
@@ -30,18 +31,20 @@ def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: 
 
 
 def forbid(logits: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """Set the logits of the tokens ``ids [e]`` int64 to -inf in ``logits [b, V]``."""
+    """Set the logits of the tokens ``ids`` (a flat int64 tensor) to -inf in all rows of ``logits [b, V]``."""
     columns = is_any_of(paddle.arange(logits.shape[-1]), ids)
     return paddle.where(columns, paddle.full([], -np.inf, dtype=logits.dtype), logits)
 
 
 def is_any_of(tokens: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """Whether each of ``tokens [m]`` is in ``ids [e]``, ``[m]`` bool."""
+    """For each of the token ids ``tokens``, whether it is one of ``ids``. Both are flat tensors. Returns
+    bool, in the shape of ``tokens``.
+    """
     return (tokens.unsqueeze(-1) == ids).any(-1)
 
 
 def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.Tensor:
-    """Allow only ``token_id`` in those rows of ``logits [b, V]`` where ``rows [b]`` is true."""
+    """In the rows of ``logits [b, V]`` where ``rows [b]`` is true, allow no token but ``token_id``."""
     column = paddle.arange(logits.shape[-1]) == token_id
     forced = paddle.where(
         column, paddle.zeros([], dtype=logits.dtype), paddle.full([], -np.inf, dtype=logits.dtype)
@@ -60,10 +63,11 @@ def candidates(
 ) -> paddle.Tensor:
     """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits [b, V]``.
 
-    Returns unnormalized probabilities ``[b, V]``, 0 for tokens that are filtered out. Top-k keeps the k
-    likeliest tokens (0: all). Top-p keeps the smallest set of likeliest tokens whose renormalized probability
-    reaches p, at least one token (Holtzman et al., 2020). Min-p keeps tokens with at least ``min_p`` times
-    the largest probability (Nguyen et al., 2024). Typical-p: see :func:`typical`.
+    Returns unnormalized probabilities ``[b, V]``, which are 0 for tokens that are filtered out. Top-k keeps
+    the k likeliest tokens (0: all). Top-p keeps the smallest set of likeliest tokens whose probabilities,
+    normalized after top-k, sum to at least p; at least one token (Holtzman et al., 2020). Min-p keeps tokens
+    with at least ``min_p`` times the largest probability (Nguyen et al., 2024). For typical-p, see
+    :func:`typical`.
     """
     temperature, top_p = max(temperature, SMALLEST), max(top_p, SMALLEST)
     if temperature != 1.0:
@@ -84,8 +88,8 @@ def candidates(
 def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
     """Apply locally typical sampling (Meister et al., 2022) to unnormalized probabilities ``[b, V]``.
 
-    Keeps the tokens whose information (-log p) is closest to the entropy, until their probability reaches
-    ``mass``.
+    Sorts tokens by the distance of their information (-log p) from the entropy of the distribution. Keeps the
+    nearest ones until their probabilities sum to ``mass``, and sets the others to 0.
     """
     given = weights.numpy()
     probabilities = given.astype(np.float64) / given.sum(-1, keepdims=True)
@@ -101,17 +105,20 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Scatter ``probabilities [b, m]`` of tokens ``ids [b, m]`` into ``[b, vocab_size]``; other tokens get 0.
+    """Arrange ``probabilities [b, m]`` of m candidate tokens by token id, ``[b, vocab_size]``. ``ids [b, m]``
+    are the candidates' ids; other tokens get 0.
 
-    In id order, rounding cannot swap two almost equally likely tokens, as it can in sorted order.
+    Sampling then goes through tokens in the order of ids. In the order of probabilities, rounding could swap
+    two almost equally likely tokens.
     """
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """The ``count`` largest values in each row of ``values [b, m]``, in descending order, and their
-    columns."""
+    """Return the ``count`` largest values in each row of a matrix, in descending order, and their column
+    indices.
+    """
     if not _is_on_host(values):
         return paddle.topk(values, count, axis=-1)
     # NumPy's argpartition is several times faster than Paddle's CPU kernel, which sorts whole rows.
@@ -126,22 +133,27 @@ def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Te
 
 
 def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
-    """``log_softmax`` of ``logits [b, V]``. Paddle's own kernel takes a second for 8 rows on a CPU."""
+    """``log_softmax`` of ``logits [b, V]``, written with simple operations: Paddle's own kernel takes a
+    second for 8 rows on a CPU.
+    """
     shifted = logits - logits.max(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
 
 def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
-    """Set probabilities ``[b, m]``, in descending order, to 0 after their sum has reached ``top_p``."""
-    return paddle.where(_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
+    """Apply top-p to the probabilities of m candidate tokens ``[b, m]`` that are already in descending order:
+    once they sum to ``top_p``, the rest of the row becomes 0.
+    """
+    return paddle.where(_sum_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
-    """Apply top-p to probabilities ``[b, V]`` in id order. Among equal probabilities, lower ids are kept.
+    """Apply top-p to probabilities ``[b, V]`` in the order of token ids. Among equally likely tokens at the
+    limit, lower ids are kept.
 
-    There are four implementations: our C++ operator, NumPy if the operator is not compiled, a sort on GPUs,
-    and :mod:`ppfleetx.deploy.static.token_choice` for exported programs, which cannot use NumPy. All keep the
-    same tokens, which the tests verify.
+    There are four implementations: our C++ operator; NumPy if the operator is not compiled; a sort on GPUs;
+    and :mod:`ppfleetx.deploy.static.token_choice` for exported programs, which cannot use NumPy. Tests verify
+    that all keep the same tokens.
     """
     if _is_on_host(probabilities):
         if cpu_ops.are_available():
@@ -155,8 +167,11 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """Apply :func:`nucleus` to one row ``[V]``. Only the bucket of values in which the sum reaches p is
-    sorted."""
+    """Apply top-p to one row of probabilities ``[V]`` with NumPy.
+
+    Instead of sorting the whole row, puts the probabilities into buckets by size, and sorts only the bucket
+    in which the sum reaches ``top_p``.
+    """
     top_p = _in_float32(top_p)
     # Bucket by exponent and the top 8 fraction bits. The order is right because no number is negative.
     bucket = probabilities.view(np.int32) >> 15
@@ -177,15 +192,20 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """The smallest probability that top-p keeps, and how many it keeps, ``[b, 1]`` each. Probabilities ``[b,
-    m]`` must be in descending order and sum to at least p."""
-    count = (_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
+    """Return the smallest probability that top-p keeps in each row, and the number of probabilities it keeps,
+    ``[b, 1]`` each.
+
+    The probabilities of m candidate tokens, ``[b, m]``, must be in descending order and sum to at least
+    ``top_p``.
+    """
+    count = (_sum_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """Set all but the ``count`` largest of ``probabilities [b, V]`` to 0; ``smallest`` is the smallest one to
-    keep."""
+    """Set all but the ``count`` largest values in each row of ``probabilities [b, V]`` to 0. ``smallest`` is
+    the smallest value to keep. ``count`` and ``smallest`` are ``[b, 1]``.
+    """
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):
@@ -195,18 +215,23 @@ def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: padd
     return paddle.where(kept, probabilities, paddle.zeros([], dtype=probabilities.dtype))
 
 
-def _before(falling: paddle.Tensor) -> paddle.Tensor:
-    """The exclusive cumulative sum of each row in float64, which is the same in all implementations."""
+def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
+    """For each value in a row, the sum of the values before it (exclusive cumulative sum), in float64. All
+    implementations of top-p use this sum, so they keep the same tokens.
+    """
     cumulative = falling.astype("float64").cumsum(-1)
     return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
 
 
 def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """Round ``top_p`` to float32, as our operator and exported programs do. Tensors are returned as
-    float64."""
+    """Round ``top_p`` to float32, as the C++ operator and exported programs do, so that all keep the same
+    tokens. A tensor is in float32 already, and is only cast to float64.
+    """
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 
 def _is_on_host(tensor: paddle.Tensor) -> bool:
-    """Whether NumPy can process ``tensor``: it is in host memory, and no program is being exported."""
+    """Whether NumPy can read ``tensor``: it is in CPU memory and has values, because no program is being
+    exported.
+    """
     return paddle.in_dynamic_mode() and tensor.place.is_cpu_place()

@@ -1,10 +1,11 @@
-"""Speculative decoding for greedy search. Draft tokens come from the row's own text (prompt lookup decoding,
-Saxena, 2023) or from a smaller assistant model, and one pass verifies them.
+"""Speculative decoding for greedy search. Draft tokens come from a smaller assistant model, or from the
+sequence's own text (prompt lookup decoding, Saxena, 2023). One forward pass of the model verifies several of
+them.
 
-Text often repeats: the tokens that followed an earlier occurrence of the last few tokens often follow again.
-With few rows, reading the weights takes most of the time of a pass, so verifying several positions costs
-little more than computing one. Wrong draft tokens are dropped, so the result equals
-greedy search, up to float rounding.
+Prompt lookup works because text repeats: it finds an earlier occurrence of the last few tokens, and the
+tokens that followed there often follow again. For few sequences, reading the weights takes most of the time
+of a pass, so verifying several positions costs little more than computing one. Wrong draft tokens are
+dropped, so the result equals greedy search, up to float rounding.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
 
 class Assistant:
-    """A draft model for speculative decoding, which proposes tokens by greedy search. Rows longer than
-    ``max_positions`` get no proposals."""
+    """A small draft model for speculative decoding, which proposes tokens by greedy search. ``max_positions``
+    is the longest sequence it can process; longer ones get no proposals.
+    """
 
     def __init__(self, model: NextTokenModel, max_positions: int, tokenizer: Tokenizer | NoTokenizer) -> None:
         self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
 
     def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
-        """Raise ConfigError unless the target model's ``tokenizer`` has the same tokens as the
-        assistant's."""
+        """Raise ConfigError unless ``tokenizer``, that of the model to be assisted, gives the same token ids
+        as the assistant's tokenizer.
+        """
         if isinstance(tokenizer, NoTokenizer) or isinstance(self._tokenizer, NoTokenizer):
             raise ConfigError(
                 "both models need a tokenizer: their token ids must mean the same",
@@ -50,16 +53,16 @@ class Assistant:
 
 
 class ProposedRows:
-    """An assistant's batch: the rows for which it proposes tokens, with its own key/value cache."""
+    """The batch of sequences for which an assistant model proposes tokens, with its own key/value cache."""
 
     def __init__(self, assistant: Assistant) -> None:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Propose up to ``counts[i]`` tokens after ``rows[i]``.
+        """Return up to ``counts[i]`` tokens that the assistant model expects after the sequence ``rows[i]``.
 
-        The rows must be those of the previous call in the same order, with their accepted tokens; rejected
-        proposals are dropped from the cache.
+        The sequences must be those of the previous call, in the same order, each now with its accepted
+        tokens. Rejected proposals are dropped from the assistant's cache.
         """
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
@@ -103,11 +106,11 @@ def decode_with_lookup(
     assistant: ProposedRows | None = None,
     on_token: OnToken | None = None,
 ) -> list[Row]:
-    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.decode_loop.decode`, with
-    speculative decoding.
+    """Generate tokens for each prompt by greedy search with speculative decoding. Results are those of
+    :func:`~ppfleetx.generation.decode_loop.decode`.
 
-    At most ``max_drafts`` draft tokens per row and pass come from ``assistant`` or, without one, from the
-    row's own text.
+    The draft tokens come from ``assistant`` or, if that is None, from the sequence's own text. ``max_drafts``
+    limits the draft tokens of a sequence in one forward pass.
     """
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
@@ -140,7 +143,9 @@ def decode_with_lookup(
 
 
 class _DraftedRow:
-    """A row and its draft tokens. Their number grows while they are accepted."""
+    """A sequence during speculative decoding, with its draft tokens. It gets more draft tokens per pass while
+    they are accepted, and fewer otherwise.
+    """
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, max_drafts: int) -> None:
         self.result, self._number, self.history = result, number, list(prompt)
@@ -149,8 +154,12 @@ class _DraftedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Take the new tokens of row ``i``: the accepted draft tokens, and the next token after these.
-        ``logits [1 + s, b, V]`` follow the row's last token and each draft token."""
+        """Add the new tokens of this sequence, which is row ``i`` of the batch: the accepted draft tokens and
+        the next token after these. Returns the new tokens.
+
+        ``logits [1 + s, b, V]`` are those after the row's last token, then after each of its s draft tokens;
+        ``likeliest`` is their argmax.
+        """
         new: list[int] = []
         while True:
             place = len(new)
@@ -174,11 +183,11 @@ class _DraftedRow:
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
 
     def draft(self) -> int:
-        """Look up draft tokens in the row's own text. Returns their number."""
+        """Look up draft tokens in the sequence's own text. Returns the number found."""
         return self.hold(look_up(np.array(self.history), self.width).tolist())
 
     def hold(self, drafts: list[int]) -> int:
-        """Set the draft tokens for the next pass to verify. Returns their number."""
+        """Set the draft tokens that the next pass will verify. Returns their number."""
         self._drafts = drafts
         return len(drafts)
 
@@ -192,18 +201,20 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """The number of tokens to draft next, after ``right`` of ``width`` draft tokens were accepted.
+    """The number of tokens to draft in the next pass: twice as many as in this pass if all drafts were
+    accepted (``all_right``), otherwise as many as were accepted, at least 1.
 
-    :func:`ppfleetx.deploy.static.token_choice.next_width` does the same for tensors.
+    ``width`` is the number wanted in this pass, ``right`` the number accepted, and ``most`` the limit.
+    :func:`ppfleetx.deploy.static.token_choice.next_width` computes the same for tensors.
     """
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """The number of draft tokens per row that gives the most tokens per second, at most the largest of
-    ``counts [b]``.
+    """The number of draft tokens per sequence to verify in one pass, chosen for the most tokens per second.
 
-    All rows of a pass have the same number of positions, even those with fewer draft tokens.
+    ``counts [b]`` are the draft tokens available for each sequence. A pass computes the same number of
+    positions for all sequences, even those with fewer drafts, so the largest count is not always the best.
     """
 
     def rate(most: int) -> float:
@@ -214,10 +225,11 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def look_up(history: np.ndarray, count: int) -> np.ndarray:
-    """Draft up to ``count`` tokens after ``history [n]``: the tokens after the last earlier occurrence of its
-    final n-gram.
+    """Find draft tokens for a sequence in its own token ids, ``history``: the ``count`` tokens that followed
+    the last earlier occurrence of its final n-gram.
 
-    If there are fewer than ``count``, they are repeated. Returns none if the n-gram has not occurred before.
+    If fewer than ``count`` tokens follow, they are repeated. Returns an empty array if the n-gram has not
+    occurred before.
     """
     for length in LENGTHS:
         if count < 1 or len(history) <= length:

@@ -1,4 +1,5 @@
-"""Sample next tokens for rows with different options, and score tokens.
+"""Sample next tokens for a batch whose rows (sequences) have different options, and score the tokens of a
+text.
 
 Shape letters: b rows, V vocabulary size without padding.
 """
@@ -21,10 +22,13 @@ _COLUMNS = 128  # prompt positions per pass, which bounds the memory for logits
 
 @dataclass(frozen=True)
 class RowChoice:
-    """The inputs for sampling one row's next token.
+    """The inputs for choosing the next token of one sequence.
 
     Attributes:
-        exponentials: random numbers ``[n]`` from the row's `RandomStream`; not needed at temperature 0.
+        options: the sampling options.
+        tokens: the sequence so far.
+        exponentials: the random numbers of this step from the sequence's `RandomStream`, a flat array; None
+            if ``temperature`` is 0.
         forbidden: ids that may not be chosen, such as end tokens before the minimum length.
     """
 
@@ -35,7 +39,9 @@ class RowChoice:
 
 
 def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[int]:
-    """Choose one token per row of ``logits [b, V]``. Rows with equal options are processed in one batch."""
+    """Choose the next token for each row of ``logits [b, V]``. ``choices[i]`` has the options of row i; rows
+    with equal options are processed together.
+    """
     groups: dict[tuple[SamplingParams, tuple[int, ...]], list[int]] = {}
     for row, choice in enumerate(choices):
         groups.setdefault((choice.options, choice.forbidden), []).append(row)
@@ -54,10 +60,11 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token's log-probability, before any sampling option, and the likeliest tokens at its position.
+    """The log-probability of a token, and the likeliest tokens at its position. Sampling options, such as
+    temperature, do not affect these.
 
-    ``logprob`` is None for the first token of a text. ``top`` lists (token id, log-probability) in descending
-    order.
+    ``logprob`` is None for the first token of a text, which nothing precedes. ``top`` lists (token id,
+    log-probability) in descending order.
     """
 
     token: int
@@ -66,8 +73,9 @@ class TokenScore:
 
 
 def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Compute the log-probabilities of ``tokens`` from ``logits [b, V]``, and the ``num_top`` likeliest
-    tokens of each row."""
+    """Compute the log-probability of ``tokens[i]`` in row i of ``logits [b, V]``, and the ``num_top``
+    likeliest tokens of that row.
+    """
     scores = log_probabilities(logits)
     chosen = paddle.take_along_axis(scores, paddle.to_tensor(np.array(tokens)[:, None]), axis=1)
     own = chosen.flatten().numpy().tolist()
@@ -80,28 +88,34 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Score each token of a text, given the tokens before it. The first token has no score."""
+    """Compute the log-probability of each token of a text, given the tokens before it. The first token has no
+    log-probability.
+    """
     scores, row_lengths = [TokenScore(tokens[0], None)], np.array([len(tokens) - 1])
-    for start, part, *inputs in _parts(tokens[:-1]):
+    for start, part, *inputs in _chunks(tokens[:-1]):
         logits = model.with_cache(*inputs, part, row_lengths)
         scores += score_tokens(logits, list(tokens[start + 1 : start + 1 + part]), num_top)
     return scores
 
 
 def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
-    """The embedding ``[h]`` float32 of a text: the last token's hidden state before the head, scaled to
-    length 1."""
-    for _start, _size, *inputs in _parts(tokens):
+    """Return the embedding ``[h]`` float32 of a text: the hidden state of its last token after the final
+    norm, scaled to length 1.
+    """
+    for _start, _size, *inputs in _chunks(tokens):
         hidden = model.hidden_states(*inputs, np.array([len(tokens)]))
     vector = hidden[-1, 0].astype("float32").numpy()
     return vector / max(float(np.linalg.norm(vector)), 1e-12)
 
 
-def _parts(
+def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """Split a text into chunks. Yields (first position, number of tokens, arguments of the forward
-    pass...)."""
+    """Split the tokens of a text into chunks for one forward pass each, to limit memory.
+
+    Yields (index of the chunk's first token, number of its tokens, then the arguments for
+    :meth:`NextTokenModel.with_cache`).
+    """
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

@@ -1,10 +1,10 @@
-"""Sampling options of a row, and the table of logit processors.
+"""The options for choosing tokens, and the table of logit processors (:data:`PROCESSORS`).
 
 To add an option, add a key to :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field to
 :class:`SamplingParams` and an entry to :data:`PROCESSORS`. The command line, the Python API and the server
 then support it.
 
-Shape letters: b rows, V vocabulary size.
+Shape letters: b rows (sequences of the batch), V vocabulary size.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ it."""
 
 
 class Grammar:
-    """A grammar for structured output, which determines the tokens that may come next. It can be shared by
-    rows.
+    """A grammar for structured output, such as a JSON schema: says which tokens may come next. Sequences with
+    the same grammar can share one object.
 
     ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if the grammar is invalid.
     """
@@ -55,8 +55,12 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for structured output that ends with one of ``end_ids``. Raises ConfigError if
-        llguidance is missing or does not support the grammar, or if there is no tokenizer or no end token."""
+        """Build the grammar for the structured output that the user asked for (``form``). A complete output
+        ends with one of ``end_ids``.
+
+        Raises ConfigError if llguidance is missing or does not support the grammar, or if there is no
+        tokenizer or no end token.
+        """
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):
@@ -69,7 +73,9 @@ class Grammar:
         return cls(_grammar(form), _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
-        """The tokens that may follow the new tokens of a row, ``[V]`` bool."""
+        """Whether each token of the vocabulary may follow, ``[V]`` bool. ``new`` are the tokens that the
+        sequence has after its prompt.
+        """
         matcher = self._matchers.pop(new[:-1], None) if new else None
         if matcher is None:
             matcher = self._start.deep_copy()
@@ -114,10 +120,11 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The options of ``TokenOptions`` that act on logits, with texts converted to token ids.
+    """The options of ``TokenOptions`` that act on logits, with texts (such as bad words) converted to token
+    ids.
 
-    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` determine the distribution
-    (:func:`ppfleetx.generation.processors.candidates`); the other options change the logits before that.
+    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` determine the distribution to sample
+    from (:func:`ppfleetx.generation.processors.candidates`). The other options change the logits before that.
     """
 
     temperature: float = 1.0
@@ -138,10 +145,11 @@ class SamplingParams:
     def of(
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> SamplingParams:
-        """Convert the options of a configuration section or a request. Raises ConfigError if an option does
-        not fit the tokenizer, or needs a library that is not installed."""
+        """Make the sampling parameters from the options of a ``Generation`` section or a server request.
+        Raises ConfigError if an option does not fit the tokenizer, or needs a library that is not installed.
+        """
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
-        words = [one for word in options.bad_words for one in _sequences(word, tokenizer)]
+        words = [one for word in options.bad_words for one in _bad_word_sequences(word, tokenizer)]
         for key, ids in (
             ("bad_words", [one for word in words for one in word]),
             ("suppress_tokens", options.suppress_tokens),
@@ -166,9 +174,11 @@ PLAIN = SamplingParams()
 
 
 def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndarray | None) -> paddle.Tensor:
-    """Choose one token per row of processed ``logits [b, V]``: the likeliest at temperature 0, else a sample.
+    """Choose the next token for each row of ``logits [b, V]``, to which the processors were applied: the
+    likeliest at temperature 0, else a sample.
 
-    ``exponentials [b, n]`` are random numbers from the rows' `RandomStream`, not needed at temperature 0.
+    ``exponentials [b, n]`` are the n random numbers of this step from each row's `RandomStream`, or None at
+    temperature 0.
     """
     if options.temperature == 0.0:
         return logits.argmax(-1)
@@ -194,15 +204,20 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a row: ``options.stop_token_ids`` and, unless ``ignore_eos`` is set, the model's
-    ``end_ids``. Raises ConfigError if the tokenizer lacks a stop token."""
+    """The tokens that end a sequence: ``options.stop_token_ids`` and, unless ``ignore_eos`` is set, the
+    model's ``end_ids``. Raises ConfigError if a stop token is not in the tokenizer's vocabulary.
+    """
     check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
     own = () if options.ignore_eos else end_ids
     return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
 
 
-def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
-    """The token sequences of a bad word: as in the middle of a word and, if different, as after a space."""
+def _bad_word_sequences(
+    word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
+) -> list[tuple[int, ...]]:
+    """The token sequences to forbid for one of the ``bad_words``: the tokens of the word without a space
+    before it and, if they differ, those with a space. A word given as token ids is used as it is.
+    """
     if not isinstance(word, str):
         return [word]
     inside, after_space = (
@@ -214,7 +229,7 @@ def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) 
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The tokens of a row, including its prompt; the last ``num_new`` of them are new."""
+    """The tokens of one sequence, prompt included. The last ``num_new`` of them were generated."""
 
     ids: Sequence[int] | np.ndarray
     num_new: int
@@ -225,7 +240,9 @@ class RowTokens:
 
 
 def processed(logits: paddle.Tensor, options: SamplingParams, rows: Sequence[RowTokens]) -> paddle.Tensor:
-    """Apply all :data:`PROCESSORS` to ``logits [b, V]``. Beam search passes log-probabilities instead."""
+    """Apply the logit processors that ``options`` ask for to ``logits [b, V]``, in the order of
+    :data:`PROCESSORS`. Beam search passes log-probabilities instead of logits.
+    """
     for name, processor in PROCESSORS.items():
         value = getattr(options, name)
         if value != getattr(PLAIN, name):
@@ -254,7 +271,9 @@ def _penalize_frequency(logits: paddle.Tensor, amount: float, rows: Sequence[Row
 
 
 def _counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
-    """How often each token occurs in the new tokens of each row, ``[b, V]`` float32."""
+    """Count how often each token of the vocabulary occurs among the generated tokens of each row, ``[b, V]``
+    float32.
+    """
     counts = [np.bincount(np.asarray(row.new, np.int64), minlength=vocab_size) for row in rows]
     return np.stack(counts).astype(np.float32)
 

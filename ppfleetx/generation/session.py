@@ -1,4 +1,4 @@
-"""Run a model to get next-token logits, for a batch of sequences that grow.
+"""Run a model to get next-token logits for a batch of growing sequences (rows).
 
 Shape letters: b rows, n columns (positions) so far, h hidden size, V vocabulary size without padding.
 """
@@ -23,17 +23,18 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
 class NextTokenModel:
-    """A model that computes logits only for the last positions of each row.
+    """Wraps a model for generation: computes logits only for the last position, or the last few positions, of
+    each sequence.
 
     Logits exclude vocabulary padding, so only ids below ``vocab_size`` can be chosen. Tensor-parallel ranks
     of ``vocab_group`` must call every method at the same time; all get the same logits.
 
     Attributes:
-        head_matrix: a copy of the tied head's weights, ``[h, V]`` (integers if quantized); later changes of
-            the weights do not affect it. None for an untied head.
+        head_matrix: for a tied head, a copy of its weights ``[h, V]``, as integers if quantized. Later
+            changes of the model's weights do not affect it. None if the head is not tied.
         small_head: the quantized head with its scales, if the head is tied and quantized.
-        switch_length: LongRoPE uses other rotary angles for rows longer than this, so cached keys from before
-            the switch are invalid. None for other models.
+        switch_length: with LongRoPE, the length above which a sequence uses other rotary angles, so that its
+            cached keys become invalid. None for other models.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
@@ -68,14 +69,15 @@ class NextTokenModel:
         num_last: int = 1,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Run new ``tokens [b, s]`` int64 after the n columns of ``cache``, and return logits ``[b, V]``
-        float32.
+        """Run new ``tokens [b, s]`` int64 after the n columns (positions) of ``cache``, and return the logits
+        ``[b, V]`` float32 after the last one.
 
         Args:
-            visible: ``[b, n + s]`` bool, the columns that each row may attend to. In the first pass, only
+            visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
                 padding on the left may be hidden.
-            num_last: L: return the logits after the last L positions, ``[L * b, V]``, ordered by position.
-            row_lengths: ``[b]`` number of tokens of each row; None: its number of visible columns.
+            num_last: return the logits after the last ``num_last`` positions, ``[num_last * b, V]``: all rows
+                at the earliest position, then all rows at the next.
+            row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         *_, head = self.model.stages
         hidden = self.hidden_states(tokens, position_ids, visible, cache, row_lengths)
@@ -92,7 +94,9 @@ class NextTokenModel:
         cache: GrowingCache,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Compute the hidden states ``[s, b, h]`` before the head. Arguments as in :meth:`with_cache`."""
+        """Compute the hidden states ``[s, b, h]`` before the head for new tokens ``[b, s]``. The arguments
+        are those of :meth:`with_cache`.
+        """
         state = (tokens, position_ids)
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
@@ -101,7 +105,9 @@ class NextTokenModel:
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Context manager that disables the fused operator, which skips the hooks of layers."""
+        """Context manager: inside, layers run one by one, so their forward hooks are called. The operator
+        that fuses all layers would skip the hooks.
+        """
         self._layer_by_layer = True
         try:
             yield
@@ -109,7 +115,9 @@ class NextTokenModel:
             self._layer_by_layer = False
 
     def _run_trunk(self, state: tuple[paddle.Tensor, ...], cache: GrowingCache) -> paddle.Tensor:
-        """Compute the hidden states ``[s, b, h]`` before the head, with the fused operator if possible."""
+        """Run embedding, blocks and final norm, and return the hidden states ``[s, b, h]`` before the head.
+        Uses the fused operator for the blocks if possible.
+        """
         position_ids = state[1]
         embedding, *rest, _ = self.model.stages
         state = embedding(state, cache)
@@ -127,7 +135,9 @@ class NextTokenModel:
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """Compute the next-token logits ``[b, V]`` float32 in one forward pass over all ``tokens [b, n]``."""
+        """Compute the next-token logits ``[b, V]`` float32 without a key/value cache, by one forward pass
+        over the whole sequences ``tokens``, int64 [b, length].
+        """
         logits = self.model(tokens, position_ids, document_start)
         return self._all_columns(logits[-1])
 
@@ -140,18 +150,19 @@ class NextTokenModel:
 
 
 def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
-    """The first column that each position may attend to, ``[b, n]`` int32, for ``padding [b]`` columns on the
-    left."""
+    """The first column (position) that each of n positions may attend to, ``[b, n]`` int32. Rows begin with
+    ``padding [b]`` columns of padding, which must not be attended to.
+    """
     starts = np.broadcast_to(padding[:, None], (len(padding), num_positions))
     return paddle.to_tensor(starts.astype(np.int32))
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad prompts to an array ``[b, n]`` int64. Also returns the number of padding columns, ``[b]``
-    int64.
+    """Left-pad token ids of prompts to the length n of the longest one. Returns the array ``[b, n]`` int64,
+    and the number of padding tokens of each prompt, ``[b]`` int64.
 
-    The padding repeats the row's first token, so that the repetition penalty sees no additional tokens. The
-    model does not attend to padding.
+    The padding repeats the prompt's first token, so that the repetition penalty sees no additional tokens.
+    The model does not attend to padding.
     """
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
@@ -163,10 +174,12 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class DecodingSession:
-    """A batch of rows that all grow by one token per step.
+    """A batch of sequences (rows) that all grow by one token per step, for greedy search, sampling and beam
+    search.
 
     Prompts are padded on the left. Rows do not attend to padding, and positions count from the first real
-    token, so each row gets the logits it would get alone. Without ``use_cache``, every step runs all tokens.
+    token, so each row gets the logits it would get alone. With ``use_cache=False``, every step runs all
+    tokens again.
     """
 
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:
@@ -181,11 +194,11 @@ class DecodingSession:
         return self.history.shape[0]
 
     def rows(self) -> list[np.ndarray]:
-        """The tokens of each row, without padding."""
+        """The tokens of each sequence, prompt included, without padding."""
         return [row[padding:] for row, padding in zip(self.history, self._padding, strict=True)]
 
     def next_logits(self) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the next token of each row."""
+        """Compute the logits ``[b, V]`` float32 for the next token of each row."""
         length = self.history.shape[1]
         if self._cache is not None and self._outgrows(length):
             self._cache = GrowingCache()
@@ -204,11 +217,11 @@ class DecodingSession:
         return switch is not None and bool((length - self._padding == switch + 1).any())
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append one token to each row; ``tokens`` is ``[b]``."""
+        """Append token ``tokens[i]`` to row i; ``tokens`` is ``[b]``."""
         self.history = np.concatenate([self.history, tokens[:, None].astype(np.int64)], axis=1)
 
     def select(self, rows: np.ndarray) -> None:
-        """Keep, repeat or reorder rows: new row ``i`` is old row ``rows[i]``."""
+        """Replace the rows of the batch: new row ``i`` is a copy of old row ``rows[i]``."""
         self.history, self._padding = self.history[rows], self._padding[rows]
         if self._cache is not None:
             self._cache.select(paddle.to_tensor(rows.astype(np.int64)))

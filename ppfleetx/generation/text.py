@@ -1,4 +1,4 @@
-"""Read prompts given as text or token ids, and decode the text of a row as it grows."""
+"""Read prompts given as text or token ids, and decode generated tokens to text one by one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Prompt = str | Sequence[int]
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
     """Convert a user's prompts to a list. Also returns whether a single prompt was given.
 
-    Accepts a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``). Raises
-    DataError for anything else.
+    A prompt is a text or a list, array or tensor of token ids. Accepts one prompt, a list of prompts, or a
+    matrix of token ids with one prompt per row. Raises DataError for anything else.
     """
     if hasattr(given, "numpy"):  # a tensor
         given = given.numpy()
@@ -37,7 +37,7 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
 
 
 def as_texts(given: Any) -> list[str]:
-    """Convert a text or a list of texts to a list. Raises DataError for anything else."""
+    """Return a text, or a list of texts, as a list of texts. Raises DataError for anything else."""
     if isinstance(given, str):
         return [given]
     texts = list(given) if isinstance(given, Iterable) else [given]
@@ -47,8 +47,9 @@ def as_texts(given: Any) -> list[str]:
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """Convert a prompt given as a list, array or tensor of integers to a list. Raises DataError for anything
-    else."""
+    """Return the token ids of a prompt as a list of integers. Accepts a list, array or tensor; raises
+    DataError for anything else.
+    """
     if hasattr(prompt, "numpy"):
         prompt = prompt.numpy()
     if isinstance(prompt, np.ndarray):
@@ -66,7 +67,9 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes of a token's text; U+2581 becomes a space."""
+    """The UTF-8 bytes of a token's text. SentencePiece's space symbol U+2581 becomes a space, and a byte
+    token such as ``<0xE4>`` that byte.
+    """
     value = tokenizer.token_bytes(token)
     if tokenizer.is_byte_level:
         return value
@@ -75,9 +78,10 @@ def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class NoTokenizer:
-    """Replaces the tokenizer for a model without one: prompts and results are ids, and texts are empty.
+    """Takes the place of the tokenizer for a model that has none. Prompts and results are then token ids, and
+    all texts are empty.
 
-    Rows end only at the length limit, unless ``Generation.eos_token_id`` is set.
+    Sequences end only at the length limit, unless ``Generation.eos_token_id`` is set.
     """
 
     place = "the model's vocabulary"
@@ -87,7 +91,7 @@ class NoTokenizer:
         self.vocab_size = vocab_size
 
     def encode_prompt(self, text: str) -> NoReturn:
-        """Raise ConfigError: without a tokenizer, a prompt cannot be text."""
+        """Always raises ConfigError, because a text prompt cannot be encoded without a tokenizer."""
         raise ConfigError(
             "the model has no tokenizer: give token ids in place of texts, or name a tokenizer with "
             "Data.tokenizer.dir",
@@ -96,7 +100,9 @@ class NoTokenizer:
 
     @property
     def start_id(self) -> NoReturn:
-        """Raise DataError: without a tokenizer, no token is known to start an empty prompt."""
+        """Always raises DataError: an empty prompt would start with this token, but without a tokenizer it is
+        unknown.
+        """
         raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
 
     def stream_decoder(self, **_options: Any) -> NoTokenizer:
@@ -110,10 +116,10 @@ class NoTokenizer:
 
 
 class RowText:
-    """Decodes one row token by token, up to the first stop string.
+    """Decodes the generated tokens of one sequence one by one, up to the first stop string.
 
-    ``prompt`` are the token ids before the row, which can affect how its text begins. ``emit`` receives each
-    piece of text once it cannot become part of a stop string.
+    ``prompt`` are the token ids before the generated ones, which can affect how the text begins. ``emit`` is
+    called with each piece of text, as soon as the piece cannot become part of a stop string.
     """
 
     def __init__(
@@ -130,14 +136,14 @@ class RowText:
         self._ended = False
 
     def feed(self, token_id: int) -> bool:
-        """Add a token. Returns whether a stop string is complete; later tokens are ignored."""
+        """Add a token. Returns whether a stop string is complete; tokens after that are ignored."""
         if not self._ended:
             self._held += self._decoder.feed(token_id)
             self._release()
         return self._ended
 
     def finish(self) -> str:
-        """End the row: emit the remaining text, and return the whole text."""
+        """End the text: emit what was held back. Returns the whole generated text."""
         if not self._ended:
             self._held += self._decoder.finish()
             self._release()
@@ -147,7 +153,9 @@ class RowText:
         return "".join(self._sent)
 
     def _release(self) -> None:
-        """Emit the text that cannot become part of a stop string. End the row at a complete stop string."""
+        """Emit the pending text, except a suffix that could be the beginning of a stop string. If there is a
+        complete stop string, emit only the text before it.
+        """
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self._send(self._held[: min(found)])

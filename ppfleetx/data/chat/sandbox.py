@@ -1,9 +1,10 @@
-"""The Jinja environment that chat templates expect, as in Hugging Face transformers, with limits.
+"""Run chat templates in Jinja, with everything that Hugging Face transformers offers to them, and with
+limits.
 
 As documented by transformers, templates can use ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
 ``continue``, ``generation`` blocks, ``tojson`` without HTML escapes, ``raise_exception`` and
-``strftime_now``. The author of a template is unknown, so Jinja's sandbox denies access to Python, and limits
-stop a template that loops forever or builds a huge text. They do not stop a determined attacker.
+``strftime_now``. The author of a template is unknown. So Jinja's sandbox denies access to Python, and limits
+stop a template that loops forever or builds a huge text. This does not stop a determined attacker.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ _MAX_BITS = 1 << 16
 
 
 class TemplateLimitError(Exception):
-    """A template runs too long or builds something too large."""
+    """A chat template exceeds a limit: it runs too long or builds something too large."""
 
 
 @contextmanager
 def bounded_steps() -> Iterator[None]:
-    """Context manager: raise TemplateLimitError after `MAX_STEPS` traced steps in this thread."""
+    """Context manager that limits how long a template may run: raises TemplateLimitError after `MAX_STEPS`
+    steps (executed lines, calls and returns) in this thread.
+    """
     left = MAX_STEPS
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -57,7 +60,7 @@ def bounded_steps() -> Iterator[None]:
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
-    """Raise TemplateLimitError if the result of an operation would be too large."""
+    """Raise TemplateLimitError if the result of ``left operator right`` in a template would be too large."""
     if operator == "+" and _has_size(left) and _has_size(right):
         _check_size(len(left) + len(right))
     elif operator == "*":
@@ -71,8 +74,9 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def check_call(name: str, arguments: Iterable[Any]) -> None:
-    """Raise TemplateLimitError if an argument of a filter or function is so large a number that the result
-    could be huge."""
+    """Raise TemplateLimitError if a template passes a very large integer to a filter or function (``name``),
+    because the result could be huge.
+    """
     for one in arguments:
         if isinstance(one, int) and abs(one) > _MAX_NUMBER:
             raise TemplateLimitError(f"it calls {name} with {one}")
@@ -97,11 +101,13 @@ Span = tuple[int, int]
 
 
 class TemplateRefusedError(TemplateError):
-    """The template called ``raise_exception`` to refuse the conversation."""
+    """The template refuses the conversation: it called ``raise_exception``."""
 
 
 class CompiledTemplate:
-    """A compiled template. Rendering is thread-safe. Raises jinja2.TemplateError or TemplateLimitError."""
+    """A compiled chat template. Several threads may render it at the same time. Raises jinja2.TemplateError
+    or TemplateLimitError if the source cannot be compiled.
+    """
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -111,10 +117,11 @@ class CompiledTemplate:
             raise TemplateLimitError("it is nested too deeply") from None
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """Render the text, and return it with the spans written by ``generation`` blocks.
+        """Render the template. Returns the text, and the spans of the text that are inside ``generation``
+        blocks.
 
-        Raises jinja2.TemplateError, :class:`TemplateRefusedError` if the template refuses the conversation,
-        TemplateLimitError, or any error raised by an expression in the template.
+        Raises jinja2.TemplateError; :class:`TemplateRefusedError` if the template refuses the conversation;
+        TemplateLimitError; or any error raised by an expression in the template.
         """
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():
             try:
@@ -128,7 +135,9 @@ class CompiledTemplate:
 
 
 class _GenerationBlocks(Extension):
-    """Jinja extension: ``{% generation %} ... {% endgeneration %}`` marks text written by the model."""
+    """Jinja extension for ``{% generation %} ... {% endgeneration %}``. A template encloses the assistant's
+    text in these. The extension records where this text is in the output.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -156,8 +165,10 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Compiles the operator ``~`` to a method of the environment, which limits the size of the result as for
-    ``+``."""
+    """Jinja code generator that replaces the operator ``~`` (concatenation) by a call of
+    ``_Environment.concatenate``, which limits the length of the result. Jinja has no other way to intercept
+    this operator.
+    """
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)
         self.write("environment.concatenate((")

@@ -1,8 +1,8 @@
-"""Chat templates, which turn a conversation into the text and token ids that a model was trained on.
+"""Chat templates, which turn a conversation into the text that a chat model was trained on.
 
-Templates are read from the same places as in Hugging Face transformers: ``chat_template.jinja`` in the
-tokenizer's directory, with further templates in ``additional_chat_templates/``, or else ``chat_template`` in
-``tokenizer_config.json``, a text or a list of named templates. The rendered text equals that of
+Templates are read from the same places as in Hugging Face transformers. These are ``chat_template.jinja`` in
+the tokenizer's directory, with more templates in ``additional_chat_templates/``; or else ``chat_template`` in
+``tokenizer_config.json``, which is one template or a list of named ones. The rendered text equals that of
 ``apply_chat_template`` (``tests/goldens/make_hf_chats.py``).
 """
 
@@ -54,7 +54,7 @@ line."""
 
 
 class ChatError(UserError):
-    """A template refuses a conversation or cannot be rendered."""
+    """A chat template refuses a conversation, or fails on it."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,12 @@ class ChatTemplate:
     """A chat template and the special tokens that it uses.
 
     Attributes:
-        source: Jinja source.
-        special_tokens: texts of tokens by the names that templates use: ``bos_token``, ``eos_token``, ...
-        place: the template's origin, for messages.
+        source: the template in Jinja.
+        special_tokens: texts of the special tokens, by the variables that templates use: ``bos_token``,
+            ``eos_token``, ...
+        place: where the template comes from, for messages.
         stops: texts that end an answer, in addition to the end tokens.
-        is_plain: whether this is the default template for models without a template.
+        is_plain: whether this is our own template, for models without one.
     """
 
     source: str
@@ -77,11 +78,13 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether the template marks the assistant's turns with ``generation`` blocks."""
+        """Whether the template itself encloses the assistant's turns in ``generation`` blocks, which show
+        where they are in the text.
+        """
         return _GENERATION.search(self.source) is not None
 
     def check(self) -> None:
-        """Raise DataError unless this is a valid template."""
+        """Raise DataError if the source is not a valid Jinja template."""
         _ = self._compiled
 
     @cached_property
@@ -101,17 +104,20 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render a conversation as text. With ``add_generation_prompt``, the text ends where an answer
-        starts.
+        """Render a conversation as text. With ``add_generation_prompt``, the text ends where the model is to
+        write its answer.
 
-        Further variables override the special tokens. Raises ChatError if the template refuses the
-        conversation, fails or exceeds its limits, DataError if the source is not a valid template.
+        ``variables`` are passed to the template and override the special tokens. Raises ChatError if the
+        template refuses the conversation, fails or exceeds its limits; DataError if the source is not a valid
+        template.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """Like :meth:`render`, but also return the spans of the text that ``generation`` blocks mark."""
+        """Render a conversation as :meth:`render` does. Returns the text, and the spans of the text that
+        ``generation`` blocks mark.
+        """
         if not messages:
             raise ChatError("a conversation has at least one message")
         compiled = self._compiled
@@ -141,13 +147,16 @@ class ChatTemplate:
         return f"{self.place} fails on this conversation: {error}"
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Encode the text of :meth:`render`. No BOS is added, because the template writes it."""
+        """Render a conversation and encode the text. The tokenizer adds no BOS, because the template writes
+        it.
+        """
         return tokenizer.encode_prompt(self.render(messages, **options), add_special_tokens=False)
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Prepare a message for a template: drop None values, and copy the reasoning to every key that templates
-    use."""
+    """Return a copy of a message for a template. Values that are None are dropped. The assistant's reasoning
+    is stored under all names that templates use for it.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -158,9 +167,11 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """Return the tokenizer's chat template of this name (None: ``default``), or :data:`PLAIN` if the
-    tokenizer has no templates. Raises ConfigError if no template has this name, DataError if the tokenizer's
-    files are damaged."""
+    """Return the tokenizer's chat template called ``name`` (None: ``default``). If the tokenizer has no
+    templates and no name is given, returns the plain template :data:`PLAIN`.
+
+    Raises ConfigError if no template has this name; DataError if the tokenizer's files are damaged.
+    """
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
         eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}
@@ -174,8 +185,11 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """Return the template with this name or in this file. None selects the tokenizer's own template, or the
-    plain template. Raises UserError, which names the option ``key``."""
+    """Return the chat template that the user chose: ``given`` is the name of one of the tokenizer's
+    templates, or a file. None: the tokenizer's default template, or the plain template if it has none.
+
+    Raises UserError, which names the option ``key``.
+    """
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -208,13 +222,16 @@ _BEFORE, _HERE = "\ue000\uf8f0\ue001", "\ue002\uf8f1\ue003"
 def render_with_answers(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> tuple[str, list[Span]]:
-    """Render a conversation, and find the spans of the assistant's turns in the text.
+    """Render a conversation as text. Returns the text, and the span of each of the assistant's turns in it,
+    from which the loss mask is made.
 
-    A template with ``{% generation %}`` blocks marks the turns itself. Otherwise, the span of a turn is the
-    difference between two renderings: with the turn, and without it but with a generation prompt. Some
-    templates change earlier turns once more turns follow (Qwen3 and DeepSeek-R1 drop their reasoning). Such a
-    turn is located in the whole conversation, by a placeholder. Raises the errors of
-    :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
+    A template with ``{% generation %}`` blocks marks the turns itself. For others, a turn is the difference
+    between two renderings: one that ends with the turn, and one that ends with a generation prompt in its
+    place. Some templates write a turn differently once more turns follow (Qwen3 and DeepSeek-R1 drop the
+    reasoning). Then the turn is located in the whole conversation, by rendering it with a placeholder as its
+    content.
+
+    Raises the errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
     """
     if template.marks_answers:
         return template.render_spans(messages, **variables)
@@ -234,10 +251,10 @@ class _Turns:
         return self._template.render(messages, **{**self._variables, **more})
 
     def span(self, number: int) -> Span:
-        found = self._added(number)
+        found = self._span_by_difference(number)
         if found is None:
             try:
-                found = self._marked(number)
+                found = self._span_by_placeholder(number)
             except (ChatError, ValueError) as error:
                 raise ChatError(
                     f"{self._template.place} does not show where it writes message {number}: put "
@@ -245,9 +262,10 @@ class _Turns:
                 ) from error
         return found
 
-    def _added(self, number: int) -> Span | None:
-        """Return the span that a message adds to the earlier messages, or None if the whole conversation has
-        a different text there."""
+    def _span_by_difference(self, number: int) -> Span | None:
+        """Return the span of text that message ``number`` adds to the messages before it. None if the
+        template writes this part of the conversation differently once later messages follow.
+        """
         if number == 0:  # the first message cannot follow a generation prompt
             return None
         with_it = self._render(self._messages[: number + 1])
@@ -256,16 +274,17 @@ class _Turns:
         before = self._render(self._messages[:number], add_generation_prompt=True)
         return (len(before), len(with_it)) if with_it.startswith(before) else None
 
-    def _marked(self, number: int) -> Span:
-        """Locate a turn in the whole conversation by a placeholder in place of its content. Raises ValueError
-        unless the template writes the placeholder exactly once."""
+    def _span_by_placeholder(self, number: int) -> Span:
+        """Return the span of message ``number`` in the whole conversation, found by rendering it with a
+        placeholder as its content. Raises ValueError unless the template writes the placeholder exactly once.
+        """
         whole = self._with(number, _HERE)
         before, behind = _around(_HERE, self._render(whole))
         end = _around(_HERE, self._render(whole[: number + 1]))[1]
         if not behind.startswith(end):
             end = self._without_end_of_text(end) or end
         if number == 0:
-            first, start = 0, self._behind_prompt(before)
+            first, start = 0, self._end_of_prompt(before)
         else:
             earlier = self._with(number - 1, _BEFORE)
             both = self._render([*earlier[:number], *whole[number:]])
@@ -280,7 +299,9 @@ class _Turns:
         return start, stop
 
     def _without_end_of_text(self, text: str) -> str:
-        """Remove the end-of-text token, for a template that writes it only after the last turn."""
+        """Remove the end-of-text token from the end of ``text``, because some templates write it only after
+        the last turn.
+        """
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:
@@ -289,9 +310,10 @@ class _Turns:
             for place, one in enumerate(self._messages)
         ]
 
-    def _behind_prompt(self, text: str) -> int:
-        """Return where the generation prompt ends in ``text``, which is everything before an answer's
-        content."""
+    def _end_of_prompt(self, text: str) -> int:
+        """Return the position in ``text`` where the generation prompt ends. ``text`` is everything that the
+        template writes before the content of an answer.
+        """
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

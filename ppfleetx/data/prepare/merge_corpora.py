@@ -1,4 +1,4 @@
-"""Merge tokenized corpora into one corpus, and summarize a corpus."""
+"""Merge several tokenized corpora into one, and summarize a corpus."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from ppfleetx.utils.progress_bar import ProgressBar
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Concatenate several corpora into one corpus. Raises DataError if there is no input, an input is
-    damaged, dtypes differ, or the output is one of the inputs or exists and ``overwrite`` is False."""
+    """Concatenate the corpora ``prefixes`` to a new corpus ``out``.
+
+    Raises DataError if there is no input, an input is damaged, dtypes differ, ``out`` is one of the inputs,
+    or ``out`` exists and ``overwrite`` is False.
+    """
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")
@@ -43,12 +46,14 @@ def merge(
             other = IndexedDataset(prefix)
             if other.dtype != writer.dtype:
                 raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
-            writer.add_index(other, _sound_blocks(other.prefix, bar))
+            writer.add_index(other, _verified_blocks(other.prefix, bar))
 
 
-def _sound_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
-    """Yield the blocks of ``.bin``. If the corpus has checksums, ``.idx`` is verified first, and each block
-    before it is yielded."""
+def _verified_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
+    """Read the ``.bin`` file of a corpus block by block, and advance the progress bar. If the corpus has
+    checksums, raises DataError at the first damaged block; the ``.idx`` file is verified before the first
+    block.
+    """
     checksums = read_checksums(prefix)
     if checksums is None:
         with opened(bin_path(prefix), DataError) as file:
@@ -70,7 +75,9 @@ _CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """Return the main figures of a corpus as plain Python values. Raises DataError."""
+    """Return the main figures of a corpus, such as its numbers of documents and tokens, as values that can be
+    written as JSON. Raises DataError.
+    """
     corpus = open_tokens(prefix)
     sizes = corpus.sizes
     return {

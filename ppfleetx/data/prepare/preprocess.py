@@ -1,5 +1,6 @@
-"""Encode text corpora to token files with several processes, in order, with memory use independent of corpus
-size."""
+"""Encode a text corpus to a token corpus with several processes. Documents keep their order, and the memory
+needed does not depend on the size of the corpus.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +45,15 @@ _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 @dataclass
 class ChunkResult:
-    """The tokens of a chunk, as bytes, which are cheap to send between processes.
+    """What a worker process returns for one chunk of the corpus: the encoded documents, and the documents it
+    skipped. Arrays are stored as bytes, which are cheap to send between processes.
+
+    A key is a field of the JSON documents; each key has its own output.
 
     Attributes:
         tokens: for each key, the tokens of all documents in the dtype of the output.
         lengths: for each key, the number of tokens of each document, int32.
-        num_seen: number of lines, paragraphs or files.
+        num_seen: number of lines, paragraphs or files in the chunk.
         skipped: number of skipped documents, by kind of problem.
         places: positions (from 0) of the first skipped documents, by kind of problem.
     """
@@ -76,12 +80,13 @@ class ChunkResult:
 
 
 class _Skip(Exception):  # noqa: N818 - control flow within this file
-    """Raised to skip a document; the message is the kind of problem."""
+    """Raised inside a worker to skip a document. The message is the kind of problem, such as "not UTF-8"."""
 
 
 class ChunkEncoder:
-    """Encodes the texts under ``keys`` of a chunk's documents. Runs in the workers. With ``append_eod``, each
-    nonempty document ends with the end-of-document token."""
+    """The function that worker processes apply to each chunk: encodes the texts in the fields ``keys`` of all
+    documents. With ``append_eod``, each nonempty text gets an end-of-document token at its end.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool, dtype: np.dtype
@@ -159,7 +164,9 @@ def _num_bytes(text: str) -> int:
 
 
 class Problems:
-    """Counts the skipped documents, and keeps the places of the first few."""
+    """Counts the documents that were skipped, by kind of problem, and remembers where the first few of each
+    kind are.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -173,9 +180,11 @@ class Problems:
         return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
-        """Add the problems of a chunk. Chunks must come in the order of the corpus. Raises DataError if
-        ``strict`` is set and there is a problem, or if so many documents in a row have problems that the file
-        must be of another kind."""
+        """Add the skipped documents of one chunk. Chunks must be added in the order of the corpus.
+
+        Raises DataError if ``strict`` is set and a document was skipped. Also raises DataError if very many
+        documents in a row were skipped, because the file is then probably not of the expected kind.
+        """
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped
@@ -198,7 +207,7 @@ class Problems:
         return f"{chunk.paths[0]}, {_UNITS[chunk.kind]} {self._num_seen + position + 1}"
 
     def lines(self) -> list[str]:
-        """Describe each kind of problem in one line, the most frequent first."""
+        """Describe the skipped documents: one line per kind of problem, the most frequent kind first."""
         lines = []
         for problem, count in self.counts.most_common():
             more = ["..."] if count > _PLACES_KEPT else []
@@ -215,7 +224,8 @@ _function: Callable[[Any], Any] | None = None  # set in each worker by _start_wo
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
-    """Context manager: yields an iterator over ``(item, function(item))``, in the order of ``items``.
+    """Context manager that applies ``function`` to all ``items`` in worker processes. It gives an iterator
+    over ``(item, function(item))``, in the order of ``items``.
 
     The function is sent to each worker only once. With ``workers=1``, everything runs in this process.
     Workers end when the context is left or this process is killed. If a worker dies, the iterator raises
@@ -263,11 +273,13 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     # Ctrl-C reaches the whole process group, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent ends. A pool worker would otherwise wait forever."""
+def _end_with_parent(parent: int) -> None:
+    """End this worker process when the process ``parent`` ends. Otherwise, after the parent is killed, the
+    worker would wait for work forever.
+    """
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -280,14 +292,15 @@ def _work(item: Any) -> Any:
 
 @dataclass
 class Report:
-    """The result of `preprocess`.
+    """The result of `preprocess`: what was written, and what was skipped.
 
     Attributes:
-        num_documents: documents written for each key.
-        num_tokens: tokens of all keys, including end-of-document tokens.
+        num_documents: number of documents written.
+        num_tokens: number of tokens in all outputs, including end-of-document tokens.
         num_text_bytes: length of the texts in UTF-8.
+        problems: the documents that were skipped.
         seconds, cpu_seconds: wall-clock time, and CPU time of all processes.
-        outputs: prefixes of the output pairs.
+        outputs: the written corpora, as paths without suffix.
     """
 
     num_documents: int = 0
@@ -312,7 +325,9 @@ class Report:
 
 
 def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
-    """Return the output prefix for each key, named as in Megatron-LM."""
+    """Return the path of the output corpus for each of ``keys``, the fields of the JSON documents that are
+    encoded. The paths have no suffix and are named as in Megatron-LM: ``{output_prefix}_{key}_document``.
+    """
     return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
 
 
@@ -329,12 +344,13 @@ def preprocess(
     max_document_bytes: int = MAX_LINE_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
-    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``, one pair for each key of the JSON
-    objects (plain text has the key "text").
+    """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``. Each of ``keys`` is
+    a field of the JSON documents and gets its own output. Plain text counts as the field "text".
 
     Documents keep their order. Documents that are empty, not text, or longer than ``max_document_bytes`` are
-    skipped, counted and reported; with ``strict`` they raise an error. A failed or interrupted run leaves no
-    files. Raises DataError for bad input, existing output, no documents, or a worker that died.
+    skipped, counted and reported; with ``strict``, the first one raises an error. A run that fails or is
+    interrupted leaves no files. Raises DataError for bad input, an existing output, no documents, or a worker
+    that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

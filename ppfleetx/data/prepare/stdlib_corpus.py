@@ -1,5 +1,6 @@
-"""Make a small corpus of real text from the source files of the Python standard library, which every machine
-has."""
+"""Make a small corpus of real text, for examples and tests, from the source files of the Python standard
+library. Every machine has these.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ def stdlib_files() -> list[Path]:
 def write_stdlib_corpus(
     output: str | os.PathLike[str], seed: int = 1234, *, overwrite: bool = False
 ) -> tuple[int, int]:
-    """Write the library as JSON lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
+    """Write the source files of the Python standard library to a JSON lines file (fields ``path`` and
+    ``text``). They are shuffled, so that any part of the file is a fair sample.
 
     Empty files and files that are not UTF-8 are skipped. The same interpreter and seed give the same file.
-    Returns the number of documents and the bytes of their texts. Raises DataError if the file exists and
-    ``overwrite`` is False, or if it cannot be written.
+    Returns the number of documents, and the size of their texts in bytes. Raises DataError if the file exists
+    and ``overwrite`` is False, or if it cannot be written.
     """
     output = Path(output)
     if output.exists() and not overwrite:

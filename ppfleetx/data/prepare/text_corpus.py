@@ -1,4 +1,6 @@
-"""Read text corpora as a stream of chunks: JSON lines (also .gz, .zst), plain text, folders of text."""
+"""Read text corpora as a stream of chunks for worker processes. A corpus is JSON lines (also .gz, .zst),
+plain text, or folders of such files.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """The way to find the ends of documents in a block of bytes.
+    """How to find the ends of documents (lines or paragraphs) in a block of bytes.
 
     Attributes:
-        first, last: functions that return the offset after the first or last delimiter; 0 if there is none.
+        first, last: functions that return the offset behind the first or last delimiter in the block; 0 if
+            there is none.
         overlap: number of bytes of a delimiter that may be at the end of the previous block.
     """
 
@@ -54,11 +57,12 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Cut a stream of blocks at the ends of documents.
+    """Regroup the blocks of a file, which are cut at arbitrary bytes, into pieces that are cut only at the
+    ends of documents.
 
-    Yields pieces of whole documents: many short documents, or one document that spans several blocks. Yields
-    None for a document longer than ``max_bytes``, which is skipped. Keeps at most ``max_bytes`` plus one
-    block in memory.
+    A piece has many short documents, or one document that spans several blocks. A document longer than
+    ``max_bytes`` is skipped, and None is yielded in its place. At most ``max_bytes`` plus one block are kept
+    in memory.
     """
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
@@ -91,9 +95,12 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Yield leading documents one by one until the rest has at most ``max_bytes``, then the rest. Documents
-    longer than ``max_bytes`` become None. Only the leading documents, which began in earlier blocks, can be
-    too long."""
+    """Divide a piece of whole documents that may be longer than ``max_bytes``. Leading documents are yielded
+    one by one until the rest is short enough, then the rest.
+
+    A document longer than ``max_bytes`` becomes None. Only the leading documents, which began in earlier
+    blocks, can be so long.
+    """
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -103,7 +110,7 @@ def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]
 
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
-    """Split text into paragraphs at blank lines, and strip line ends around them."""
+    """Split text into paragraphs at blank lines. Paragraphs have no line ends around them."""
     # Text that was cut after one blank line can start with more blank lines.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
@@ -118,8 +125,9 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the corpus. ``kind`` is the unit of a document: a JSON line, a line, a paragraph between
-    blank lines, or the whole file."""
+    """One file of a text corpus. ``kind`` says what a document is in this file: a JSON line, a line, a
+    paragraph between blank lines, or the whole file.
+    """
 
     path: Path
     kind: Kind
@@ -128,12 +136,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the corpus that one worker encodes at a time.
+    """A part of a text corpus that one worker process encodes at a time.
 
     Attributes:
-        data: whole documents of one file. None for the kind "file": the worker reads ``paths`` itself. None
-            for other kinds: the chunk is one document that is too long.
-        num_disk_bytes: size on disk (compressed, if the files are), for the progress bar.
+        data: whole documents of one file. None if documents are whole files (kind "file"): the worker reads
+            ``paths`` itself. None for another kind: the chunk stands for one document that is too long.
+        num_disk_bytes: size on disk, compressed if the file is, for the progress bar.
     """
 
     kind: Kind
@@ -149,12 +157,14 @@ def find_sources(
     suffixes: Sequence[str] = (),
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
-    """List the files of a corpus in the order in which they are encoded. Files of a folder are sorted by
-    path; ``suffixes`` restricts them to names with one of these endings.
+    """List the files of a corpus in the order in which they are encoded. ``inputs`` are files and folders.
+    The files of a folder are sorted by path; with ``suffixes``, only those whose names end in one of these
+    are taken.
 
-    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one JSON object per line. All other files are
-    plain text, split into documents by ``split_on``. Hidden files, hidden folders and ``__pycache__`` are
-    skipped. Raises DataError if an input does not exist, has an unsupported compression, or holds no files.
+    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) have one JSON object per line. All other files are
+    plain text, which ``split_on`` divides into documents. Hidden files, hidden folders and ``__pycache__``
+    are skipped. Raises DataError if an input does not exist, has an unsupported compression, or contains no
+    files.
     """
     sources = []
     for entry in map(Path, inputs):
@@ -196,11 +206,11 @@ def _kind_of(path: Path, split_on: str) -> Kind:
 
 
 def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
-    """Read the corpus in order, in chunks of about ``CHUNK_BYTES``. Raises DataError.
+    """Read a corpus in order, in chunks of about ``CHUNK_BYTES``. Raises DataError.
 
-    A document larger than ``CHUNK_BYTES`` is a chunk of its own, and a document longer than
-    ``max_document_bytes`` is a chunk without data. An uncompressed file that is one document may have any
-    size.
+    A document larger than ``CHUNK_BYTES`` is a chunk of its own. A document longer than
+    ``max_document_bytes`` becomes a chunk without data, which the worker counts as skipped. The limit does
+    not apply to an uncompressed file that is one document.
     """
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
@@ -236,14 +246,17 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """Read a file. Returns None if it is compressed and expands to more than ``max_document_bytes``."""
+    """Read a whole file, decompressed. Returns None if it is compressed and expands to more than
+    ``max_document_bytes``.
+    """
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 
 
 def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
-    """Split a chunk into raw documents, one per line, paragraph or file, including empty documents. Yields
-    None for a document longer than the chunk's ``max_document_bytes``."""
+    """Split a chunk into its documents, as bytes: lines, paragraphs or files. Empty documents are included.
+    Yields None in place of a document longer than the chunk's ``max_document_bytes``.
+    """
     if chunk.kind == "file":
         for path in chunk.paths:
             content = read_file(path, chunk.max_document_bytes)
@@ -261,9 +274,12 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
-    """Yield the texts of a corpus for training a tokenizer. Documents that are not valid JSON or UTF-8 are
-    skipped. Raises DataError if a file cannot be read, is damaged or is of another kind, or if there is no
-    text at all."""
+    """Yield the texts of a corpus, one per document, for training a tokenizer. In JSON documents, the text is
+    in the field ``key``. Documents that are not valid JSON or UTF-8 are skipped.
+
+    Raises DataError if a file cannot be read, is damaged or is of another kind, or if there is no text at
+    all.
+    """
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

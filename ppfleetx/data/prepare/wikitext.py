@@ -1,7 +1,8 @@
-"""Convert WikiText to token corpora. Each section of an article becomes a document of ordinary text.
+"""Convert the WikiText benchmark to token corpora. Each section of an article becomes a document of ordinary
+text.
 
 The published files put spaces around every punctuation mark, write one paragraph per line, and mark headings
-with ``=`` (Merity et al. 2016). Headings are dropped, punctuation is joined to its word again, and the
+with ``=`` (Merity et al. 2016). Here headings are dropped, the spaces before punctuation are removed, and the
 paragraphs below a heading become one document, called a passage.
 """
 
@@ -29,8 +30,11 @@ _ENDINGS = ("tokens", "raw")
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The result of converting one file. ``windows`` is the number of samples of ``length + 1`` tokens, where
-    consecutive samples share one token."""
+    """What was written for one split of WikiText (train, valid or test).
+
+    ``passages`` is the number of documents. ``windows`` is the number of samples of ``length + 1`` tokens,
+    where consecutive samples share one token.
+    """
 
     split: str
     prefix: str
@@ -61,8 +65,9 @@ def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def prepare_wikitext(
     source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
 ) -> list[SplitReport]:
-    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for each split in ``source``, which is the
-    published zip file or a folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).
+    """Convert the splits of WikiText in ``source`` to corpora
+    ``output_dir/{train,valid,test}/wikitext.{bin,idx}``. ``source`` is the published zip file, or a folder
+    with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).
 
     ``length`` is the sequence length of the model. Raises DataError if there is nothing to read, a file is
     not WikiText, or a corpus exists and ``overwrite`` is False.

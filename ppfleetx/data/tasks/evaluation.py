@@ -1,7 +1,8 @@
-"""Evaluation sets from text files: perplexity in sliding windows, and prediction of last words (cloze).
+"""Evaluation of a model on text files, in two ways: perplexity in sliding windows, and prediction of last
+words (cloze).
 
-Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches for the data ranks,
-which does not change the scored tokens or their contexts.
+For both, a file becomes a sequence of :class:`Window`. :func:`window_batches` divides the windows into
+batches for the data ranks. The number of ranks does not change which tokens are scored, or their contexts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def _literal(*pairs: tuple[str, str]) -> list[_Rule]:
 
 
 def _inside(opening: str, closing: str) -> _Rule:
-    """Make a rule that removes spaces just inside a pair of brackets or quotes."""
+    """Make a rule that removes the spaces just inside each pair of these brackets or quotes: ``( a )``
+    becomes ``(a)``.
+    """
 
     def apply(text: str) -> str:
         # Not a regular expression, which would scan to the end of the text for each unclosed bracket.
@@ -68,8 +71,9 @@ _RULES: dict[str, list[_Rule]] = {
 
 
 def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
-    """Return a function that turns a benchmark's tokenized text into ordinary text. ``lambada`` and ``none``
-    change nothing."""
+    """Return a function that turns the tokenized text of a benchmark, such as ``a word , and``, into ordinary
+    text. The functions for ``lambada`` and ``none`` change nothing.
+    """
     rules = _RULES[name]
 
     def detokenize(text: str) -> str:
@@ -81,8 +85,9 @@ def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
 
 
 def detokenizer_of_file(path: str) -> DetokenizerName:
-    """Choose the detokenizer by file name: ``wikitext`` if the name contains ``wiki``, ``ptb`` if it contains
-    ``ptb``, else ``none``."""
+    """Choose the detokenizer for an evaluation file by its name: ``wikitext`` if the name contains ``wiki``,
+    ``ptb`` if it contains ``ptb``, else ``none``.
+    """
     name = PurePath(path).name.lower()
     if "wiki" in name:
         return "wikitext"
@@ -94,8 +99,9 @@ _KEY = "Offline_Eval.eval_path"
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens ``ids``, int64 [n + 1]. The first n are the model's input and the last n the labels.
-    Only the last ``num_scored`` labels are scored."""
+    """A run of n + 1 consecutive tokens to evaluate, ``ids``, int64 [n + 1]. The first n are the model's
+    input, the last n the labels. Only the last ``num_scored`` labels count in the result.
+    """
 
     ids: np.ndarray
     num_scored: int
@@ -108,12 +114,15 @@ class EvaluationSet(Protocol):
 
 
 class SlidingWindows:
-    """Overlapping windows over a text that score each of its tokens, except the first, exactly once.
+    """Overlapping windows over a text, for its perplexity. Together they score each token of the text, except
+    the first, exactly once.
 
     The first window scores ``max_seq_len`` tokens. Each later window begins ``stride`` tokens after the
-    previous one and scores its ``stride`` new tokens, so each of them has a context of at least ``max_seq_len
-    - stride`` tokens. The last window may be shorter. ``num_words`` is the number of words in the file;
-    ``detokenizer`` names the rules applied to the text.
+    previous one, and scores only the ``stride`` tokens that are new in it. So each of these has a context of
+    at least ``max_seq_len - stride`` tokens. The last window may be shorter.
+
+    ``num_words`` is the number of words in the file; ``detokenizer`` names the rules that were applied to the
+    text.
     """
 
     def __init__(
@@ -138,8 +147,10 @@ class SlidingWindows:
 
 
 class LastWords:
-    """Texts whose last word is predicted, longest first to save padding. ``order`` maps each position to the
-    text's original index."""
+    """The windows of a cloze evaluation: each is one text, whose last word is to be predicted. Long texts
+    come first, so that the texts of a batch have similar lengths. ``order`` has the original index of each
+    text.
+    """
 
     def __init__(self, windows: Sequence[Window]) -> None:
         self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
@@ -160,12 +171,13 @@ def window_batches(
     *,
     multiple_of: int = 1,
 ) -> Iterator[MicroBatch]:
-    """Yield the batches of one data rank: ``tokens``, ``position_ids``, ``labels`` (int64) and ``loss_mask``
-    (float32), each ``[b, s]``.
+    """Yield the batches of windows that one data rank evaluates: ``tokens``, ``position_ids``, ``labels``
+    (int64) and ``loss_mask`` (float32), each ``[b, s]``.
 
-    All ranks have the same number of rows in each batch: ``batch_size``, or fewer in the last batch. Rows are
-    padded on the right to the rank's longest row, rounded up to a multiple of ``multiple_of``. If rows are
-    missing in the last batch, padding rows are added. Padding has a mask of 0.
+    b is ``batch_size``, or less in the last batch, and is the same on all ranks. s is the length of the
+    rank's longest window in the batch, rounded up to a multiple of ``multiple_of``. Shorter windows are
+    padded on the right. If a rank has too few windows for the last batch, rows of padding are added. Padding
+    has a loss mask of 0.
     """
     for start in range(0, len(windows), batch_size * data_size):
         rows = min(batch_size, -(-(len(windows) - start) // data_size))
@@ -191,15 +203,17 @@ def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch
 
 
 def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
-    """Read the windows of ``Offline_Eval.eval_path``. Raises ConfigError, or DataError with the line
-    number."""
+    """Read the file ``Offline_Eval.eval_path`` and divide it into windows. Raises ConfigError; or DataError,
+    which names the line.
+    """
     text = read_text(cfg)
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
-    """Read and decompress the file ``Offline_Eval.eval_path``, without a byte order mark. Raises ConfigError,
-    which names the ``place`` where the key was set."""
+    """Return the text of the file ``Offline_Eval.eval_path``, decompressed and without a byte order mark.
+    Raises ConfigError; its message says in which file and line the key was set (``place``).
+    """
     name = cfg.eval_path
     if name is None:
         what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"
@@ -229,8 +243,9 @@ def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) ->
 
 
 def count_words(text: str) -> int:
-    """Count the words for word-level perplexity: the parts between single spaces. A line end does not
-    separate words."""
+    """Count the words of a text for its word-level perplexity. Words are what single spaces separate; a line
+    end does not separate words.
+    """
     return len(text.strip().split(" "))
 
 
@@ -249,7 +264,9 @@ def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> Last
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
-    """Make the window of one text and its last word. A context that is too long is cut on the left."""
+    """Make the window for one text, in which the last word is scored. If the text is too long, the beginning
+    is cut off.
+    """
     words = text.split()
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")

@@ -1,4 +1,4 @@
-"""Datasets of texts for finetuning, one sample per record: GLUE examples, prompts with responses,
+"""Datasets for finetuning, with one sample per record of a file: GLUE examples, prompts with responses, or
 conversations.
 
 Samples are padded on the right to ``max_seq_len`` with the end-of-document token. Attention is causal, so no
@@ -51,8 +51,11 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
-    """Parse a line that holds a conversation. Returns a dictionary with ``messages``, which contain at least
-    one answer, and any other keys. Raises DataError with ``place``."""
+    """Parse a line of JSON that is a conversation in any of the supported forms. Returns a dictionary with
+    ``messages``, at least one of them from the assistant, and other keys such as ``tools``.
+
+    Raises DataError, which names ``place``, the file and line.
+    """
     wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
     record = load_object(line, place, wanted)
     if not is_conversation(record):
@@ -109,10 +112,11 @@ def _check(messages: Any, place: str) -> None:
 
 
 class RecordDataset:
-    """Base class of the datasets in this file.
+    """Base class of the finetuning datasets.
 
     Attributes:
-        length_multiple: the loader trims the padding of a step's samples to a multiple of this length.
+        length_multiple: all samples of a step have the length of the longest one, rounded up to a multiple of
+            this.
         fingerprint: a hash of everything that determines the samples.
     """
 
@@ -159,10 +163,11 @@ class RecordDataset:
 
 
 class GlueDataset(RecordDataset):
-    """Examples of a GLUE task for sequence classification.
+    """Examples of a GLUE task, for finetuning a model as a classifier.
 
-    Two sentences are joined by the end-of-document token, ``a <|endoftext|> b``, after the tokenizer's own
-    prefix (BOS or nothing). If an example is too long, the longer sentence is cut at the end.
+    An example starts with the tokenizer's own prefix (BOS or nothing). Two sentences are separated by the
+    end-of-document token: ``a <|endoftext|> b``. If an example is too long, tokens are removed at the end of
+    the longer sentence.
     """
 
     def __init__(
@@ -183,10 +188,11 @@ class GlueDataset(RecordDataset):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return example ``index``, or an example with loss mask 0 for `PADDING`.
+        """Return example ``index``. `PADDING` gives an example whose loss mask is 0.
 
         The arrays are ``tokens`` int64 [s], ``lengths`` int64 [] (number of real tokens), ``labels`` int64 []
-        (float32 for a regression; 0 without labels), ``loss_mask`` float32 [], ``sample_ids`` int64 [].
+        (float32 for a regression; 0 if there are no labels), ``loss_mask`` float32 [], ``sample_ids`` int64
+        [].
         """
         ids = self.encode(self.texts[max(index, 0)])
         label = 0 if self.labels is None else self.labels[max(index, 0)]
@@ -211,8 +217,9 @@ class GlueDataset(RecordDataset):
 
 
 def longest_first(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the sizes of one or two texts after removing tokens from the longer text until both fit into
-    ``room``."""
+    """Truncate one or two texts, given by their numbers of tokens, to ``room`` tokens in total. Tokens are
+    removed from the longer text first. Returns the new sizes.
+    """
     if sum(sizes) <= room:
         return list(sizes)
     if len(sizes) == 1:
@@ -227,16 +234,17 @@ def longest_first(sizes: Sequence[int], room: int) -> list[int]:
 
 
 class PromptResponseDataset(RecordDataset):
-    """Prompts with responses, for causal language modeling with a loss on the response only.
+    """Prompts with responses, for finetuning a language model with a loss on the responses only.
 
     A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). Prompt
-    and response are tokenized separately, including special tokens in their text. The loss includes the
-    end-of-document token.
+    and response are tokenized separately; special tokens in their texts become their ids. The end-of-document
+    token counts in the loss.
 
-    A sample that is too long loses the beginning of its prompt, but not BOS, until one token is left, and
-    then the end of its response. If the prompt has no token, the sample begins with the end-of-document
-    token. Raises DataError, with file and line, if the file is missing or a line is not an object with two
-    texts.
+    If a sample is too long, tokens are removed at the beginning of the prompt, but not BOS, until only one
+    token is left before the response. If that is not enough, the end of the response is cut off. If the
+    prompt has no token, the sample begins with the end-of-document token.
+
+    Raises DataError, with file and line, if the file is missing or a line is not an object with two texts.
     """
 
     @os_errors(DataError)
@@ -249,10 +257,10 @@ class PromptResponseDataset(RecordDataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return record ``index``, or a sample with loss mask 0 for `PADDING`.
+        """Return the sample of record ``index``. `PADDING` gives a sample whose loss mask is 0.
 
         The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
-        ``lengths`` int64 [] (positions before the padding), ``sample_ids`` int64 [].
+        ``lengths`` int64 [] (number of positions before the padding), ``sample_ids`` int64 [].
         """
         prompt, response = self.encode(*self.pairs[max(index, 0)])
         ids, size = [*prompt, *response], len(prompt) + len(response) - 1
@@ -284,8 +292,9 @@ def record_file(cfg: DatasetConfig) -> Path:
 
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
-    """Read the records of a file as (prompt, response) pairs. Returns the pairs and a hash of the file.
-    Raises DataError."""
+    """Read a file of records as pairs (prompt, response), from the fields with these names. Returns the pairs
+    and a hash of the file. Raises DataError.
+    """
     pairs, digest = [], blake2b(digest_size=16)
     for number, line in read_records(path, digest.update):
         pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
@@ -301,12 +310,14 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
 
 
 class ChatDataset(RecordDataset):
-    """Conversations, for causal language modeling with a loss on the assistant's turns only.
+    """Conversations, for finetuning a language model with a loss on the assistant's turns only.
 
-    The chat template writes BOS and the end of each turn. A conversation that is too long loses its oldest
-    turns, but not the system message; a single exchange that is too long loses its end. Raises DataError,
-    with file and line, if the file is missing or a record is not a conversation with an answer; ConfigError
-    if the template does not exist.
+    The chat template writes BOS and the end of each turn. If a conversation is too long, its oldest turns are
+    left out, but not the system message. If a single question with its answer is still too long, the end is
+    cut off.
+
+    Raises DataError, with file and line, if the file is missing or a record is not a conversation with an
+    answer; ConfigError if the template does not exist.
     """
 
     @os_errors(DataError)
@@ -325,9 +336,10 @@ class ChatDataset(RecordDataset):
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Return conversation ``index``, or a sample with loss mask 0 for `PADDING`, with the same arrays as
-        ``PromptResponseDataset``. Raises DataError, with file and line, if the template refuses the
-        conversation."""
+        """Return the sample of conversation ``index``, with the same arrays as ``PromptResponseDataset``.
+        `PADDING` gives a sample whose loss mask is 0. Raises DataError, with file and line, if the chat
+        template refuses the conversation.
+        """
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"
         record = read_conversation(line, place)
@@ -366,8 +378,9 @@ class ChatDataset(RecordDataset):
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """Drop the first question and its answers, which follow the system message. Returns None if no other
-    answer is left."""
+    """Return a conversation without its first question and the answers to it; a system message is kept.
+    Returns None if no other answer would be left.
+    """
     head = 1 if messages[0]["role"] == "system" else 0
     questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
     following = next((i for i in questions if i > head), None)

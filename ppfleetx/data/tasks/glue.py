@@ -24,17 +24,19 @@ _BINARY = ("0", "1")
 
 @dataclass(frozen=True)
 class GlueTask:
-    """A task and the layout of its files. Fields are separated by tabs; quotes have no special meaning.
+    """A GLUE task and the layout of its TSV files. Fields are separated by tabs; quotes have no special
+    meaning.
 
     Attributes:
         title: GLUE's name of the task, used for the submission file.
-        texts, label: column headers of the texts and of the label.
-        labels: possible labels in the order of the classes; empty if the label is a number from 0 to 5.
-        headerless: column numbers, for files without a header.
-        has_bad_rows: whether the official train and dev files have rows with a wrong number of fields, which
+        texts, label: the column headers of the one or two sentences, and of the label.
+        labels: the possible labels, in the order of the classes; empty for a regression, whose label is a
+            number from 0 to 5.
+        headerless: column numbers by column header, for files without a header line.
+        has_bad_rows: whether the official train and dev files have rows with a wrong number of fields; these
             are skipped.
-        original: for each part, the file in the dataset that GLUE took the task from. It is read if there is
-            no ``{part}.tsv``.
+        original: for each part (train, dev, test), the file in the original data set from which GLUE made the
+            task. It is read if there is no ``{part}.tsv``.
     """
 
     name: str
@@ -51,14 +53,18 @@ class GlueTask:
         return not self.labels
 
     def file_name(self, part: str) -> str:
-        """Return the name of the submission file, such as ``SST-2.tsv`` or ``MNLI-mm.tsv``. Parts other than
-        test are included: ``SST-2.dev.tsv``."""
+        """Return the name of the file of predictions for one part of the task, as GLUE requires for a
+        submission: ``SST-2.tsv`` or ``MNLI-mm.tsv``. If the part is not a test set, the name includes it:
+        ``SST-2.dev.tsv``.
+        """
         half = {"matched": "-m", "mismatched": "-mm"}.get(part.partition("_")[2], "")
         kind = part.partition("_")[0]
         return f"{self.title}{half}.tsv" if kind == "test" else f"{self.title}{half}.{kind}.tsv"
 
     def answer(self, output: Sequence[float]) -> str:
-        """Format the model's output for one example as GLUE requires for a submission."""
+        """Return the prediction for one example as it is written in a submission file. ``output`` are the
+        model's class scores, or the predicted number.
+        """
         if self.is_regression:
             return f"{min(5.0, max(0.0, output[0])):.3f}"
         return self.labels[max(range(len(self.labels)), key=output.__getitem__)]
@@ -106,11 +112,11 @@ _HIGHEST_SCORE = 5.0
 
 @dataclass(frozen=True)
 class GlueExamples:
-    """The examples of one file.
+    """The examples in one file of a GLUE task.
 
     Attributes:
-        texts: one or two texts of each example.
-        labels: class number (or score) of each example; None if labels were not read.
+        texts: one or two sentences of each example.
+        labels: the class number of each example, or its score in a regression; None if labels were not read.
         digest: a hash of the file.
     """
 
@@ -122,8 +128,8 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read ``{directory}/{part}.tsv``, or the corresponding original file. Most test files have no labels;
-    read them with ``with_labels=False``.
+    """Read one part of a GLUE task: ``{directory}/{part}.tsv`` or, if there is none, the file of the original
+    data set. Most test files have no labels; read them with ``with_labels=False``.
 
     Raises DataError, with file and line, if the file is missing, is not UTF-8 or has no labels, or if a line
     has a wrong number of fields or an unknown label.
@@ -216,7 +222,9 @@ _ACCURACY_AND_F1 = ("MRPC", "QQP")
 
 
 def require_libraries() -> None:
-    """Raise DataError if scikit-learn or scipy is not installed, without importing them."""
+    """Raise DataError if scikit-learn or scipy, which GLUE's metrics need, is not installed. Does not import
+    them.
+    """
     missing = [name for name in ("sklearn", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
@@ -226,10 +234,10 @@ def require_libraries() -> None:
 
 
 def glue_metrics(task: str, outputs: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
-    """Compute the task's metrics, each between -1 and 1. An undefined correlation (all predictions equal) is
-    0.
+    """Compute the official metrics of a GLUE task, each between -1 and 1. A correlation that is undefined,
+    because all predictions are equal, counts as 0.
 
-    ``outputs`` are class scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``.
+    ``outputs`` are the model's class scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``.
     """
     truth = np.asarray(labels)
     if task == "STSB":

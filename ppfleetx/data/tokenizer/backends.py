@@ -1,18 +1,19 @@
-"""Two libraries that encode text for a tokenizer: ``tiktoken`` if it gives the same ids, else ``tokenizers``.
+"""The two libraries that encode text for a tokenizer: ``tiktoken`` if it gives the same ids, else
+``tokenizers``.
 
-tiktoken is faster, but it joins *bytes* by one rank per token, while GPT-2's merges join *pairs of tokens*.
-With merges, neighbors x and y are joined only if the pair (x, y) is listed. tiktoken joins them whenever the
-bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each token, alone, as
-that one token.
+tiktoken is faster, but works differently. A tokenizer like GPT-2's has a list of merges, which are *pairs of
+tokens*: neighbors x and y are joined only if the pair (x, y) is listed. tiktoken has one rank per token, and
+joins x and y whenever the *bytes* of x + y are a token. Both give the same ids if the merges encode the bytes
+of each token, alone, as that one token.
 
-Proof: suppose tiktoken joins x and y to T although (x, y) is not listed. No merge has crossed the ends of x +
-y so far, so the merges encode the bytes of T alone through the same steps, reach (x, y) and stop. Then T
-alone is not encoded as T.
+Proof: suppose tiktoken joins x and y to a token T although (x, y) is not listed. No merge has crossed the
+ends of x + y so far. So the merges encode the bytes of T alone through the same steps, reach (x, y) and stop.
+Then T alone is not encoded as T.
 
-So `live_ranks` undoes the merges of every token, and checks at each step whether a merge across the middle
-would have come first. By the same argument, the merges never produce a token that they do not produce from
-the token's own bytes alone; such tokens are dropped. If two listed pairs build the same token, only one of
-them ever occurs.
+To check this, `live_ranks` undoes the merges of every token, and looks at each step whether a merge across
+the middle would have come first. By the same argument, the merges never produce a token in any text that they
+do not produce from the token's own bytes alone; such tokens are dropped. If two listed pairs build the same
+token, only one of them ever occurs.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Return the rank of every token that the merges can produce, as ``{token: index in merges}`` in merge
-    order. Single bytes are not included.
+    """Convert merges to tiktoken's ranks. Returns ``{token: index in merges}``, in the order of the merges,
+    for every token that the merges can produce. Single bytes are not included.
 
     Returns None if a pair is listed before the merge that makes one of its halves. Such a merge applies out
     of order, which ranks cannot express.
@@ -67,13 +68,13 @@ def _is_crossed(
     halves: dict[bytes, tuple[bytes, bytes]],
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
-    """Return whether the encoding of ``left + right`` alone joins tokens across the boundary between the two.
-
-    The loop undoes merges, the latest first. ``left`` and ``right`` are the tokens at the boundary, and
-    ``left_end`` and ``right_end`` are the ranks of the merges that consumed them. Merges of equal rank apply
-    from left to right: a crossing merge comes after a merge that consumes the left token, and before a merge
-    that consumes the right token.
+    """Whether the merges, when they encode the bytes ``left + right`` alone, join tokens across the boundary
+    between ``left`` and ``right``. If so, they do not produce the token ``left + right``.
     """
+    # Undo merges, the latest first. `left` and `right` are then the tokens at the boundary, and `left_end`
+    # and `right_end` are the ranks of the merges that consumed them. Merges of equal rank apply from left to
+    # right: a crossing merge comes after a merge that consumes the left token, and before a merge that
+    # consumes the right token.
     left_end = right_end = own_rank
     while True:
         crossing = pair_rank.get((left, right))
@@ -91,7 +92,9 @@ def _is_crossed(
 
 
 def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
-    """Encode ``text`` by ranks: repeatedly join the leftmost pair of neighbors with the lowest rank."""
+    """Split ``text`` into tokens as tiktoken does: of all neighbors whose concatenation is a token, join
+    those with the lowest rank (the leftmost on ties), and repeat.
+    """
     parts = [text[i : i + 1] for i in range(len(text))]
     never = len(rank) + max(rank.values(), default=0) + 1
     while len(parts) > 1:
@@ -120,11 +123,13 @@ _WHITE_SPACE = re.compile(r"\s+")
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
-    """tiktoken cannot express this tokenizer, for the reason in the message."""
+    """tiktoken cannot encode like this tokenizer. The message says why."""
 
 
 def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | TokenizersEngine:
-    """Return a tiktoken engine if it gives the same ids, else a tokenizers engine and log a warning."""
+    """Choose the library that encodes for a tokenizer: tiktoken if it gives the same ids, else the slower
+    ``tokenizers``, with a warning. ``definition`` is the content of ``tokenizer.json``.
+    """
     try:
         return TiktokenEngine(definition, place)
     except Unsupported as reason:
@@ -135,10 +140,10 @@ def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | Tok
 
 
 class TokenizersEngine:
-    """Encodes with any ``tokenizer.json``, through Hugging Face ``tokenizers``.
+    """Encodes text with any tokenizer, through Hugging Face ``tokenizers``.
 
-    `TiktokenEngine` has the same methods, except `decode`, because `Tokenizer` itself decodes byte-level
-    tokens.
+    `TiktokenEngine` has the same methods, except `decode`: it handles only byte-level tokens, which
+    `Tokenizer` itself decodes.
     """
 
     name = "tokenizers"
@@ -164,19 +169,21 @@ class TokenizersEngine:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The id of each vocabulary entry, added tokens included."""
+        """The id of each token of the vocabulary, including added tokens."""
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Return the parts of ``written``, the content of ``tokenizer.json``, that determine the ids, as JSON
-        data."""
+        """Return those parts of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
+        fingerprint. ``written`` is the file's content.
+        """
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text. With ``special``, special tokens in the text become their ids. With ``continues``,
-        the text follows another text, so no space is added before it. Raises UnicodeEncodeError for a lone
-        surrogate."""
+        """Encode a text to token ids. With ``special``, special tokens in the text become their ids.
+        ``continues`` says that the text follows another text, so no space is added before it. Raises
+        UnicodeEncodeError for a lone surrogate.
+        """
         text.encode("utf-8")  # tokenizers' own error for a lone surrogate is unclear
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
@@ -185,8 +192,10 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a text, int64 ``[n]``, and whether each has characters in ``spans``, bool
-        ``[n]``."""
+        """Encode a text, and mark the tokens that have characters in ``spans``, pairs (first character,
+        character after the last). Returns n token ids, int64 ``[n]``, and for each whether it is marked, bool
+        ``[n]``.
+        """
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
@@ -222,7 +231,9 @@ def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """Convert errors of ``tokenizers``, which are plain Exceptions or Rust panics, into DataError."""
+    """Context manager that converts the errors of ``tokenizers``, which are plain Exceptions or Rust panics,
+    into DataError.
+    """
     try:
         yield
     except BaseException as error:
@@ -232,8 +243,9 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 class TiktokenEngine:
-    """Encodes with byte-level BPE, through tiktoken. Raises Unsupported if the tokenizer is of another kind,
-    or if ranks cannot express its merges."""
+    """Encodes text with a byte-level BPE tokenizer, through tiktoken. Raises Unsupported if the tokenizer is
+    of another kind, or if tiktoken would give other ids.
+    """
 
     name = "tiktoken"
     is_byte_level = True
@@ -312,8 +324,10 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """Return the splitting pattern of a ``pre_tokenizer`` entry, and whether it adds a space before the
-    text."""
+    """Read the ``pre_tokenizer`` entry of a ``tokenizer.json``. Returns the regular expression that splits a
+    text into pieces, and whether a space is added before the text. Raises Unsupported if tiktoken cannot
+    split in the same way.
+    """
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers")
@@ -334,7 +348,9 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
 
 
 def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray | None]:
-    """Return tiktoken's ranks, and the id of each rank (None if ids and ranks are equal)."""
+    """Return tiktoken's rank of each token, and the id of each rank (None if ids and ranks are equal).
+    ``model`` is the ``model`` entry of a ``tokenizer.json``. Raises Unsupported.
+    """
     vocab: dict[str, int] = model["vocab"]
     id_of = {token_to_bytes(token): token_id for token, token_id in vocab.items()}
     id_of.pop(None, None)
@@ -357,10 +373,11 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens that no merge makes. With ``ignore_merges``, they encode only a whole piece of text.
+    """Return the tokens of the vocabulary that no merge makes. With ``ignore_merges``, such a token is used
+    only if it equals a whole piece (word) of the split text.
 
-    tiktoken does the same, but would also join two neighbors into such a token, so that case raises
-    Unsupported.
+    tiktoken uses whole pieces in the same way, but would also join two neighbors into such a token. Raises
+    Unsupported if that could happen.
     """
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -1,6 +1,6 @@
 """Read and write the files of a tokenizer: ``tokenizer.json``, or GPT-2's ``vocab.json`` and ``merges.txt``.
 
-Both become a *definition*, the content of a ``tokenizer.json``.
+In memory, both are a *definition*: a dictionary with the content of a ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _MAX_ID = (1 << 24) - 1  # limits memory, because tables are as long as the high
 
 
 def _byte_characters() -> list[str]:
-    """Return GPT-2's printable character for each byte: the byte itself if printable, else the next unused
-    character from U+0100 on."""
+    """Return the printable character by which GPT-2's files represent each byte: the character with this code
+    if it is printable, else the next unused character from U+0100 on.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, extra = [], 0x100
     for byte in range(256):
@@ -51,8 +52,9 @@ _BYTE_OF = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
 
 def token_to_bytes(token: str) -> bytes | None:
-    """Return the bytes of a vocabulary entry, or None if the entry is not written in GPT-2's byte
-    alphabet."""
+    """Return the bytes of a token that is written in GPT-2's byte alphabet, one character per byte. Returns
+    None if it contains other characters.
+    """
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -61,13 +63,14 @@ def token_to_bytes(token: str) -> bytes | None:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer.
+    """The contents of a tokenizer's files.
 
     Attributes:
-        definition: content of ``tokenizer.json``.
-        has_definition: whether ``tokenizer.json`` exists. If not, ``definition`` was made from ``vocab.json``
-            and ``merges.txt``.
-        side_texts: texts of the `SIDE_FILES` in the directory, by name.
+        definition: the content of ``tokenizer.json``.
+        has_definition: whether there is a ``tokenizer.json``. If not, ``definition`` was made from
+            ``vocab.json`` and ``merges.txt``.
+        side_texts: the texts of other files in the directory, such as ``tokenizer_config.json``
+            (`SIDE_FILES`), by name.
     """
 
     definition: dict[str, Any]
@@ -76,9 +79,12 @@ class TokenizerFiles:
 
 
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
-    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a ``merges.txt``.
-    Side files are read only from a directory. Raises DataError if there is no tokenizer or its files are
-    damaged."""
+    """Read a tokenizer's files. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a
+    ``merges.txt``.
+
+    Other files, such as ``tokenizer_config.json``, are read only if ``path`` is a directory. Raises DataError
+    if there is no tokenizer or its files are damaged.
+    """
     path = Path(path)
     try:
         path.stat()
@@ -110,8 +116,10 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Add the templates in ``additional_chat_templates/``, if any, to ``texts``, the side files. All chat
-    templates are moved to ``tokenizer_config.json``, which transformers also reads."""
+    """Add the chat templates in ``additional_chat_templates/`` to ``texts``, the contents of the files beside
+    the tokenizer. If there are any, all chat templates are moved to ``tokenizer_config.json``, where
+    transformers also finds them.
+    """
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts
@@ -139,8 +147,9 @@ def _how_to_make(directory: Path) -> str:
 def read_vocab_and_merges(
     vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Read a GPT-2 style pair of files as a definition. ``<|endoftext|>`` becomes a special token if the
-    vocabulary has it. Raises DataError."""
+    """Read GPT-2's pair of files, and return the content of an equivalent ``tokenizer.json``. If the
+    vocabulary has ``<|endoftext|>``, it becomes a special token. Raises DataError.
+    """
     vocab = read_json(Path(vocab_path), error=DataError)
     lines = _read_text(Path(merges_path), _MAX_MERGES_BYTES).split("\n")
     merges = []
@@ -158,8 +167,9 @@ def read_vocab_and_merges(
 
 
 def make_definition(vocab: dict[str, int], merges: list[list[str]], special: list[str]) -> dict[str, Any]:
-    """Make a ``tokenizer.json`` like GPT-2's. ``special`` tokens that are not in the vocabulary are
-    left out."""
+    """Return the content of a ``tokenizer.json`` for a byte-level BPE tokenizer like GPT-2's. ``special``
+    tokens that are not in the vocabulary are left out.
+    """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -197,11 +207,12 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """Return the files of a tokenizer by name, as ``AutoTokenizer.from_pretrained`` loads them.
+    """Return the contents of the files to write for a tokenizer, by name, so that
+    ``AutoTokenizer.from_pretrained`` loads the same tokenizer.
 
-    These are ``tokenizer.json`` and the side files, including a new ``tokenizer_config.json`` if there is
-    none. A tokenizer like GPT-2's also gets ``vocab.json`` and ``merges.txt``. ``eod`` is None if the
-    vocabulary has no end-of-document token.
+    These are ``tokenizer.json`` and the files that were read beside it; if there was no
+    ``tokenizer_config.json``, one is made. For a tokenizer like GPT-2's, ``vocab.json`` and ``merges.txt``
+    are added. ``eod`` is the end-of-document token; None if the vocabulary has none.
     """
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
@@ -222,14 +233,18 @@ def _made_config(eod: str | None) -> str:
 
 
 def _is_like_gpt2(definition: dict[str, Any]) -> bool:
-    """Return whether vocabulary and merges alone determine the tokenizer."""
+    """Whether vocabulary and merges alone determine the tokenizer, so that GPT-2's two files can represent
+    it.
+    """
     pre_tokenizer = definition.get("pre_tokenizer") or {}
     is_plain = pre_tokenizer.get("type") == "ByteLevel" and not definition.get("normalizer")
     return is_plain and definition["model"]["type"] == "BPE"
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges of a model as pairs. Files store them as pairs or as "left right"."""
+    """Return the merges of a BPE model as pairs of tokens. Files store a merge as a pair or as the text "left
+    right".
+    """
     return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
 
 
@@ -243,8 +258,9 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Check that the ids of a definition are distinct and its merges are in the vocabulary, and return the
-    definition."""
+    """Return ``definition``, the content of a ``tokenizer.json``, after checking it. Raises DataError if it
+    is damaged, for example if two tokens share an id or a merge is not in the vocabulary.
+    """
     try:
         _check(definition)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,9 +1,10 @@
-"""Interpret a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
+"""Read a tokenizer's directory as Hugging Face transformers does, with its special tokens, prefixes and
+suffixes.
 
 transformers adds tokens from ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``
-to ``tokenizer.json``, and some of its tokenizer classes replace parts of it. `as_transformers` does the same
-as ``AutoTokenizer`` of transformers 5 for GPT-2 and Llama; ``tests/data/tokenizer/test_tokenizer_hf.py``
-compares the ids.
+to those in ``tokenizer.json``, and some of its tokenizer classes replace parts of that file.
+`as_transformers` gives the same ids as ``AutoTokenizer`` of transformers 5 for GPT-2 and Llama;
+``tests/data/tokenizer/test_tokenizer_hf.py`` compares them.
 """
 
 from __future__ import annotations
@@ -37,21 +38,27 @@ Token = dict[str, Any]
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The texts of a tokenizer's `SIDE_FILES`, by name. ``place`` is their directory, for messages."""
+    """The files beside a ``tokenizer.json``, such as ``tokenizer_config.json``: their texts by name.
+    ``place`` is their directory, for messages.
+    """
 
     texts: Mapping[str, str]
     place: str = "the tokenizer"
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file, or an empty dictionary if there is no such file. Raises
-        DataError."""
+        """Return the JSON object in the file ``name``, or an empty dictionary if there is no such file.
+        Raises DataError if it is not JSON.
+        """
         if name not in self.texts:
             return {}
         return parse_json(self.texts[name].encode(), f"{self.place}/{name}", DataError)
 
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
-        """Return the named tokens, such as ``bos_token``. ``special_tokens_map.json`` takes precedence.
-        ``defaults`` are the named tokens of the class in transformers, for names that the files do not set.
+        """Return the special tokens that have a name in transformers, such as ``bos_token``. If two files
+        name the same token, ``special_tokens_map.json`` takes precedence over ``tokenizer_config.json``.
+
+        ``defaults`` are the texts that the tokenizer class of transformers uses for names that the files do
+        not set.
         """
         config = self.read(CONFIG)
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -62,7 +69,9 @@ class SideFiles:
 
     @property
     def class_name(self) -> str:
-        """The tokenizer's class in transformers, without ``Fast``. Empty if the files do not name a class."""
+        """The tokenizer class that the files name, as in transformers, but without the ending ``Fast``. Empty
+        if they name none.
+        """
         name = self.read(CONFIG).get("tokenizer_class")
         return name.removesuffix("Fast") if isinstance(name, str) else ""
 
@@ -72,8 +81,9 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids in ``eos_token_id`` of ``generation_config.json``, which is a number or a list. Raises
-        DataError."""
+        """The end tokens in ``generation_config.json``: its ``eos_token_id`` is one id or a list. Empty if it
+        is not set. Raises DataError.
+        """
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
         if not all(type(one) is int and one >= 0 for one in ids):
@@ -84,8 +94,9 @@ class SideFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name, with ``default`` for the standard template. ``chat_template.jinja``
-        takes precedence. Raises DataError."""
+        """The chat templates by name; the standard template is called ``default``. If there is a
+        ``chat_template.jinja``, it takes precedence over ``tokenizer_config.json``. Raises DataError.
+        """
         if CHAT_TEMPLATE in self.texts:
             return {"default": self.texts[CHAT_TEMPLATE]}
         given = self.read(CONFIG).get("chat_template")
@@ -98,8 +109,9 @@ class SideFiles:
         return {one["name"]: one["template"] for one in listed}
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
-        """Return a copy of the files with ``eos`` as the end-of-text token, where a file names such a
-        token."""
+        """Return a copy of ``files`` in which ``eos`` is the end-of-text token (None: no change). Changes
+        ``tokenizer_config.json``, and ``special_tokens_map.json`` if it names an end-of-text token.
+        """
         texts = dict(files.side_texts)
         for name in (CONFIG, SPECIAL_TOKENS):
             content = self.read(name)
@@ -110,10 +122,13 @@ class SideFiles:
         return replace(files, side_texts=texts)
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
-        """Return the tokens that transformers adds to a definition, in its order. ``added``, the tokens of
-        ``tokenizer.json``, are included if ``tokenizer_config.json`` has no ``added_tokens_decoder``. Raises
-        DataError."""
-        config, (extra, former) = self.read(CONFIG), self._extra()
+        """Return the tokens that transformers adds to a vocabulary, in the order in which it adds them.
+
+        ``added`` are the added tokens of ``tokenizer.json``, which count only if ``tokenizer_config.json``
+        has no ``added_tokens_decoder``. ``named`` are the special tokens that have a name, such as
+        ``bos_token``. Raises DataError.
+        """
+        config, (extra, former) = self.read(CONFIG), self._unnamed_special_tokens()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
             listed = self._by_id(config["added_tokens_decoder"])
@@ -133,9 +148,11 @@ class SideFiles:
         ordered = sorted(listed, key=int)
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
-    def _extra(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens without a name, and the tokens under the legacy key of
-        ``special_tokens_map.json``. The latter are used only if the current key has no list."""
+    def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
+        """Return two lists of special tokens that have no name such as ``bos_token``. The second has the
+        tokens under ``additional_special_tokens``, the legacy key of ``special_tokens_map.json``; it is empty
+        if another key has a list. The first has all others.
+        """
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -173,13 +190,13 @@ def _token(content: str, *, special: bool) -> Token:
 
 @dataclass(frozen=True)
 class TransformersTokenizer:
-    """A tokenizer as ``AutoTokenizer`` loads it.
+    """What ``AutoTokenizer`` of Hugging Face transformers makes of a tokenizer's files.
 
     Attributes:
-        definition: content of ``tokenizer.json``.
+        definition: the content of a ``tokenizer.json``, completed from the other files.
         bos_token, eos_token: texts of BOS and EOS; None if no file names them.
-        before, after: ids added before and after a text.
-        named: texts of all named tokens.
+        before, after: the ids that are added before and after a text.
+        named: texts of all special tokens that have a name, such as ``bos_token``.
     """
 
     definition: dict[str, Any]
@@ -191,11 +208,13 @@ class TransformersTokenizer:
 
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
-    """Complete a definition as transformers does. ``definition`` itself is not modified.
+    """Complete a tokenizer from the files beside it, as transformers does. ``definition`` is the content of
+    its ``tokenizer.json`` and is not modified.
 
-    If the definition was read from a ``tokenizer.json`` (``is_file``), its post-processor determines the ids
-    added around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do. Raises DataError if a file is
-    damaged.
+    The ids that are added around a text come from the post-processor in ``tokenizer.json``. If there is no
+    such file (``is_file`` is False, because ``definition`` was made from ``vocab.json`` and ``merges.txt``),
+    they come from ``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json``. Raises DataError if a
+    file is damaged.
     """
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
@@ -226,7 +245,12 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
-    """Add tokens to ``table`` as the ``tokenizers`` library does: a known token keeps its id."""
+    """Add special or ordinary ``tokens`` to ``table``, a dictionary from the text of each added token to its
+    entry.
+
+    Ids are chosen as in the ``tokenizers`` library: a token that is in ``table`` or ``vocab`` keeps its id,
+    others get the next free one.
+    """
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:
         content = token["content"]
@@ -243,8 +267,9 @@ def _is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 
 def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
-    """Apply ``LlamaTokenizer`` of transformers 5, which keeps the vocabulary, merges and post-processor of
-    the file and replaces the rest."""
+    """Change a tokenizer as the class ``LlamaTokenizer`` of transformers 5 does: it keeps only vocabulary,
+    merges and post-processor of the file, and replaces the rest.
+    """
     config = side.read(CONFIG)
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"
@@ -266,8 +291,9 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
 
 
 def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
-    """Apply ``add_prefix_space`` of ``tokenizer_config.json`` to a tokenizer that splits text like
-    GPT-2's."""
+    """Apply the option ``add_prefix_space`` of ``tokenizer_config.json`` (``wanted``) to a tokenizer that
+    splits text like GPT-2's. Other tokenizers are not changed.
+    """
     cutting = definition.get("pre_tokenizer") or {}
     if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
         return definition
@@ -275,8 +301,9 @@ def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any
 
 
 def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a ``post_processor`` adds before and after a text. Raises DataError if the
-    post-processor is damaged or of an unknown kind."""
+    """Return the ids that the ``post_processor`` of a ``tokenizer.json`` adds before and after a text. Raises
+    DataError if it is damaged or of an unknown kind.
+    """
     kind = processor.get("type") if isinstance(processor, dict) else None
     if processor is None or kind == "ByteLevel":
         return (), ()

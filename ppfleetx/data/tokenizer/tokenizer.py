@@ -44,9 +44,9 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class ByteStreamDecoder:
-    """Decodes byte-level tokens one by one, and holds back incomplete characters.
+    """Decodes the ids of a byte-level tokenizer one by one. Holds back the bytes of an incomplete character.
 
-    All returned texts concatenated, including that of `finish`, equal the result of `Tokenizer.decode` for
+    The returned texts, including that of `finish`, are together equal to the result of `Tokenizer.decode` for
     all ids at once. ``table`` has the bytes of each id; ids in ``skipped`` produce no text.
     """
 
@@ -55,18 +55,23 @@ class ByteStreamDecoder:
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """Decode one more id. Returns the text that is complete, which may be empty."""
+        """Decode the next id. Returns the text that is complete now and was not returned before; it may be
+        empty.
+        """
         return "" if token_id in self._skipped else self._bytes.decode(self._table.get(token_id, b""))
 
     def finish(self) -> str:
-        """Return the rest of the text; an incomplete character becomes U+FFFD."""
+        """Return the text that was held back, when no id follows. An incomplete character becomes U+FFFD."""
         return self._bytes.decode(b"", final=True)
 
 
 class TextStreamDecoder:
-    """Like `ByteStreamDecoder`, for tokens whose text depends on earlier tokens: a leading space is dropped,
-    and a character may consist of byte tokens, ``<0xE4><0xBD><0xA0>``. ``after`` are the ids that precede the
-    decoded ids."""
+    """Decodes ids one by one for tokenizers in which the text of a token depends on earlier tokens, as in
+    SentencePiece. There, the first token loses its leading space, and a character may consist of several byte
+    tokens, ``<0xE4><0xBD><0xA0>``.
+
+    Works like `ByteStreamDecoder`. ``after`` are the ids that precede those to decode, such as the prompt.
+    """
 
     def __init__(
         self,
@@ -106,15 +111,17 @@ class TextStreamDecoder:
 
 
 class Tokenizer:
-    """A tokenizer read from files.
+    """Converts text to token ids and back, as described by a tokenizer's files.
 
-    `encode` treats everything as plain text: ``<|endoftext|>`` is encoded like any other characters, and no
-    token is added at either end. It is used to prepare corpora. `encode_prompt` does the same as Hugging
-    Face's ``AutoTokenizer`` with the same directory: special tokens in the text become their ids, and the
-    post-processor adds its own tokens, such as BOS. `encode_continuation` encodes text that follows a prompt.
+    There are three ways to encode. `encode` treats everything as plain text: ``<|endoftext|>`` is encoded
+    like any other characters, and no token is added at either end. It is used to prepare corpora.
+    `encode_prompt` does the same as Hugging Face's ``AutoTokenizer`` with the same directory: special tokens
+    in the text become their ids, and the post-processor adds its own tokens, such as BOS.
+    `encode_continuation` encodes a text that follows a prompt.
 
-    ``eod_token`` ends a document and is used as padding. None: the ``eos_token`` of the files, else
-    ``<|endoftext|>``. Raises DataError if the files are damaged or neither library supports them.
+    ``eod_token`` is the token that ends a document; it also serves as padding. None: use the ``eos_token`` of
+    the files or, if they name none, ``<|endoftext|>``. Raises DataError if the files are damaged, or if
+    neither tiktoken nor ``tokenizers`` can encode with them.
     """
 
     def __init__(
@@ -148,8 +155,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
-        """Load a directory, a ``tokenizer.json``, or a ``vocab.json`` with ``merges.txt`` beside it. Raises
-        DataError."""
+        """Load a tokenizer. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` with
+        ``merges.txt`` beside it. Raises DataError.
+        """
         return cls(read_files(path), eod_token=eod_token, place=os.fspath(path))
 
     @classmethod
@@ -164,22 +172,24 @@ class Tokenizer:
         return cls(files, eod_token=eod_token, place=os.fspath(vocab_path))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write files that this class and Hugging Face ``transformers`` can load."""
+        """Write the tokenizer to a directory that this class and Hugging Face ``transformers`` can load."""
         write_files(self.files(), directory)
 
     def files(self) -> dict[str, str]:
-        """The texts of the files that :meth:`save` writes, by name."""
+        """The contents of the files that :meth:`save` writes, by file name."""
         eod = self.eod_token if self.has_eod else None
         return file_texts(self._side.with_eos(self._files, eod), eod)
 
     @property
     def engine_name(self) -> str:
-        """The library that encodes: ``tiktoken`` or ``tokenizers``."""
+        """The name of the library that encodes text: ``tiktoken`` or ``tokenizers``."""
         return self._engine.name
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether tokens are bytes, rather than text that depends on earlier tokens."""
+        """Whether each token stands for fixed bytes. If not, the text of a token depends on the tokens before
+        it.
+        """
         return self._engine.is_byte_level
 
     # ---- vocabulary
@@ -195,7 +205,7 @@ class Tokenizer:
 
     @cached_property
     def eod_id(self) -> int:
-        """The id of the end-of-document token. Raises DataError if there is none."""
+        """The id of the end-of-document token. Raises DataError if the vocabulary lacks this token."""
         token_id = self._ids.get(self.eod_token)
         if token_id is None:
             others = ", ".join(self._special) or "none"
@@ -210,21 +220,24 @@ class Tokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """The tokenizer's own chat templates by name, with ``default`` for the standard template. Raises
-        DataError."""
+        """The chat templates in the tokenizer's directory, by name; the standard template is called
+        ``default``. Raises DataError.
+        """
         return self._side.chat_templates
 
     @cached_property
     def start_id(self) -> int:
-        """The id from which to generate without a prompt: BOS, or the end-of-document token if there is no
-        BOS."""
+        """The id with which generation starts if the prompt is empty: BOS or, if there is no BOS, the
+        end-of-document token.
+        """
         start = self._ids.get(self._bos_token) if self._bos_token is not None else None
         return self.eod_id if start is None else start
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text: the end-of-document token, and the ids in
-        ``generation_config.json``."""
+        """The ids that end a generated text: the end-of-document token, and the ``eos_token_id`` of
+        ``generation_config.json``.
+        """
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
@@ -242,8 +255,8 @@ class Tokenizer:
         """A SHA-256 of everything that determines the ids of a text: vocabulary, merges, special tokens,
         splitting rules.
 
-        The same for ``vocab.json`` + ``merges.txt`` as for the equivalent ``tokenizer.json``. Tokens that
-        `encode_prompt` adds around a text are not included.
+        It is the same for ``vocab.json`` with ``merges.txt`` as for an equivalent ``tokenizer.json``. Tokens
+        that `encode_prompt` adds around a text are not included.
         """
         written = self._files.definition
         vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
@@ -258,35 +271,41 @@ class Tokenizer:
     # ---- text to ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode ``text`` without recognizing special tokens. Like all methods that encode, raises DataError
-        for a lone surrogate, which UTF-8 cannot represent."""
+        """Encode ``text`` as plain text: special tokens in it are not recognized, and no token is added. Like
+        all methods that encode, raises DataError for a lone surrogate, which UTF-8 cannot represent.
+        """
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Encode ``text`` to an integer array (uint32 or int64), which is faster than `encode`."""
+        """Encode ``text`` as plain text, like `encode`, to an integer array (uint32 or int64). This is faster
+        than a list.
+        """
         return self._encode(text, special=False, continues=False)
 
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a prompt or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
+        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
 
-        Adds `prefix_ids` and `suffix_ids` around the text. Special tokens in the text become their ids,
-        unless ``split_special_tokens`` is set in the directory.
+        With ``add_special_tokens``, `prefix_ids` and `suffix_ids` are added around the text. With
+        ``parse_special_tokens``, special tokens in the text become their ids, unless ``split_special_tokens``
+        is set in the tokenizer's directory.
         """
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Encode a text that follows another text. No token and no space is added before it."""
+        """Encode a text that follows another text, such as a response after a prompt. Neither a token nor a
+        space is added before it.
+        """
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text including its special tokens, and mark the tokens with characters in ``spans``.
-        Nothing is added around the text.
+        """Encode a text, and mark the tokens that have characters in ``spans``, for example in the
+        assistant's turns of a chat. Special tokens in the text become their ids; no token is added around it.
 
-        ``spans`` are pairs (first character, character after the last). Returns the ids, int64 ``[n]``, and
-        the marks, bool ``[n]``.
+        ``spans`` are pairs (first character, character after the last). Returns n token ids, int64 ``[n]``,
+        and for each whether it is marked, bool ``[n]``.
         """
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
@@ -299,8 +318,9 @@ class Tokenizer:
     # ---- ids to text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, which are empty for an id outside the vocabulary (a padding row of the
-        model)."""
+        """Return the bytes of the text of a token. They are empty for an id outside the vocabulary, which a
+        model with a padded vocabulary may produce.
+        """
         return self._bytes.get(token_id, b"")
 
     @cached_property
@@ -313,8 +333,9 @@ class Tokenizer:
         return table
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
-        """Decode ``ids``. Ids outside the vocabulary produce no text. Bytes that are not UTF-8 become
-        U+FFFD."""
+        """Convert token ids to text. Ids outside the vocabulary produce no text. Bytes that are not UTF-8
+        become U+FFFD.
+        """
         values = np.asarray(ids).tolist()
         if skip_special_tokens:
             special = self.special_ids
@@ -327,7 +348,9 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> ByteStreamDecoder | TextStreamDecoder:
-        """Return a decoder for ids that arrive one by one. ``after`` are the ids that precede them."""
+        """Return a decoder for ids that arrive one by one. ``after`` are the ids that precede them, such as
+        the prompt; they can affect how the text begins.
+        """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)
@@ -353,8 +376,9 @@ def from_section(cfg: TokenizerConfig) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise DataError if a tokenizer has more ids than ``vocab_size``, the vocabulary of a model. It may have
-    fewer."""
+    """Raise DataError if a tokenizer has more ids than a model with a vocabulary of ``vocab_size``. It may
+    have fewer.
+    """
     count = tokenizer.vocab_size
     if count > vocab_size:
         raise DataError(
@@ -371,13 +395,13 @@ def train_tokenizer(
     min_frequency: int = 2,
     special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
 ) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on ``texts``, which are read once and not stored. The same texts give
-    the same tokenizer.
+    """Train a byte-level BPE tokenizer on ``texts``, which are read once and not stored. The same texts
+    always give the same tokenizer.
 
-    Ids are assigned as in GPT-2: the bytes, the merges in the order learned, then the special tokens. The
-    first special token is the end-of-document token. There are fewer than ``vocab_size`` ids if no remaining
-    pair of neighbors occurs ``min_frequency`` times. Raises DataError if ``vocab_size`` is too small or there
-    is no text.
+    Ids are assigned as in GPT-2: first the 256 bytes, then the merges in the order learned, then the special
+    tokens. The first special token is the end-of-document token. There are fewer than ``vocab_size`` ids if,
+    at some point, no pair of neighbors occurs at least ``min_frequency`` times. Raises DataError if
+    ``vocab_size`` is too small or there is no text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers

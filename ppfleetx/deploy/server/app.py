@@ -210,7 +210,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _our_error)
+    app.add_exception_handler(Exception, _internal_error)
     app.add_middleware(Accounting, paths=(COMPLETIONS, CHAT, EMBEDDINGS), metrics=service.metrics)
     if service.cfg.allowed_origins:
         origins = list(service.cfg.allowed_origins)
@@ -367,8 +367,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
-async def _our_error(request: Request, error: Exception) -> Response:
-    """Respond with status 500 to an exception that is a bug of the server. The web framework logs the
-    traceback.
-    """
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Respond with status 500 to an exception that is a bug of the server. The traceback is logged."""
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

@@ -34,7 +34,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """Check one message of a chat request. A content that is a list of text parts is joined to one text."""
+    """Check one message of a chat request. If its content is a list of text parts, they are joined into one
+    text.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)

@@ -35,7 +35,7 @@ def _is_list_of_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _count_of_top(value: Any) -> int | None:
+def _read_logprobs(value: Any) -> int | None:
     """Check the ``logprobs`` of a completion request: a number of alternatives per token. Some clients send
     ``false`` if they want no log-probabilities, which becomes None.
     """
@@ -54,7 +54,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     add_special_tokens: bool = True
     best_of: int | None = Field(None, ge=1)
-    logprobs: Annotated[int | None, BeforeValidator(_count_of_top)] = None
+    logprobs: Annotated[int | None, BeforeValidator(_read_logprobs)] = None
     suffix: NotSupported = None
 
     @model_validator(mode="after")

@@ -1,4 +1,6 @@
-"""Request formats of ``/v1/embeddings``, ``/tokenize`` and ``/detokenize``, and the response of the first."""
+"""Request formats of the routes ``/v1/embeddings``, ``/tokenize`` and ``/detokenize``, and the response of
+``/v1/embeddings``.
+"""
 
 from __future__ import annotations
 

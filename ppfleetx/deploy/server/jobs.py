@@ -59,7 +59,7 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Failed:
-    """Event: the request has failed, and no other event follows."""
+    """Event: the whole request has failed. The client gets ``error`` as the response."""
 
     error: ApiError
 

@@ -1,4 +1,4 @@
-"""Turn the requests of clients into jobs for the scheduler: tokenize prompts and check lengths and options."""
+"""Turn client requests into jobs for the scheduler: tokenize prompts and check lengths and options."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _nothing(value: Any) -> None:
+def _refuse_unless_empty(value: Any) -> None:
     """Raise ValueError for a parameter of OpenAI's API that the server does not support. Values without
     effect, such as 0 or an empty list, are accepted, because some clients send them.
     """
@@ -91,7 +91,7 @@ def _nothing(value: Any) -> None:
         raise ValueError("is not supported; leave it out")
 
 
-NotSupported = Annotated[None, BeforeValidator(_nothing)]
+NotSupported = Annotated[None, BeforeValidator(_refuse_unless_empty)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -158,8 +158,8 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The structured output that the client wants (None: free text), preceded by the name of the
-        parameter that asks for it.
+        """The structured output that the client wants, as a pair: the name of the parameter that asks for it,
+        and the output's form (None: free text).
         """
         if self.response_format is not None:
             return "response_format", self.response_format

@@ -226,8 +226,9 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, model: ServedModel, *, has_newcomers: bool) -> paddle.Tensor:
-        """Run one pass of a model's batch. Returns logits ``[1 + s, b, V]``: those after the last token of
-        each of the b sequences, then those after each of its draft tokens, at most s.
+        """Run one forward pass for a model's batch of b sequences, each with up to s draft tokens. Returns
+        logits ``[1 + s, b, V]``: those after the last token of each sequence, then those after each of its
+        draft tokens.
         """
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:

@@ -1,7 +1,6 @@
 """Key/value caches for the decoding loop inside an exported program.
 
-A column is one position. Shape letters: b rows (sequences of the batch), g key/value heads, k columns
-allocated, s new positions, d head size.
+A row is one sequence of the batch, and a column is one position.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Concatenate ``key`` and ``value``, ``[b, g, s, d]``, to those of one layer, and return the result.
-        Must be called for layer 0, then layer 1, and so on.
+        """Concatenate ``key`` and ``value`` of the new positions to those of one layer, and return the
+        result. Shapes are [rows, key/value heads, positions, head size]. Must be called for layer 0, then
+        layer 1, and so on.
         """
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
@@ -59,9 +59,10 @@ class RoomCache:
     """A key/value cache for one iteration of the exported decoding loop, which writes new keys and values
     into memory that was allocated before the loop.
 
-    The keys and values ``past [b, g, k, d]`` are zero from ``column [1]`` on, where the new ones are written
-    in place. Copying all of them in every iteration would take a tenth of the time for a batch of 8.
-    ``visible [b, k]`` says which columns each row may attend to.
+    The keys and values ``past`` of each layer are [rows, key/value heads, allocated columns, head size]. They
+    are zero from ``column`` on, where the new ones are written in place. Copying all of them in every
+    iteration would take a tenth of the time for a batch of 8. ``visible`` says which columns each row may
+    attend to, bool [rows, allocated columns].
     """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
@@ -72,8 +73,8 @@ class RoomCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Write ``key`` and ``value``, ``[b, g, 1, d]``, into the memory of one layer. Must be called for
-        layer 0, then layer 1, and so on.
+        """Write ``key`` and ``value`` of one new position into the memory of one layer. Both are [rows,
+        key/value heads, 1, head size]. Must be called for layer 0, then layer 1, and so on.
         """
         # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
@@ -91,7 +92,7 @@ class RoomCache:
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
         """The additive attention mask for layers with a sliding window of ``window`` positions (None: no
-        window). Counts columns as positions, because no column inside the window is unused.
+        window). Columns count as positions here, because only padding on the left is unused.
         """
         if window not in self.penalties:
             visible = self.visible

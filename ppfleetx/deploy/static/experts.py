@@ -1,7 +1,6 @@
 """Expert layers (MoE) in an exported program, where the number of rows per expert is known only at run time.
 
-A row is the hidden state of one token on its way to one expert. Shape letters: n rows sorted by expert, E
-experts, k input features, m output features.
+A row is the hidden state of one token on its way to one expert. Rows are sorted by expert.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round
 
 
 class GroupedMatrix:
-    """The weight matrices ``weight [E, k, m]`` of all experts, constants of an exported program.
+    """The weight matrices of all experts, ``weight`` [experts, inputs, outputs], constants of an exported
+    program.
 
     ``stored`` is the quantized layer from which they are dequantized when the program is loaded; None if the
     model is not quantized. With ``by_cpu_ops``, our C++ operator computes the products.
@@ -28,8 +28,9 @@ class GroupedMatrix:
         self.weight, self.stored, self.by_cpu_ops = weight, stored, False
 
     def begin(self) -> None:
-        """Add the operations that dequantize the matrices to the program. Must be called at its beginning and
-        outside of branches, so that these operations run only once, when the program is loaded.
+        """Add to the program the operations that dequantize these matrices. Must be called at the beginning
+        of the program and outside of branches, so that these operations run only once, when the program is
+        loaded.
         """
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
@@ -40,17 +41,17 @@ class GroupedMatrix:
     def linear(
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Apply each expert's linear layer to its rows: ``x [n, k]`` becomes ``[n, m]``. ``counts [E]`` is
-        the number of rows of each expert, and ``bias`` is ``[E, m]``.
+        """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
+        [rows, outputs]. ``counts`` has the number of rows of each expert. ``bias`` is [experts, outputs].
         """
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
             product = self._multiply(integers, counts)
-            product = product * step * _of_rows(stored.scale.squeeze(1), counts, x)
+            product = product * step * _repeat_for_rows(stored.scale.squeeze(1), counts, x)
         else:
             product = self._multiply(x, counts)
-        return product if bias is None else product + _of_rows(bias, counts, x)
+        return product if bias is None else product + _repeat_for_rows(bias, counts, x)
 
     def _multiply(self, x: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
         if self.by_cpu_ops:
@@ -58,15 +59,17 @@ class GroupedMatrix:
         return grouped_product(x, self.weight, counts)
 
 
-def _of_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Repeat row e of ``values [E, m]`` for all rows of expert e. Returns ``[n, m]``."""
+def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
+    """Give each row of hidden states the value of its expert: repeat row e of ``values`` [experts, outputs]
+    for all rows of expert e. Returns [rows, outputs]. ``counts`` has the number of rows of each expert.
+    """
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply the rows of each expert by its matrix: ``x [n, k]`` times ``weight [E, k, m]`` gives ``[n,
-    m]``. ``counts [E]`` is the number of rows of each expert.
+    """Multiply the rows of each expert by its matrix: ``x`` [rows, inputs], sorted by expert, and ``weight``
+    [experts, inputs, outputs] give [rows, outputs]. ``counts`` has the number of rows of each expert.
 
     Loops over the experts that have rows, so that only one matrix is copied at a time.
     """
@@ -103,8 +106,8 @@ class ProgramGroupedLinear(nn.Layer):
             self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Apply each expert's linear layer to its rows: ``x [n, k]`` becomes ``[n, m]``. ``counts [E]`` is
-        the number of rows of each expert.
+        """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
+        [rows, outputs]. ``counts`` has the number of rows of each expert.
         """
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
@@ -129,7 +132,7 @@ class ProgramExchange(ExpertExchange):
 
 
 def grouped_matrices_of(model: nn.Layer) -> list[GroupedMatrix]:
-    """Replace the expert layers of ``model`` by exportable ones, and return the matrices of the new layers."""
+    """Replace the expert layers of ``model`` by exportable ones, and return the new layers' matrices."""
     matrices = []
     for mixture in model.sublayers():
         if isinstance(mixture, MoE):

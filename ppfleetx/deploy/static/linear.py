@@ -2,12 +2,10 @@
 operation.
 
 On a CPU, MKL repacks the weight matrix for every product, which for a few rows costs as much as reading the
-matrix again. A matrix stored in panels, each as narrow as a tile of MKL's kernel, needs no repacking. The
-result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A single row is faster with
-the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but programs that use them run
-only on machines that have compiled them.
-
-Shape letters: m rows, k input features, n output features, p panels of w columns.
+matrix again. A matrix stored in panels, which are groups of as many columns as a tile of MKL's kernel has,
+needs no repacking. The result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A
+single row is faster with the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but
+programs that use them run only on machines that have compiled them.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 
 class Matrix:
-    """A weight matrix ``weight [k, n]``, a constant of an exported program.
+    """A weight matrix ``weight`` [inputs, outputs], a constant of an exported program.
 
-    With ``by_cpu_ops``, our C++ operator computes the products with panels. The attributes ``panels`` and
-    ``single_axis`` are set by :func:`use_panels`.
+    ``panels`` is a second copy of the matrix in another layout; it and ``single_axis`` are set by
+    :func:`use_panels`. With ``by_cpu_ops``, products with panels are computed by our C++ operator.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -40,19 +38,18 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Add the operations that prepare the matrix to the program. Must be called at its beginning and
-        outside of branches, so that these operations run only once, when the program is loaded.
+        """Add to the program the operations that prepare this matrix. Must be called at the beginning of the
+        program and outside of branches, so that these operations run only once, when the program is loaded.
         """
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x [..., k] @ weight + bias``. If panels are in use, x must be ``[m, k]``, possibly with
-        an extra axis of size 1.
+        """Compute ``x @ weight + bias``. If panels are in use, x must be a matrix [rows, inputs], possibly
+        with an extra axis of size 1.
 
-        The C++ operator computes products with any number of rows. Only from 64 rows on is it slower than
-        MKL, by at most 10%.
+        The C++ operator is used for any number of rows, although from 64 rows on MKL is up to 10% faster.
         """
         if self.panels is None:
             return F.linear(x, self.weight, bias)
@@ -122,14 +119,14 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose how ``matrices`` compute the products that are added to the program from now on: with panels, or
-    with the original matrices if ``panels`` is empty.
+    """Choose how ``matrices`` compute the products that are added to the program from now on: with panels (a
+    copy of each matrix in a layout that is faster for several rows), or with the original matrices.
 
     Args:
         matrices: the matrices to set.
-        panels: the result of :meth:`Matrix.make_panels` for each matrix, or empty.
-        single_axis: the axis of the activations ``[s, b, k]`` that has size 1 when panels are used: 0 for one
-            position of many sequences, 1 for many positions of one sequence.
+        panels: the result of :meth:`Matrix.make_panels` for each matrix. Empty: use the original matrices.
+        single_axis: the axis of the activations [positions, sequences, inputs] that has size 1 when panels
+            are used: 0 for one position of many sequences, 1 for many positions of one sequence.
     """
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis
@@ -178,7 +175,7 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add the operations that prepare the weights for ``blocks`` to the program. Must be called after
+    """Add to the program the operations that prepare the weights for ``blocks``. Must be called after
     :func:`begin` and outside of branches, so that they run only once. Does nothing if ``blocks`` is None.
     """
     if blocks is not None:

@@ -248,7 +248,7 @@ class GenerationProgram(nn.Layer):
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
         """Run the decoding loop for several sequences. ``token [b]`` are their first new tokens. Returns
-        prompts and new tokens, ``[b, n + t]``.
+        prompts and new tokens, int64 [b, prompt length + new tokens].
 
         ``rules`` are end_ids, min_new_tokens and repetition_penalty. ``sampling`` is exponentials,
         temperature, top_k and top_p. ``panels`` are the panels of ``self.matrices``; empty if panels are not
@@ -298,8 +298,8 @@ class GenerationProgram(nn.Layer):
         max_drafts: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens,
-        ``[n + t]``.
+        """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens
+        as a flat tensor.
 
         The arguments are those of ``_decode``, and ``max_drafts [1]``: in greedy search, up to so many draft
         tokens from the sequence's own text (prompt lookup) are verified in one pass.
@@ -324,7 +324,7 @@ class GenerationProgram(nn.Layer):
             count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
             if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
                 drafts = follow(history, place, count)
-                likeliest, past = self._check(history, drafts, past, panels)
+                likeliest, past = self._verify_drafts(history, drafts, past, panels)
                 right = accept(likeliest, drafts)
                 new = likeliest[: right + 1]
                 past = [tensor[:, :, : size + right] for tensor in past]
@@ -338,14 +338,14 @@ class GenerationProgram(nn.Layer):
             finished = paddle.logical_or(is_end.any(), history.shape[0] >= most)
         return history
 
-    def _check(
+    def _verify_drafts(
         self,
         history: paddle.Tensor,
         drafts: paddle.Tensor,
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the last token of ``history`` and the draft tokens ``drafts [k]`` in one pass. Returns the
+        """Run the last token of ``history`` and k draft tokens, ``drafts [k]``, in one pass. Returns the
         model's likeliest next token after each of them, ``[1 + k]``, and the new cache.
         """
         use_panels(self.matrices, panels, 1)

@@ -2,7 +2,7 @@
 
 Results equal those of :mod:`ppfleetx.generation.prompt_lookup` and :mod:`ppfleetx.generation.processors`.
 
-Shape letters: n tokens of the sequence, k draft tokens.
+Shape letters: b rows (sequences of the batch), V vocabulary size, k draft tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find where the final tokens of the sequence ``history [n]``, n >= 2, occurred before.
+    """Find where the final tokens of a sequence occurred before. ``history`` are its token ids, at least 2.
 
     Looks for the longest match of up to 3 tokens, the latest one if several are equally long. Returns the
     index of the last token of the match, and the number of matching tokens (0: no match).
@@ -45,8 +45,8 @@ def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -
 
 
 def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
-    """Return how many draft tokens are accepted, ``[1]``: the number of leading ``drafts [k]`` that equal the
-    model's likeliest tokens at the same positions, ``likeliest [k + 1]``.
+    """Return how many of k draft tokens are accepted, a tensor ``[1]``: the number of leading ``drafts [k]``
+    that equal the model's likeliest tokens at the same positions, ``likeliest [k + 1]``.
     """
     return (likeliest[:-1] == drafts).astype("int64").cumprod(0).sum().reshape([1])
 
@@ -65,8 +65,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     """Apply top-p to ``probabilities [b, V]``, with the same result as
     :func:`~ppfleetx.generation.processors.nucleus`. ``top_p`` is ``[1]``.
 
-    Puts the probabilities into buckets of similar size, and sorts only the bucket in which the sum reaches
-    ``top_p``.
+    Puts the probabilities into buckets by size, and sorts only the bucket in which the sum reaches ``top_p``.
     """
     # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
@@ -94,8 +93,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns them on the left
-    of ``[b, m]``, padded with zeros; m is the largest number in a row.
+    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns a matrix that has
+    them on the left, padded with zeros. Its width is the largest number of elements in a row.
     """
     there = paddle.nonzero(mask)
     row = there[:, 0]
