@@ -18,8 +18,8 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of steps and evaluations from a metrics file, or from the metrics file in a run's
-    directory.
+    """Read the records of steps and evaluations from a metrics file. If ``path`` is the directory of a run,
+    read the metrics file in it.
 
     An incomplete last line is ignored: the run is writing it, or was killed while writing it.
 
@@ -46,8 +46,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """Read the records of training steps from a metrics file, or from that in a run's directory. Raises the
-    errors of :func:`read_records`.
+    """Read the records of training steps from a metrics file. If ``path`` is the directory of a run, read the
+    metrics file in it. Raises the errors of :func:`read_records`.
     """
     return [record for record in read_records(path) if record["kind"] == "train"]
 

@@ -42,8 +42,8 @@ class Command:
         return None
 
     def settings(self) -> list[Setting]:
-        """Return the configuration values that the given options set. These are the options that were
-        declared with a ``key``.
+        """Return the configuration values to set: one for each given option that was declared with a
+        ``key``.
         """
         from ppfleetx.config.reading.overrides import Setting
 

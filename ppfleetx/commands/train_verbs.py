@@ -339,8 +339,9 @@ examples:
 class Report(Command):
     """Describe a run on one page: curves, evaluations, samples, speed, memory, plan, data and cost.
 
-    Reads the run's directory, and writes report.md and report.html. Samples come from `ppfleetx generate RUN
-    PROMPT --output RUN/samples.jsonl`. The run may still be training.
+    Reads the run's directory, and writes report.md and report.html. The run may still be training. The page
+    has samples of generated text if they were written by `ppfleetx generate RUN PROMPT --output
+    RUN/samples.jsonl`.
     """
 
     examples = """\

@@ -57,8 +57,9 @@ class Cluster:
     def straggling(self, num_cards: int) -> float:
         """Return by which factor a step takes longer because all nodes wait for the slowest one.
 
-        Node times are assumed to vary normally, with the standard deviation ``card.jitter``. The slowest of n
-        nodes is then expected to be about sqrt(2 ln n) standard deviations above the mean.
+        Node times are assumed to vary normally, with the standard deviation ``card.jitter``, a fraction of
+        the step time. The slowest of n nodes is then expected to be about sqrt(2 ln n) standard deviations
+        above the mean.
         """
         nodes = max(1.0, num_cards / self.per_node)
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
@@ -96,8 +97,9 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Do the work of :func:`group_of` for the axes of experts: ``ep`` (which experts), ``emp`` (slices of an
-    expert) and ``edp`` (replicas of an expert). They divide the ranks of a pipeline stage in their order.
+    """Do the work of :func:`group_of` for the axes of experts: ``ep`` distributes the experts, ``emp`` slices
+    each expert, and ``edp`` has replicas of the same experts. These axes divide the ranks of a pipeline stage
+    in the order of their numbers.
     """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp

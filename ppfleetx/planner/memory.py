@@ -370,7 +370,8 @@ def _fetched(job: Job, held: Held) -> float:
 
 def _buffers(job: Job, held: Held) -> float:
     """Return the bytes of packed gradients that are being sent. This is one bucket, or two under sharding
-    stages 2 and 3 if sending overlaps with computation. 0 if the gradients of no other rank are to be added.
+    stages 2 and 3 if sending overlaps with computation. 0 if gradients are not summed over ranks (dp,
+    sharding and sep are 1).
     """
     plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:

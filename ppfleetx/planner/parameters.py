@@ -124,8 +124,8 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Sum up the parameters on a rank. ``runs`` has the parameters of each layer with the number of equal
-    layers.
+    """Sum up the parameters on a rank. ``runs`` lists consecutive equal layers: the parameters of one of
+    them, and their number.
 
     Args:
         sharding: number of ranks that share the ownership of dense parameters.

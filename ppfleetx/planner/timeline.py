@@ -151,8 +151,8 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run one pass of a stage and send its output. Returns the stage that receives the output, in a list,
-        because it may have waited for it.
+        """Run one pass of a stage and send its output. Returns the stages that may be able to continue now,
+        because they waited for this output; there is at most one.
         """
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]

@@ -148,7 +148,7 @@ def _meant_by(place: str) -> Iterator[Path]:
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
     """Return the identity of this run, as stored in the output directory. A run that continues an earlier one
-    keeps that run's identity. Any other run gets a new one.
+    keeps that run's identity. A run that starts anew or overwrites an earlier one gets a new identity.
     """
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):

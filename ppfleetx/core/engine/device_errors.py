@@ -53,8 +53,8 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context manager that replaces a device error, raised by Paddle in its body, by an error with one clear
-    message.
+    """Context manager that replaces a device error, or a lack of memory, in its body by an error with one
+    clear message.
 
     Args:
         advice: the advice to give if memory ran out; None: compute the settings that save most for this
