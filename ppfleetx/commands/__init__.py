@@ -1,6 +1,7 @@
-"""The commands of ppfleetx. Importing this package registers the reader of FleetX checkpoints.
+"""The commands of ppfleetx, one module for each verb or group of verbs. Importing this package enables all
+commands to read checkpoints of FleetX.
 
-All functions raise a UserError (`config/errors.py`) for a mistake of the user; docstrings mention errors only
+All functions raise a UserError (`config/errors.py`) for a mistake of the user; their docstrings say so only
 if there is more to say.
 """
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class _Converters(ForeignFormats):
-    """Formats of other toolkits. Their modules are imported only for a directory that is not in our
-    format.
+    """Lets the checkpoint package recognize and open directories in the formats of other toolkits. The
+    modules that know these formats are slow to import, so they are imported only for a directory that is not
+    in our own format.
     """
 
     def described(self, path: Path) -> str | None:

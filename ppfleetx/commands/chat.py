@@ -1,4 +1,4 @@
-"""The implementation of the verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
+"""Implement ``ppfleetx chat``, a conversation with a model in a terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -42,12 +42,15 @@ any number of lines, and commands and backslashes in it mean nothing. Ctrl-C sto
 
 @dataclass
 class Conversation:
-    """A conversation with a model.
+    """A conversation with a model, which answers each message in the light of the earlier ones.
 
     Attributes:
+        generator: the model.
+        template: the chat template, which turns messages into a prompt.
         options: settings of answers; ``max_dec_len`` limits the tokens of an answer.
         seed: the seed of the next answer; each answer adds 1.
-        turns: the messages and answers so far.
+        system: the system message; None: none.
+        turns: the messages and answers so far, oldest first.
     """
 
     generator: TextGenerator
@@ -58,15 +61,17 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def reset(self, system: str | None) -> None:
-        """Start over, with this system message."""
+        """Forget the messages so far, and start over with the system message ``system``."""
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message and its answer to the conversation. KeyboardInterrupt stops the answer and keeps the
-        text so far.
+        """Add a message to the conversation, and let the model answer it. ``on_text`` is called with each
+        piece of the answer as it is generated. Ctrl-C (KeyboardInterrupt) stops the answer; the text so far
+        stays in the conversation.
 
         Raises:
-            ChatError: the template refuses the message, or the message is too long. Nothing is added.
+            ChatError: the chat template refuses the message, or the message is too long. The conversation is
+                unchanged.
         """
         before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
@@ -101,8 +106,8 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """The token ids of the conversation, and the number of oldest messages that were dropped to make
-        room.
+        """Return the token ids of the conversation, and how many messages were left out. If the model has too
+        few positions for all, the oldest messages are dropped.
         """
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
@@ -123,7 +128,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Facts about one answer that are shown below it in the terminal."""
+    """What the terminal tells the user below an answer, such as that it was cut off."""
 
     left_out: int  # messages that the model no longer sees
     was_stopped: bool  # by Ctrl-C
@@ -136,7 +141,7 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
 
 
 def run(chat: Chat) -> None:
-    """Run a conversation until the input ends."""
+    """Chat with the model that the options name, on standard input and output, until the input ends."""
     with chat.job() as job:
         Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(job.load(), chat))
 
@@ -171,8 +176,8 @@ def _options(cfg: RunConfig) -> GenerationConfig:
 
 
 class Terminal:
-    """Reads messages from ``source``, writes answers to ``output`` and everything else to ``notes``. A
-    ``source`` that is not a terminal gets no prompts.
+    """The user's side of a chat. Reads messages from ``source`` and writes answers to ``output``. Everything
+    else, such as help, goes to ``notes``. If ``source`` is not a terminal, no prompt such as ``>`` is shown.
     """
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
@@ -182,7 +187,7 @@ class Terminal:
             import readline  # noqa: F401 (gives input() a history and keys to edit with)
 
     def talk(self, conversation: Conversation) -> None:
-        """Answer messages until the input ends or /exit is read."""
+        """Read and answer messages until the input ends or the user enters ``/exit``."""
         if conversation.template.is_plain:
             self._note(
                 "the model has no chat template: messages are written as 'User: ...', 'Assistant: ...' "
@@ -215,7 +220,9 @@ class Terminal:
             self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
 
     def _obey(self, line: str, conversation: Conversation) -> bool:
-        """Run a command such as ``/exit``. Returns False if it ends the conversation."""
+        """Execute a command of the chat, such as ``/help``. Returns False if the command ends the
+        conversation.
+        """
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -234,7 +241,9 @@ class Terminal:
         return True
 
     def _messages(self) -> Iterator[tuple[str, bool]]:
-        """Yield each input with a flag: True for a command, False for a message."""
+        """Yield the user's messages and commands as (text, whether it is a command). A message may have
+        several lines.
+        """
         while (line := self._line("> ")) is not None:
             if line.strip() == _QUOTES:
                 yield "\n".join(self._until_quotes()), False
@@ -252,7 +261,9 @@ class Terminal:
             yield line
 
     def _line(self, prompt: str) -> str | None:
-        """The next line; None at the end of the input. Ctrl-C drops the line typed so far."""
+        """Read the next line; None at the end of the input. In a terminal, Ctrl-C discards what is typed so
+        far.
+        """
         while True:
             try:
                 if self._is_watched:

@@ -1,5 +1,5 @@
-"""The verb ``check``, and ``train --check``: print the resolved plan and its arithmetic without any
-device.
+"""Implement ``ppfleetx check`` and ``train --check``: print what a configuration means, such as its parallel
+plan, parameters and batch sizes. Needs neither Paddle nor a device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ _BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Print the report on a configuration, after checking the run's directory and data."""
+    """Check a configuration, including the output directory and the data, and print a report on it. Raises
+    UserError if a run would be refused.
+
+    Args:
+        world_size: the number of processes; None: as many as the configured plan needs.
+    """
     from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
 
@@ -54,7 +59,8 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
-    """The report on ``cfg``: plan, parameters, batches, FLOPs, precision, recompute, memory and schedules.
+    """Return a text that describes the configuration: plan, parameters, batches, FLOPs, precision, recompute,
+    memory and schedules.
 
     Args:
         device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
@@ -94,7 +100,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
 
 
 def human_count(number: int) -> str:
-    """Format a count: ``174_615_846_912`` becomes ``174.6 B``."""
+    """Format a count for people: ``174_615_846_912`` becomes ``174.6 B``."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -151,8 +157,11 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
 
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
-    """The idle share of the total time, with equal stages: (p - 1) / (v m + p - 1) (Narayanan et al. 2021);
-    with zb_h1 (p - 1) / (3 m + p - 1), if all parts of a pass take equally long (Qi et al. 2023, table 2).
+    """Return the share of the time in which a pipeline stage is idle, if all stages take equally long.
+
+    With p stages, v virtual stages and m micro batches, it is (p - 1) / (v m + p - 1) (Narayanan et al.
+    2021). With the schedule ZB-H1, it is (p - 1) / (3 m + p - 1), if the forward pass and both parts of the
+    backward pass take equally long (Qi et al. 2023, table 2).
     """
     if plan.pp_schedule == "zb_h1":
         return (plan.pp - 1) / (3 * micro_batches + plan.pp - 1)
@@ -250,8 +259,8 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
 
 
 def _precision_before_start(cfg: RunConfig) -> str:
-    """The precision on ``Global.device``. If that is ``auto`` and this machine has no cards, the precision on
-    GPUs and on this machine's CPU.
+    """Describe the precision of a run whose device may not be known yet. If ``Global.device`` is ``auto`` and
+    this machine has no cards, describe it both for GPUs and for this machine's CPU.
     """
     if cfg.Global.device != "auto":
         return _precision(cfg, cfg.Global.device)
@@ -275,7 +284,9 @@ def _precision(cfg: RunConfig, device: str) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Lines on the host memory of offloaded states, assuming that mp and pp divide all parameters evenly."""
+    """Return report lines on the host memory that offloaded optimizer states need. They assume that tensor
+    and pipeline parallelism divide all parameters evenly. Empty without offload.
+    """
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -321,7 +332,9 @@ def _group_lines(cfg: RunConfig) -> list[str]:
 
 
 def _of_all_blocks(names: Iterable[str]) -> list[str]:
-    """Write the same parameter of several blocks once: ``decoder.layers.0-11.mlp.fc1.weight``."""
+    """Shorten a list of parameter names: the same parameter of several blocks is written once,
+    ``decoder.layers.0-11.mlp.fc1.weight``.
+    """
     blocks: dict[tuple[str, str], list[int]] = {}
     for name in names:
         found = _BLOCK.match(name)

@@ -34,13 +34,13 @@ _LONGEST = 512  # tokens per window
 
 @dataclass(frozen=True, kw_only=True)
 class RewritingOptions(OptionalConfigOptions):
-    """The options of verbs that turn a checkpoint into another model."""
+    """Base class of verbs that turn a checkpoint into another model: the options for input and output."""
 
     checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
 
     def check(self) -> None:
-        """Check that the output directory is new or empty, and can be created."""
+        """Raise ConfigError if the output directory is not empty or cannot be written."""
         if is_taken(Path(self.output)):
             raise ConfigError(
                 "exists already; name a new or empty directory", key="--output", value=self.output
@@ -50,7 +50,9 @@ class RewritingOptions(OptionalConfigOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ShrinkingOptions(RewritingOptions):
-    """The options that ``quantize`` and ``prune`` share."""
+    """Base class of the verbs ``quantize`` and ``prune``: the options for input, output and calibration
+    data.
+    """
 
     samples: int = option("windows to calibrate on (default: 64)", default=64, type=whole_number)
     calibration: str | None = option(
@@ -59,7 +61,9 @@ class ShrinkingOptions(RewritingOptions):
     )
 
     def check(self) -> None:
-        """Check the output directory, and that this is the only process."""
+        """Raise ConfigError if the output directory is not empty or cannot be written, or if several
+        processes were started.
+        """
         from ppfleetx.commands.start_process import world_size
 
         super().check()
@@ -69,7 +73,9 @@ class ShrinkingOptions(RewritingOptions):
 
 @contextmanager
 def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
-    """Yield the configuration for one process, the checkpoint's directory, and the tokenizer, if any."""
+    """Context manager that finds the model that the options name. Yields its configuration, as for one
+    process that holds the whole model, the checkpoint's directory, and the tokenizer, which may be None.
+    """
     from ppfleetx.checkpoint.weights_only import load_tokenizer
     from ppfleetx.commands.resolve_model import as_replicas, resolve_model
     from ppfleetx.config.loader import load_config
@@ -85,7 +91,9 @@ def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tok
 
 
 def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
-    """Raise CheckpointError if the model is quantized or has adapters."""
+    """Raise CheckpointError if the model's weights are quantized or have adapters, because they cannot be
+    rewritten then.
+    """
     if cfg.Compress.Weights is not None:
         raise CheckpointError(
             f"{place} is quantized (Compress.Weights in its configuration), and rounding twice loses more "
@@ -101,8 +109,8 @@ def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
 def calibration_samples(
     cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
-    """Read windows of calibration data with at least ``fewest`` tokens in total; None without
-    --calibration.
+    """Read windows of text for calibration, from the data that ``--calibration`` names; None if the option is
+    not given. ``fewest`` is the number of tokens that are needed in total.
     """
     if options.calibration is None:
         return None

@@ -1,4 +1,6 @@
-"""The verbs ``compare`` and ``plot``: compare and draw the losses of runs."""
+"""Implement ``ppfleetx compare``, which compares the losses of two runs, and ``ppfleetx plot``, which draws
+the losses of one run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _RTOL = 1e-5
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference of one quantity, and the step at which it occurs."""
+    """The largest relative difference of two runs in one quantity, such as the loss, and the step at which it
+    occurs.
+    """
 
     key: str
     largest: float
@@ -112,7 +116,9 @@ class Compare(Command):
 
 
 def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
-    """Run one side with its own plan and commit, and return its training records."""
+    """Train one of the two runs, ``a`` or ``b``, with its own overrides and commit. Returns its records of
+    training steps.
+    """
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import find_config
 
@@ -140,7 +146,9 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """Yield a directory with the files of ``commit``; for None, yield None: this package is used."""
+    """Yield a temporary directory with ppfleetx as of the git commit ``commit``. If it is None, yield None,
+    which means the ppfleetx that is running.
+    """
     if commit is None:
         yield None
         return
@@ -160,7 +168,7 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
 
 
 def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
-    """The largest relative differences of loss and gradient norm.
+    """Return the largest relative differences between two runs, in loss and in gradient norm.
 
     Raises:
         DataError: the runs recorded different steps, or none.
@@ -184,7 +192,9 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Draw both loss curves, and the relative difference below them."""
+    """Draw the loss curves of two runs, with their relative difference below, and write the picture to
+    ``path``.
+    """
     pyplot = import_pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     steps = [record["step"] for record in runs[0]]
@@ -203,7 +213,7 @@ def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot(Command):
-    """Draw the loss curves of a run's metrics.jsonl to a PNG."""
+    """Draw the loss curves in a run's metrics.jsonl and write them as a picture."""
 
     metrics: Path = option("metrics.jsonl of a run", default=MISSING)
     output: Path = option("PNG to write", default=MISSING)

@@ -1,4 +1,6 @@
-"""The verbs ``configs`` and ``completion``."""
+"""Implement ``ppfleetx configs``, which lists or copies the shipped configurations, and ``ppfleetx
+completion``, which prints a completion script for a shell.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ppfleetx.config.errors import ConfigError
 class Configs(Command):
     """List the configurations that ship with ppfleetx, or copy one to edit.
 
-    -c takes the names as they are listed here; `gpt/` may be left out.
+    Other verbs take these names after -c; `gpt/` may be left out.
     """
 
     examples = """\
@@ -41,7 +43,9 @@ examples:
 
 
 def table() -> str:
-    """A table of the shipped configurations with name, size, cards and purpose."""
+    """Return a table of the shipped configurations, with name, number of parameters, number of cards and
+    purpose.
+    """
     from ppfleetx.commands.check import human_count
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import purpose, shipped_configs
@@ -80,7 +84,7 @@ complete -o filenames -F _{name} {name}
 
 @dataclass(frozen=True, kw_only=True)
 class Completion(Command):
-    """Print a script that completes the command's verbs and options in bash or zsh."""
+    """Print a script that lets bash or zsh complete the verbs and options of ppfleetx."""
 
     examples = """\
 examples:
@@ -90,13 +94,13 @@ examples:
     shell: Literal["bash", "zsh"] = positional(None, "which shell the script is for", default=MISSING)
 
     def run(self) -> None:
-        """Print the script. zsh reads the bash script through bashcompinit."""
+        """Print the script. For zsh, it is the bash script after a line that loads zsh's ``bashcompinit``."""
         head = "autoload -U +X bashcompinit && bashcompinit\n" if self.shell == "zsh" else ""
         print(head + bash_script(), end="")
 
 
 def bash_script() -> str:
-    """The completion script for the current verbs and options."""
+    """Return a bash script that completes all verbs and options."""
     cases = "\n".join(f'        {name}) words="{" ".join(_words(name))}" ;;' for name in sorted(VERBS))
     return _BASH.format(name=PROGRAM, verbs=" ".join(sorted(VERBS)), cases=cases)
 

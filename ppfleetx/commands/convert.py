@@ -1,4 +1,6 @@
-"""The verbs ``convert`` and ``merge``."""
+"""Implement ``ppfleetx convert``, which converts checkpoints between formats, and ``ppfleetx merge``, which
+adds trained adapters to their weights.
+"""
 
 from __future__ import annotations
 
@@ -108,10 +110,11 @@ class Convert(Command):
 
 
 def parse_plan(text: str) -> dict[str, int]:
-    """Parse a plan such as `mp=2,pp=2`.
+    """Parse a plan such as `mp=2,pp=2`: the tensor-parallel and pipeline-parallel ranks among which the files
+    of a checkpoint are divided.
 
     Raises:
-        ConfigError: a word other than mp and pp, or a degree that is not an integer of at least 1.
+        ConfigError: a word is neither mp nor pp, or a degree is not an integer of at least 1.
     """
     degrees = {}
     for part in text.split(","):
@@ -129,8 +132,8 @@ def parse_plan(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Command):
-    """Merge the adapters of a checkpoint trained with Model.lora into its weights, and write a plain
-    checkpoint.
+    """Merge trained adapters (Model.lora) into the weights that they belong to, and write a checkpoint
+    without adapters.
     """
 
     checkpoint: str | None = positional("CHECKPOINT", "the directory of a run, or one of its checkpoints")

@@ -1,5 +1,5 @@
-"""The verbs for tokenized corpora: inspect, merge and convert corpora, build index maps, and make a corpus
-from Python's source files.
+"""The verbs for tokenized corpora: inspect, merge and convert corpora, build the index maps that training
+reads, and make a corpus from Python's source files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class InspectData(Command):
 
 
 def show(prefix: str, as_json: bool) -> None:
-    """Print the contents of the corpus."""
+    """Print what a tokenized corpus contains, such as its numbers of documents and tokens."""
     from ppfleetx.data.prepare.merge_corpora import summary, summary_text
 
     facts = summary(prefix)
@@ -58,7 +58,9 @@ def show(prefix: str, as_json: bool) -> None:
 
 
 def verify(prefix: str) -> int:
-    """Compare a corpus with its checksums, and print each damaged block."""
+    """Compare a corpus with its stored checksums, and print each damaged block. Returns the exit code: 1 if
+    something is damaged, else 0.
+    """
     from ppfleetx.data.corpus_checks import all_damage
 
     found, has_checksums = all_damage(prefix)
@@ -71,7 +73,7 @@ def verify(prefix: str) -> int:
 
 
 def write_checksums(prefix: str) -> None:
-    """Write the checksums of a corpus that has none."""
+    """Compute the checksums of a corpus and write them beside it. Raises DataError if it already has some."""
     from ppfleetx.data.checksums import checksums_path, compute_checksums
     from ppfleetx.data.indexed_dataset import IndexedDataset
 
@@ -85,7 +87,7 @@ def write_checksums(prefix: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeData(Command):
-    """Merge several .bin/.idx corpora into one, in the order given. A directory stands for its corpora,
+    """Merge several .bin/.idx corpora into one, in the order given. A directory stands for all corpora in it,
     sorted by name.
     """
 
@@ -129,7 +131,9 @@ def _size(prefix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibCorpus(Command):
-    """Write the source files of this Python's standard library as json lines: a corpus without a download."""
+    """Write the source files of this Python's standard library as json lines: a corpus to try things with,
+    without a download.
+    """
 
     output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
     seed: int = option("seed of the order of the documents (default: 1234)", default=1234)
@@ -144,9 +148,10 @@ class StdlibCorpus(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Index(ConfigOptions):
-    """Build the index maps of a configuration before a run. Prints their sizes and the hash of their order.
+    """Build the index maps of a configuration, which list its samples in the order of training, before a run
+    needs them. Prints their sizes and the hash of their order.
 
-    The run finds the maps in Data.<mode>.dataset.cache_dir (or beside the corpus) and starts at once.
+    A run finds the maps in Data.<mode>.dataset.cache_dir (or beside the corpus), so it starts at once.
     Checkpoints store the hash: equal hashes mean the same samples in the same order.
     """
 

@@ -1,4 +1,4 @@
-"""Read the records of a run (``metrics.jsonl``) and draw its loss curves."""
+"""Read the metrics file of a run (``metrics.jsonl``), and draw its loss curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of a metrics file, or of the run in a directory.
+    """Read the records of steps and evaluations from a metrics file. If ``path`` is the directory of a run,
+    read the metrics file in it.
 
     An incomplete last line is ignored: the run is writing it, or was killed while writing it.
 
@@ -45,7 +46,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """Read only the records of training steps, like :func:`read_records`."""
+    """Read the records of training steps from a metrics file. If ``path`` is the directory of a run, read the
+    metrics file in it. Raises the errors of :func:`read_records`.
+    """
     return [record for record in read_records(path) if record["kind"] == "train"]
 
 
@@ -61,17 +64,23 @@ def _record(line: str) -> Record | None:
 
 
 def number(record: Record, key: str) -> float:
-    """A number of a record as a float. Null, which the file uses for non-finite numbers, becomes NaN."""
+    """Return a number of a record as a float. The file has null for numbers that are not finite; these become
+    NaN.
+    """
     return math.nan if record[key] is None else float(record[key])
 
 
 def set_name(record: Record) -> str:
-    """The name of a record's curve: ``train``, ``eval``, or ``eval NAME`` for a named evaluation set."""
+    """Return the name of the curve that a record belongs to: ``train``, ``eval``, or ``eval NAME`` for an
+    evaluation set called NAME.
+    """
     return f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
 
 
 def series_of(records: Sequence[Record], key: str) -> Series:
-    """The values of ``key``, grouped by :func:`set_name`."""
+    """Return the curves of the number ``key`` (such as ``loss``) by name: one of training, and one of each
+    evaluation set. A curve is a pair (steps, values).
+    """
     series: Series = {}
     for record in records:
         if record["kind"] in ("train", "eval") and key in record:
@@ -82,7 +91,9 @@ def series_of(records: Sequence[Record], key: str) -> Series:
 
 
 def draw_losses(records: Sequence[Record]) -> Any:
-    """Draw a figure with the training loss as a thin line and the evaluation loss as marked points."""
+    """Draw the loss curves of a run, and return the figure. The training loss is a thin line; each evaluation
+    is a marked point.
+    """
     figure, axes = import_pyplot().subplots(figsize=(8, 4.5))
     series = series_of(records, "loss")
     axes.plot(*series["train"], linewidth=0.8, label="training")
@@ -96,7 +107,9 @@ def draw_losses(records: Sequence[Record]) -> Any:
 
 
 def save_figure(figure: Any, output: Path, option: str) -> None:
-    """Save a figure to the file that ``option`` names, and close it."""
+    """Write a matplotlib figure to the file ``output``, and close the figure. ``option`` is the command-line
+    option that named the file, for messages.
+    """
     figure.tight_layout()
     try:
         figure.savefig(output, dpi=120)
@@ -106,7 +119,9 @@ def save_figure(figure: Any, output: Path, option: str) -> None:
 
 
 def import_pyplot() -> Any:
-    """Import matplotlib's ``pyplot``, set up to draw to files."""
+    """Import matplotlib's ``pyplot`` in a way that needs no display, and return it. Raises UserError if
+    matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -118,8 +133,8 @@ def import_pyplot() -> Any:
 
 
 def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError if the file name does not end in a known picture format, because matplotlib would
-    append .png.
+    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg). Matplotlib
+    might write it under another name, with .png appended.
     """
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)

@@ -1,4 +1,4 @@
-"""The verb ``doctor``."""
+"""Implement ``ppfleetx doctor``, which checks machine, network, data and devices before a job starts."""
 
 from __future__ import annotations
 
@@ -43,10 +43,14 @@ examples:
     )
 
     def refuse_mistakes(self) -> None:
-        """Do nothing: mistakes become rows of the table."""
+        """Do nothing. Other verbs stop here if the options or the configuration are wrong; doctor reports
+        this in its table.
+        """
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Check the nodes, start the ranks as processes, and print their findings."""
+        """Check that the machines reach each other, start the ranks as processes, and print a table of all
+        that they found.
+        """
         self.refuse_unusable()
         refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
@@ -67,7 +71,7 @@ examples:
         return _show(rows, size, as_object=self.json)
 
     def run(self) -> int:
-        """Run the checks in this process, alone or as a rank of a job, and return the exit code."""
+        """Run the checks in this process, alone or as a rank of a job. Returns the exit code."""
         refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
 
@@ -88,15 +92,17 @@ examples:
                 leave_report(rows, target.world_size, directory, target.local_rank)
 
         if target.world_size == 1:
-            rows = in_groups(_alone(target))
+            rows = in_groups(_check_single_process(target))
         else:
             rows = examine_job(target, seconds=self.timeout, finish=finish)
         finish(rows)
         return 0 if directory else exit_code(rows)
 
 
-def _alone(target: Target) -> list[Row]:
-    """The findings of a single process. Without Paddle, only the checks that do not import Paddle run."""
+def _check_single_process(target: Target) -> list[Row]:
+    """Run the checks that concern a single process, and return the rows of the table. If Paddle cannot be
+    imported, run only the checks that do not need it.
+    """
     from ppfleetx.doctor.launch import import_row
     from ppfleetx.doctor.registry import CHECKS
     from ppfleetx.doctor.run import examine_all
@@ -109,7 +115,9 @@ def _alone(target: Target) -> list[Row]:
 
 
 def _target(options: Doctor) -> Target:
-    """The subject of the checks: this process's rank and, if it can be read, the configuration."""
+    """Return what the checks are about: this process's rank and device, and the configuration if it can be
+    read.
+    """
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config

@@ -1,6 +1,7 @@
-"""The implementation of the verb ``eval``: the loss on ``Data.Eval``, or the metric of ``Offline_Eval``.
+"""Implement ``ppfleetx eval``: the loss on ``Data.Eval``, or the perplexity or cloze accuracy on the text of
+``Offline_Eval``.
 
-Importing Paddle takes seconds, so the files and tokenizer of ``Offline_Eval`` are checked first.
+Importing Paddle takes seconds, so the files and the tokenizer of ``Offline_Eval`` are checked first.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ RESULT_FILE = "eval_result.json"
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity of a text.
+    """The perplexity of a model on a text.
 
     Attributes:
-        file: the text.
-        detokenizer: the rules that changed the text before it was encoded.
+        file: path of the text.
+        detokenizer: name of the rules that changed the text before it was encoded.
         num_tokens: the number of tokens.
         num_words: the number of words of the file, separated by single spaces.
         loss: the mean negative log probability of every token but the first, in nats.
-        ppl: exp(loss).
+        ppl: exp(loss), the perplexity per token.
         token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
-        adjusted_ppl: exp(loss x token_ratio), the perplexity per word, which does not depend on the
-            tokenizer.
+        adjusted_ppl: exp(loss x token_ratio), the perplexity per word. Unlike ``ppl``, it can be compared
+            between models with different tokenizers.
     """
 
     file: str
@@ -71,13 +72,14 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy of the model on the last words of texts.
+    """How often a model predicts the last word of a text (cloze test, as LAMBADA).
 
     Attributes:
-        file: the texts.
-        strict: whether all tokens of the last word must be right, not only the last one.
+        file: path of the file with the texts.
+        strict: whether the model must predict all tokens of the last word, not only the last one.
         num_examples: the number of texts.
-        num_correct: the number of texts whose last word is right; NaN if logits were not finite.
+        num_correct: the number of texts whose last word is predicted; NaN if the model's logits were not
+            finite.
         accuracy: ``num_correct / num_examples``.
     """
 
@@ -92,7 +94,7 @@ Result = Perplexity | Accuracy
 
 
 def run(options: Evaluate) -> None:
-    """Evaluate and print the result."""
+    """Evaluate the model that the options name, and print the result."""
     module = [] if options.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
     with options.job(*module) as job:
         window = [] if options.text is None else _window(job)
@@ -100,7 +102,9 @@ def run(options: Evaluate) -> None:
 
 
 def _window(job: Job) -> list[Setting]:
-    """Settings that limit windows to the model's number of positions, unless the user set their length."""
+    """Return settings that shorten the evaluation's windows to the number of positions of the model. Empty if
+    the windows fit already or the user set their length.
+    """
     cfg, origins, _ = read_config(job.config, job.overrides)
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
     if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
@@ -113,7 +117,7 @@ def _window(job: Job) -> list[Setting]:
 
 
 def run_loaded(cfg: RunConfig) -> None:
-    """Evaluate with a configuration that is already loaded."""
+    """Evaluate with a configuration that is already loaded, and print the result."""
     if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
@@ -137,7 +141,9 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan that splits sequences if last words are scored."""
+    """Raise ConfigError if last words are to be scored under a plan that splits sequences (``sep_degree``
+    above 1), because a rank must have all tokens of a word.
+    """
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise cfg.error(
             "Distributed.sep_degree",
@@ -147,7 +153,10 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
-    """The evaluation set of ``cfg``, encoded with the tokenizer of the configuration or the checkpoint."""
+    """Read and encode the text of ``Offline_Eval``, with the tokenizer of the configuration or else that of
+    the checkpoint. Returns sliding windows over the text for its perplexity, or texts whose last words the
+    model is to predict.
+    """
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
@@ -157,8 +166,10 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
-    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the result, which is the
-    same on all ranks that compute the loss, and the settings of the evaluation.
+    """Score the encoded text ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``.
+
+    Returns the result and a dictionary with the settings of the evaluation. The result is the same on all
+    ranks that compute a loss.
     """
     from ppfleetx.commands.training import build_runner, find_weights
 
@@ -186,7 +197,10 @@ def evaluate(
 def sum_over_windows(
     runner: StepRunner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> float:
-    """Sum the counts of ``GPTEvalModule`` over all windows and data-parallel ranks, in float64."""
+    """Score all windows and return the sum over all data-parallel ranks, in float64. It is the negative log
+    probability of all scored tokens or, for last words, the number of words predicted. NaN if a logit is not
+    finite.
+    """
     section = cfg.Offline_Eval
     # Lengths must be a multiple of the number of parts into which the plan splits sequences.
     parts = cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
@@ -216,7 +230,9 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """Turn the ``total`` of :func:`sum_over_windows` into a result."""
+    """Compute perplexity or accuracy from ``total``, which :func:`sum_over_windows` returned for these
+    windows.
+    """
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)
@@ -236,7 +252,7 @@ def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float)
 
 
 def table(result: Result) -> str:
-    """Format ``result`` as names and values in two columns."""
+    """Format an evaluation's result as a table with a name and a value in each row."""
     rows = {name.replace("_", " "): _cell(value) for name, value in asdict(result).items()}
     width = max(len(name) for name in rows)
     rule = "-" * (width + 2 + max(len(cell) for cell in rows.values()))
@@ -250,8 +266,8 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write ``result`` and ``about`` as one JSON object, with null for non-finite numbers, which JSON cannot
-    hold.
+    """Write an evaluation's result to the JSON file ``path``, together with the settings ``about``. Numbers
+    that are not finite become null, because JSON does not have them.
     """
     kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
     values = {"kind": kind, **asdict(result), **about}

@@ -1,4 +1,4 @@
-"""Default settings of the verb ``finetune``, and the settings that ``--max-steps`` implies."""
+"""Defaults of ``ppfleetx finetune``, and what the option ``--max-steps`` changes in a configuration."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _COURSE = {
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Default length, batch and learning rate for finetuning a pretrained model. Values that the user gave
-    are kept.
+    """Return settings of length, batch size and learning rate that suit finetuning. Keys that the user set in
+    ``given`` are left out.
     """
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
@@ -68,8 +68,8 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
 
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Settings that make a run train to optimizer step ``max_steps``, or continue an existing run to that
-    step.
+    """Return the settings that ``--max-steps`` implies: a run trains up to step ``max_steps``. If the output
+    directory holds a run, the settings also make it continue from its newest checkpoint.
     """
     cfg = read_config(config, given)[0]
     options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)

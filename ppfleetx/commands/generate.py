@@ -1,6 +1,6 @@
-"""The implementation of the verb ``generate``: load a generator, read prompts, write texts.
+"""Implement ``ppfleetx generate``, which continues prompts with a checkpoint.
 
-Importing Paddle takes seconds, so most mistakes are found before.
+Importing Paddle takes seconds, so most mistakes of the user are reported before.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
 def run(options: Generate) -> None:
-    """Generate according to the options, and print the results."""
+    """Continue the prompts with the model that the options name, and print the results."""
     with options.job() as job:
         run_loaded(job.load(), options.output)
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """Generate with a loaded configuration."""
+    """Continue the prompts of a configuration that is already loaded. Print the results and, if ``output`` is
+    given, write them to this jsonl file.
+    """
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)
@@ -61,9 +63,10 @@ def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
 
 
 def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
-    """Continue prompts and print the results. If ``output`` is given, also write them to this jsonl file.
+    """Load the checkpoint, continue the prompts and print the results. If ``output`` is given, also write
+    them to this jsonl file.
 
-    Data-parallel ranks continue different prompts. The main rank prints and writes all results in order.
+    Data-parallel ranks continue different prompts. Rank 0 prints and writes all results in order.
     """
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         generator = load_generator(cfg, ctx)
@@ -80,8 +83,8 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
 def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
-    """Split the prompts among the data-parallel ranks. Every rank returns all results in order; they do not
-    depend on the number of ranks.
+    """Continue the prompts, which are split among the data-parallel ranks. Every rank returns the results for
+    all prompts, in order. The results do not depend on the number of ranks.
 
     Raises:
         UserError: on every rank, if any rank raises one.
@@ -100,7 +103,7 @@ def continue_together(
 
 
 def _generation(fields: dict[str, Any]) -> Generation:
-    """Build a :class:`Generation` from the fields that another rank sent."""
+    """Rebuild a :class:`Generation`, the result for one prompt, from a dictionary that another rank sent."""
     from ppfleetx.generation.generator import Generation
     from ppfleetx.generation.sampling import TokenScore
 
@@ -111,7 +114,9 @@ def _generation(fields: dict[str, Any]) -> Generation:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan under which generation cannot run. The plan may differ from the checkpoint's."""
+    """Raise ConfigError if generation cannot run under the configured parallel plan, for example with a
+    pipeline. The plan need not be the one that the checkpoint was trained with.
+    """
     plan = cfg.plan
     cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
     if cut:
@@ -143,7 +148,9 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_options(cfg: RunConfig) -> None:
-    """Refuse a command-line option that the decoding strategy does not use."""
+    """Raise ConfigError if the command line sets a key of ``Generation`` that the chosen decoding strategy
+    does not use.
+    """
     arguments = [key for key, place in cfg.origins.items() if is_argument(place)]
     given = [key.removeprefix("Generation.") for key in arguments if key.startswith("Generation.")]
     if (unread := cfg.Generation.unread(given)) is not None:
@@ -156,8 +163,8 @@ def check_options(cfg: RunConfig) -> None:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. No tensor is
-    read.
+    """Raise an error if ``Engine.save_load.ckpt_dir`` holds no checkpoint, or if the model is a classifier.
+    No tensor is read.
     """
     if not cfg.Model.task.continues_text:
         raise cfg.error(
@@ -169,11 +176,11 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Refuse an output path unless it is a new or empty file, or one with earlier results, which will be
-    replaced.
+    """Raise ConfigError if results cannot or must not be written to ``path``. A file with results of an
+    earlier call may be replaced, but no other file.
 
     Args:
-        mark: bytes that identify a file with earlier results.
+        mark: bytes by which a file with earlier results is recognized.
     """
     if path.is_dir():
         reason = "it is a directory; name a file"
@@ -200,7 +207,8 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator.
+    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, and return a generator of text
+    with its model.
 
     Args:
         tokenizer: the checkpoint's tokenizer, if it is loaded already.
@@ -223,8 +231,8 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
 
 
 def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
-    """Return a function that loads an assistant model. Each process holds the whole assistant on its
-    device.
+    """Return a function that loads an assistant: a small model that proposes tokens, which speeds up
+    generation (``Generation.assistant_model``). Each process holds the whole assistant on its device.
     """
 
     def load(place: str) -> Assistant:
@@ -243,10 +251,11 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer of ``Data.tokenizer``, else the tokenizer stored in or beside the checkpoint.
+    """Load the tokenizer that ``Data.tokenizer`` names or, if it names none, the tokenizer stored in or
+    beside the checkpoint.
 
-    The stored tokenizer is also used if the configuration is in the checkpoint's directory and its
-    ``Data.tokenizer.dir`` does not exist any more: then the run's directory has been moved.
+    If the whole directory of a run has been moved, ``Data.tokenizer.dir`` in its configuration names a
+    directory that no longer exists. The stored tokenizer is used then, too.
     """
     from ppfleetx.data.build import load_tokenizer
 
@@ -276,7 +285,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def read_prompts(cfg: RunConfig) -> list[str]:
-    """Read the prompts: ``Generation.prompt``, the prompts in ``Generation.prompt_file``, or
+    """Read the prompts: those in ``Generation.prompt_file``, else ``Generation.prompt``, else
     :data:`DEFAULT_PROMPT`.
 
     Each line of a ``.jsonl`` file holds a string, or an object with a string under ``prompt``. In any other
@@ -342,7 +351,7 @@ def _prompt_of(line: str, place: str) -> str:
 
 
 def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
-    """Print the results of one prompt as lines ``Prompt:`` and ``Generation:``."""
+    """Print a prompt as a line ``Prompt:``, and each of its continuations as a line ``Generation:``."""
     print(f"Prompt: {prompt}")
     for generation in generations:
         print(f"Generation: {prompt}{generation.text}\n", flush=True)
@@ -374,7 +383,8 @@ def write_generations(
     prompts: Sequence[str],
     results: Sequence[Sequence[Generation]],
 ) -> None:
-    """On the main rank, write prompts and results to the jsonl file ``output``. If it is None, do nothing.
+    """Write prompts and results to the jsonl file ``output``. Rank 0 writes, but all ranks must call it. If
+    ``output`` is None, nothing is written.
 
     Raises:
         ConfigError: on every rank, if the file cannot be written.

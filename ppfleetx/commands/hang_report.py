@@ -1,4 +1,4 @@
-"""The implementation of the verb ``hang-report``."""
+"""Implement ``ppfleetx hang-report``, which explains why a job hung."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_FAULTS = 5
 
 
 def print_report(options: HangReport) -> None:
-    """Print the explanation of the last hang, derived from all reports, and one line per rank."""
+    """Print why the last hang happened, according to the reports of all ranks, and a line for each rank."""
     reports = _newest(options.directory)
     explanation = explain(reports)
     if options.json:
@@ -32,8 +32,8 @@ def print_report(options: HangReport) -> None:
 
 
 def _newest(directory: Path) -> dict[int, Report]:
-    """Return the reports of the last hang in ``directory``, or in the report directories of the run in it, by
-    rank. Prints a warning for each file that cannot be read.
+    """Return the reports of the last hang, by rank. ``directory`` is a directory of reports, or the output
+    directory of a run, which contains such directories. Prints a warning for each report that cannot be read.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: there is no such directory")

@@ -1,4 +1,6 @@
-"""The implementation of the verb ``infer``. Most mistakes are found before Paddle is imported."""
+"""Implement ``ppfleetx infer``, which continues prompts with an exported model. Most mistakes are reported
+before Paddle is imported.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads",
 
 
 def run(options: Infer) -> None:
-    """Answer the prompts. They are split among the processes; the main process prints and writes all answers
-    in order.
+    """Continue the prompts with the exported model that the options name. The prompts are split among the
+    processes; rank 0 prints and writes all results in order.
     """
     if options.export is None and options.config is None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
@@ -79,7 +81,8 @@ def _config_of(export: str) -> Sections:
 
 
 def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    """Continue prompts and print the results. If ``output`` is given, also write them to this jsonl file.
+    """Continue prompts with the exported model in ``Inference.model_dir``, and print the results. If
+    ``output`` is given, also write them to this jsonl file.
 
     Raises:
         UserError: on every rank, if any rank raises one.
@@ -95,7 +98,9 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section, with the export's settings for keys that were not given."""
+    """Return the section ``Generation`` of ``cfg``, in which the export's settings ``exported`` replace the
+    defaults of keys that were not given.
+    """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:
         return section_of(GenerationConfig, {**exported, **written})
@@ -106,7 +111,9 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
 
 
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
-    """Remove the model's files from ``cfg``, because they may not exist where the export is used."""
+    """Return the configuration without the paths of the original checkpoint and of the weights for adapters.
+    They may not exist where the export is used.
+    """
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
     return cfg.changed("Engine", save_load=save_load).changed("Model", lora=None)
 

@@ -1,4 +1,4 @@
-"""The verb ``inspect``."""
+"""Implement ``ppfleetx inspect``, which shows, verifies or compares checkpoints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Inspect(Command):
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """Compile the value of --filter.
+    """Compile the regular expression that the option ``--filter`` gives; None if it is not given.
 
     Raises:
         ConfigError: it is not a regular expression.
@@ -73,7 +73,9 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Check a whole checkpoint and print each damaged place. Returns the exit code."""
+    """Read a whole checkpoint, compare it with its checksums, and print each damaged place. Returns the exit
+    code: 1 if something is damaged, else 0.
+    """
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():
@@ -98,7 +100,9 @@ def verify(path: str) -> int:
 
 
 def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
-    """Print the differences between two checkpoints. Returns the exit code."""
+    """Print the tensors in which two checkpoints differ. Returns the exit code: 1 if there are any, else
+    0.
+    """
     from ppfleetx.checkpoint import inspect
 
     checkpoints = []

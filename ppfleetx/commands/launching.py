@@ -1,4 +1,4 @@
-"""``--nproc N``: run a verb in N processes, started by Paddle's launcher in this process.
+"""Run a verb in N processes (``--nproc N``), with Paddle's launcher, which runs in this process.
 
 The launcher shows the log of its first rank and, if a rank fails, the end of that rank's log. Each line of an
 error begins with the rank's number.
@@ -30,7 +30,7 @@ _GROUP = "several processes (paddle.distributed.launch)"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Command):
-    """``--nproc`` and related options."""
+    """Base class of verbs that can run in several processes: ``--nproc`` and related options."""
 
     nproc: int | None = option("processes on this machine", type=whole_number, group=_GROUP)
     devices: str | None = option("cards of this machine, one process each", metavar="0,1,...", group=_GROUP)
@@ -48,7 +48,9 @@ class LaunchOptions(Command):
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Start the ranks and wait for them. This process ends with the launcher's exit code."""
+        """Start the ranks with Paddle's launcher and wait for them. This process then ends with the
+        launcher's exit code.
+        """
         self.refuse_unusable()
         if find_spec("paddle") is None:
             raise not_installed(ModuleNotFoundError(name="paddle"))
@@ -68,8 +70,9 @@ class LaunchOptions(Command):
         return 0
 
     def refuse_mistakes(self) -> None:
-        """Raise the UserError that every rank would raise, once and before any rank starts: for a mistake in
-        the configuration, a missing model, or a missing --master.
+        """Raise UserError before any rank starts, if every rank would fail because of a mistake: in the
+        configuration, a model that does not exist, or a missing ``--master``. The user then sees the message
+        once instead of once per rank.
         """
         if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
             raise ConfigError(
@@ -90,7 +93,9 @@ class LaunchOptions(Command):
             load_config(config, self.override, world_size=self.num_processes)
 
     def refuse_unusable(self) -> None:
-        """Raise ConfigError for a log directory or cards with which Paddle's launcher would fail or guess."""
+        """Raise ConfigError if the log directory cannot be written or ``--devices`` is not a list of numbers.
+        Paddle's launcher would not report such a mistake clearly.
+        """
         if self.log_dir is not None:
             refuse_unwritable(Path(self.log_dir), "--log-dir")
         if self.devices is not None and not all(one.strip().isdecimal() for one in self.devices.split(",")):
@@ -100,14 +105,16 @@ class LaunchOptions(Command):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of processes of the whole job; None means one for each card."""
+        """The number of processes of the whole job, as the options say. None if they do not say; there will
+        then be one process for each card.
+        """
         here = self.nproc or (len(self.devices.split(",")) if self.devices else None)
         return None if here is None else here * (self.nnodes or int(os.environ.get("PADDLE_NNODES") or 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(LaunchOptions):
-    """Options shared by the verbs that train."""
+    """Base class of verbs that train: the options for several processes, and ``--max-steps``."""
 
     max_steps: int | None = option(
         "train until step N; an existing run in the output directory, even a finished one, is continued to "
@@ -117,7 +124,9 @@ class TrainingOptions(LaunchOptions):
 
 
 def _refuse_absent_cards(options: LaunchOptions) -> None:
-    """Raise ConfigError if there are fewer cards than ranks: Paddle's launcher would end with a traceback."""
+    """Raise ConfigError if there are fewer cards than ranks, or if ``--devices`` names a card that does not
+    exist. Paddle's launcher would end with a traceback.
+    """
     from paddle.distributed.launch.context.device import Device
 
     visible = Device.parse_device().labels  # empty without cards, [""] if none is visible
@@ -145,7 +154,9 @@ def _refuse_absent_cards(options: LaunchOptions) -> None:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """The command-line arguments to pass to the ranks."""
+    """Return the command-line arguments without ``--nproc`` and related options. Each rank is started with
+    the rest.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     for one in fields(LaunchOptions):
         parser.add_argument(*flags_of(one))
@@ -153,13 +164,17 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 
 def mark_errors() -> None:
-    """In a rank of a job, put ``[rank N] `` before each line of standard error."""
+    """Put ``[rank N] `` before each line that this process writes to standard error. Does nothing if the
+    process is not a rank of a job.
+    """
     if os.environ.get("PADDLE_TRAINER_ID", "").isdigit():
         sys.stderr = MarkedStream(sys.stderr, int(os.environ["PADDLE_TRAINER_ID"]))
 
 
 class MarkedStream(io.TextIOBase):
-    """Writes ``[rank N] `` before each line, to tell the lines of several ranks apart."""
+    """A text stream that writes to another one and puts ``[rank N] `` before each line, to tell apart the
+    lines of several ranks.
+    """
 
     def __init__(self, stream: io.TextIOBase, rank: int) -> None:
         self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True

@@ -1,4 +1,4 @@
-"""The implementation of the verb ``lm-eval``: tasks of lm-evaluation-harness
+"""Implement ``ppfleetx lm-eval``, which evaluates a checkpoint on tasks of lm-evaluation-harness
 (https://github.com/EleutherAI/lm-evaluation-harness, 0.4).
 
 ``lm_eval`` is an optional dependency and is imported only when it is used.
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def run(options: LmEval) -> None:
-    """Run the harness and print its table."""
+    """Evaluate the checkpoint on the chosen tasks with lm-evaluation-harness, and print its table of
+    results.
+    """
     with options.job() as job:
         _check(options)
         cfg = job.load()
@@ -60,14 +62,16 @@ def _check(options: LmEval) -> None:
 
 
 def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir`` as a model of the harness."""
+    """Load the checkpoint in ``Engine.save_load.ckpt_dir``, in the form that lm-evaluation-harness needs."""
     from ppfleetx.commands.lm_eval_model import HarnessModel
 
     return HarnessModel(load_generator(cfg, ctx), cfg.Model.vocab_size, batch_size=batch_size)
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
-    """Return a ``TaskManager`` of the harness that knows all of ``tasks``."""
+    """Return a ``TaskManager`` of lm-evaluation-harness that knows all of ``tasks``. ``include_path`` is a
+    directory with further task definitions. Raises ConfigError for an unknown task.
+    """
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:  # the harness takes half a minute to list its own thousands of tasks
@@ -94,7 +98,9 @@ def measure(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Run ``lm_eval.simple_evaluate`` and return its results."""
+    """Evaluate ``model`` on the tasks with ``lm_eval.simple_evaluate``, and return what that function
+    returns.
+    """
     import lm_eval
 
     return lm_eval.simple_evaluate(

@@ -1,4 +1,6 @@
-"""A checkpoint as a model of lm-evaluation-harness. This module imports ``lm_eval``."""
+"""The class through which lm-evaluation-harness evaluates a checkpoint of ours. Importing this module imports
+``lm_eval``, an optional dependency.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,12 @@ _DEFAULT_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """The harness's interface to a model: log likelihoods and continuations of texts.
+    """A checkpoint as lm-evaluation-harness needs it: computes log likelihoods of texts, and continues texts.
 
-    Special tokens in texts become their ids. BOS comes before a text if transformers would add it, as with
-    the harness's own ``add_bos_token=True``. A text without context begins with BOS, or with the end-of-text
-    token if there is no BOS. Of a text that is too long, the model sees only the end.
+    Special tokens written in texts become their token ids. The BOS token is put before a text if transformers
+    would do so, as with the harness's own ``add_bos_token=True``. A continuation without a context is scored
+    after BOS, or after the end-of-text token if there is no BOS. If a text is too long for the model, its
+    beginning is cut off.
 
     Args:
         vocab_size: ``Model.vocab_size``; probabilities are over these tokens.
@@ -48,17 +51,19 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token id that begins a text without context."""
+        """The token after which a text without context is scored: BOS, or the end-of-text token if there is
+        no BOS.
+        """
         return self._tokenizer.start_id
 
     @property
     def max_length(self) -> int:
-        """The largest number of tokens that the model sees at a time."""
+        """The number of positions of the model, which limits the tokens that it sees at a time."""
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text without the tokens that the tokenizer appends, because the text is to be
-        continued.
+        """Encode a text to token ids, without the end token that some tokenizers append, because the model is
+        to continue the text.
         """
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
@@ -66,8 +71,10 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Score a continuation after its context, for each request. The harness's own method may add a second
-        BOS.
+        """Return for each request, a pair of context and continuation, the log probability of the
+        continuation, and whether greedy decoding would produce it.
+
+        Overrides the harness's method, which may put two BOS tokens before a context.
         """
         parts = []
         for context, continuation in (request.args for request in requests):
@@ -85,8 +92,8 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Score the continuation of each request: its log probability, and whether all of its tokens are the
-        likeliest.
+        """Do the work of :meth:`loglikelihood` for requests that are already token ids: (any object, context,
+        continuation).
         """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
@@ -127,8 +134,8 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log probability of each whole text. Every token is scored once, after as much context as
-        fits.
+        """Return the log probability of each whole text. A long text is scored in windows, so that every
+        token is scored once, after as much context as fits into the model.
         """
         parts, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
@@ -144,7 +151,9 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each text up to the first of its stop strings, which is left out."""
+        """Continue each text until one of the request's stop strings appears. The stop string is not part of
+        the result.
+        """
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)

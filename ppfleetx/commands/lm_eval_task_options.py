@@ -1,4 +1,6 @@
-"""Translate the generation options of lm-evaluation-harness's tasks to keys of section ``Generation``."""
+"""Translate the generation options in a task of lm-evaluation-harness to keys of our section
+``Generation``.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ from ppfleetx.conversion.huggingface.generation_config import DEFAULTS
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Translate the options of a task's ``generate_until`` to ``Generation`` keys and a list of stop strings.
+    """Translate the generation options of a task of lm-evaluation-harness. Returns keys and values of our
+    section ``Generation``, and a list of stop strings.
 
     Args:
+        asked: the task's options for ``generate_until``, by the harness's names.
         max_new_tokens: the limit on new tokens if the task sets none.
 
     Raises:
-        ConfigError: the task uses an option that generation does not have.
+        ConfigError: the task uses an option that our generation does not have.
     """
     left = dict(asked)
     until = left.pop("until", None) or []

@@ -1,4 +1,5 @@
-"""The command ``ppfleetx VERB ...`` (also ``python -m ppfleetx VERB ...``) and the scripts in ``tools/``.
+"""The command ``ppfleetx VERB ...`` (also ``python -m ppfleetx VERB ...``), and what the scripts in
+``tools/`` call.
 
 Only the modules of the verb in use are imported, so that the command starts at once. To add a verb, write a
 :class:`~ppfleetx.commands.options.Command` and add it to :data:`GROUPS`.
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb of the command.
+    """One verb of the command ``ppfleetx``.
 
     Attributes:
-        place: a module of ``ppfleetx.commands`` and the class in it, e.g. ``train_verbs:Train``.
+        name: the word after ``ppfleetx``.
+        place: where its class is, as a module of ``ppfleetx.commands`` and a name: ``train_verbs:Train``.
         help: the description in the list of verbs.
     """
 
@@ -36,7 +38,9 @@ class Verb:
     help: str
 
     def command(self) -> type[Command]:
-        """The verb's class, whose fields are its options."""
+        """Import and return the verb's class, a :class:`~ppfleetx.commands.options.Command` whose fields are
+        the options.
+        """
         module, _, name = self.place.partition(":")
         return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)
 
@@ -121,12 +125,16 @@ examples:
 
 
 def main() -> None:
-    """The entry point of the console script."""
+    """Run the command ``ppfleetx`` with the arguments of this process. This is the entry point of the console
+    script.
+    """
     run_tool(partial(_call, sys.argv[1:]))
 
 
 def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """Run :func:`call` and end the process with its exit code, as the scripts in ``tools/`` do."""
+    """Run a verb with :func:`call`, and end the process with the verb's exit code. The scripts in ``tools/``
+    do this.
+    """
     run_tool(partial(call, verb, arguments, program=program))
 
 
@@ -135,8 +143,8 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
 
     Args:
         arguments: the arguments after the verb; None: the arguments of this process.
-        program: the program name before the verb in messages; None: the name of this process's program,
-            without the verb.
+        program: the program's name to show in messages, before the verb; None: show only the name of the
+            script that runs.
 
     Raises:
         UserError: a mistake of the user.
@@ -169,7 +177,7 @@ def _call(arguments: Sequence[str]) -> int | None:
 
 
 def usage() -> str:
-    """The text that ``ppfleetx --help`` prints."""
+    """Return the text of ``ppfleetx --help``."""
     width = max(map(len, VERBS)) + 2
     lines = [_HEAD]
     for title, verbs in GROUPS.items():

@@ -1,5 +1,5 @@
-"""The programs of ``projects/megatron`` and ``projects/paddleformers``: prepare GPT-2's corpus, train, and
-show results.
+"""Implement the programs in ``projects/megatron`` and ``projects/paddleformers``, which take the same
+arguments as those of Megatron-LM and PaddleFormers: prepare GPT-2's corpus, train, and show results.
 """
 
 from __future__ import annotations
@@ -47,22 +47,25 @@ _LOG = Path("test/output/0")
 
 
 def run(argv: Sequence[str]) -> None:
-    """The program ``projects/megatron/pretrain_gpt.py``."""
+    """Run the program ``projects/megatron/pretrain_gpt.py``: train with the arguments of Megatron-LM."""
     train_translated(argv or ["--help"], USAGE, of_arguments)
 
 
 def run_paddleformers(argv: Sequence[str]) -> None:
-    """The program ``projects/paddleformers/run_pretrain.py``."""
+    """Run the program ``projects/paddleformers/run_pretrain.py``: train with the arguments of
+    PaddleFormers.
+    """
     train_translated(argv or ["--help"], PADDLEFORMERS_USAGE, paddleformers.of_arguments)
 
 
 def train_translated(
     argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
 ) -> None:
-    """Train with another toolkit's arguments; with ``--check`` print the plan, with ``--help`` the usage.
+    """Train with the arguments of another toolkit. With ``--check``, only print what they mean here; with
+    ``--help``, print ``usage``.
 
     Args:
-        translate: turns arguments and the number of processes into a translated configuration.
+        translate: a function that turns arguments and the number of processes into a configuration of ours.
     """
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
@@ -80,8 +83,8 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Split the arguments into ``--check``, the number of processes, and the arguments of the other
-    toolkit.
+    """Separate our own arguments from those of the other toolkit. Returns whether ``--check`` is given, the
+    number of processes, and the other toolkit's arguments.
     """
     checks, world, rest = False, None, []
     words = iter(argv)
@@ -103,10 +106,11 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
-    """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them, and
-    print a table of results. Returns the launcher's exit code.
+    """Run the scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them,
+    and print a table of results. Returns the launcher's exit code.
 
-    The log is ``test/output/0/train_0.log``. An earlier run and its logs in the same place are renamed.
+    The log is ``test/output/0/train_0.log``. If an earlier run or its logs are in the same place, they are
+    renamed first.
     """
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
@@ -152,10 +156,11 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 def results_table(size: str, cfg: RunConfig, output: Path) -> str:
-    """Params, PPL, samples/s, sequence length and steps of a finished run, as a Markdown table.
+    """Return a Markdown table with the results of a finished run: parameters, perplexity, samples per second,
+    sequence length and steps.
 
-    PPL is the lowest perplexity of the run's evaluations after a step; samples/s is the mean of the last
-    hundred log lines.
+    The perplexity is the lowest of all evaluations, except one before the first step. The speed is the mean
+    of the last hundred records.
     """
     records = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
     trained = [record for record in records if record["kind"] == "train"]
@@ -181,7 +186,9 @@ _VOCAB, _MERGES, _TEXT = "gpt2-vocab.json", "gpt2-merges.txt", "wiki_all.json"
 
 
 def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
-    """The program of the script that prepares the corpus."""
+    """Run the script ``dataset_preprocess_gpt.sh``: encode text, such as extracted Wikipedia articles, with
+    GPT-2's tokenizer into a corpus for training.
+    """
     parser = argparse.ArgumentParser(prog="dataset_preprocess_gpt.sh", description=__doc__)
     add = parser.add_argument
     add(
@@ -209,8 +216,8 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text(output_dir: Path, extracted: Path) -> Path:
-    """The path of the corpus text. If it does not exist, it is joined from the files that WikiExtractor
-    wrote.
+    """Return the path of the text to encode. If the file does not exist, join it from the files that the
+    program WikiExtractor wrote to ``extracted``.
     """
     text = output_dir / _TEXT
     if text.exists():

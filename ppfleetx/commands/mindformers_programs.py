@@ -1,4 +1,6 @@
-"""The programs of ``projects/mindformers``: MindFormers' ``run_mindformer.py`` and ``convert_weight.py``."""
+"""Implement the programs in ``projects/mindformers``, which take the same arguments as MindFormers'
+``run_mindformer.py`` and ``convert_weight.py``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ _FOREIGN_DATA = (".mindrecord", ".tfrecord")
 
 
 def run(argv: Sequence[str]) -> None:
-    """The program ``run_mindformer.py``."""
+    """Run the program ``run_mindformer.py``: train, evaluate or predict with the arguments of MindFormers."""
     if not argv or "--help" in argv or "-h" in argv:
         print(usage())
         return
@@ -72,7 +74,7 @@ def _predict(cfg: RunConfig, translation: Translation) -> None:
     _require_checkpoint(cfg)
     if cfg.Generation.prompt is None and cfg.Generation.prompt_file is None:
         raise ConfigError("predicting needs a prompt, or a file with one a line", key="--predict_data")
-    generate.run_loaded(_with_room(cfg, translation))
+    generate.run_loaded(_limit_new_tokens(cfg, translation))
 
 
 _PROGRAMS: dict[str, Callable[[RunConfig, Translation], None]] = {
@@ -123,9 +125,10 @@ def _whole_batches(cfg: RunConfig) -> int:
     return max(1, samples // cfg.batch.global_batch_size)
 
 
-def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
-    """Set the number of new tokens to ``max_decode_length``, which in MindFormers includes the prompt, minus
-    the longest prompt.
+def _limit_new_tokens(cfg: RunConfig, translation: Translation) -> RunConfig:
+    """Limit the number of new tokens so that the longest prompt and its continuation have
+    ``max_decode_length`` tokens together. MindFormers counts the prompt in this key, but our
+    ``Generation.max_dec_len`` does not.
     """
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
@@ -152,12 +155,13 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert ``torch_path``, a ``pytorch_model.bin`` or ``model.safetensors`` under any name. config.json
-    and a tokenizer in the same directory are used, if any. Returns the step directory.
+    """Convert a GPT-2 checkpoint of Hugging Face to our format. A ``config.json`` and tokenizer files beside
+    it are used too. Returns the directory of the new checkpoint.
 
     Args:
+        torch_path: a file ``pytorch_model.bin`` or ``model.safetensors``, which may have another name.
         layers: the number of layers that the file must have.
-        num_heads: the number of attention heads, if there is no config.json; None: heads have width 64.
+        num_heads: the number of attention heads, if there is no ``config.json``; None: heads have width 64.
     """
     if not torch_path.is_file():
         raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))
@@ -168,7 +172,7 @@ def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: in
         try:
             tensors = read_stored(source).tensors
             if not (source / CONFIG).exists():
-                (source / CONFIG).write_text(json.dumps(_config(tensors, torch_path, num_heads)))
+                (source / CONFIG).write_text(json.dumps(_made_config(tensors, torch_path, num_heads)))
             _check_layers(tensors, read_hf_config(source), torch_path, layers)
             return convert(Conversion("hf", "ppfleetx", source, output))
         except UserError as error:  # show the paths of the user's files, not of the temporary ones
@@ -187,8 +191,10 @@ def _weights_name(torch_path: Path) -> str:
     return SINGLE if torch_path.suffix == ".safetensors" else PICKLE
 
 
-def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """The sizes of the model, under Hugging Face's names, derived from the shapes of its tensors."""
+def _made_config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
+    """Make a ``config.json`` of Hugging Face for a GPT-2 checkpoint that lacks it. The sizes follow from the
+    shapes of the tensors.
+    """
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

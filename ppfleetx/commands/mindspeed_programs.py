@@ -1,4 +1,6 @@
-"""The programs of ``projects/mindspeed``: ``pretrain_gpt.py``, and ``msrun``, which starts ranks."""
+"""Implement the programs in ``projects/mindspeed``, which take the same arguments as those of MindSpeed:
+``pretrain_gpt.py``, and ``msrun``, which starts ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Without a file it reads pretrain_gpt_38BV3.yaml of its own folder; docs/dialects
 
 
 def run(argv: Sequence[str], default: Path) -> None:
-    """The program ``projects/mindspeed/pretrain_gpt.py``."""
+    """Run the program ``projects/mindspeed/pretrain_gpt.py``: train with the arguments of MindSpeed.
+    ``default`` is the YAML file to read if none is named.
+    """
 
     def translate(arguments: list[str], world: int | None) -> Translation:
         path, rest = file_of(without_launcher(arguments)[1])
@@ -35,8 +39,10 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """The program ``msrun``: run Paddle's launcher, with logs named as users of ``msrun`` expect. Returns the
-    launcher's exit code; with ``--join=False``, returns 0 without waiting.
+    """Run the program ``msrun``: start the ranks of a script with Paddle's launcher. The log files have the
+    names that users of MindSpore's ``msrun`` expect.
+
+    Returns the launcher's exit code; with ``--join=False``, returns 0 without waiting for the ranks.
     """
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))

@@ -1,4 +1,5 @@
-"""The verbs that use a trained model: a checkpoint with its own configuration, or ``-c FILE``.
+"""The verbs that use a trained model. The model is a checkpoint that contains its configuration, or the
+checkpoint that the configuration ``-c FILE`` names.
 
 ``--help`` imports only this file: each verb imports its implementation when it runs.
 """
@@ -29,13 +30,17 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class Job:
-    """The source of the configuration that a command runs with, and the overrides to apply."""
+    """The configuration of a command that uses a model, before it is loaded: where to read it, and the values
+    to override.
+    """
 
     config: ConfigSource
     overrides: list[Override]
 
     def load(self, *more: Override) -> RunConfig:
-        """Load the configuration, for the number of processes of this job."""
+        """Load the configuration for the number of processes that the launcher started. ``more`` are further
+        values to override.
+        """
         from ppfleetx.commands.start_process import world_size
         from ppfleetx.config.loader import load_config
 
@@ -44,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(OptionalConfigOptions):
-    """The options CHECKPOINT, ``-c FILE`` and ``-o Section.key=value``."""
+    """Base class of verbs that use a model: CHECKPOINT, ``-c FILE`` and ``-o Section.key=value``."""
 
     intermixed: ClassVar[bool] = True
 
@@ -55,7 +60,9 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[Job]:
-        """A context manager that yields the :class:`Job` for these options and ``settings``."""
+        """Return a context manager that yields the configuration for the model that the options name, as a
+        :class:`Job`. ``settings`` are further values to override.
+        """
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 
@@ -68,12 +75,14 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[Job]:
-    """Yield the :class:`Job` for the model in ``checkpoint``. If ``config`` is given, it replaces the model's
-    own configuration. Temporary files are removed at the end.
+    """Context manager that yields the configuration for the model in ``checkpoint``, as a :class:`Job`. A
+    model in another format is converted to temporary files, which are removed at the end.
 
     Args:
-        key: the configuration key that will name the checkpoint.
-        option: the option that named the checkpoint, for messages.
+        checkpoint: the model; None: the configuration names it.
+        config: a configuration to use in place of the model's own; None: the model's own.
+        key: the configuration key to set to the checkpoint's directory.
+        option: the command-line option that gave ``checkpoint``, for messages.
     """
     if checkpoint is None and config is None:
         raise ConfigError(f"give {option}, the directory of a model, or -c FILE")
@@ -92,9 +101,9 @@ def job_of(
 class Generate(LaunchOptions, ModelOptions):
     """Continue prompts with a checkpoint.
 
-    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The
-    checkpoint also has the generation settings; -o Generation.KEY=VALUE changes them. Prompts may also come
-    from Generation.prompt and .prompt_file.
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Its
+    generation settings are used; -o Generation.KEY=VALUE changes them. Prompts may also come from
+    Generation.prompt and Generation.prompt_file.
     """
 
     examples = """\
@@ -113,8 +122,8 @@ examples:
 class Chat(ModelOptions):
     """Chat with a model, in the terminal or over a pipe.
 
-    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The chat
-    uses its template and its generation settings; -o Generation.KEY=VALUE changes the settings. Each line is
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Its chat
+    template and its generation settings are used; -o Generation.KEY=VALUE changes the settings. Each line is
     a message; /help lists the commands.
     """
 
@@ -132,11 +141,10 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(LaunchOptions, ModelOptions):
-    """Evaluate a checkpoint.
+    """Evaluate a checkpoint: print its loss and perplexity on Data.Eval, or a classifier's scores.
 
-    With the checkpoint's own configuration of pretraining, this prints the token-weighted loss and perplexity
-    on Data.Eval. With --text, or with Model.module: GPTEvalModule, it prints the perplexity of a text file or
-    the accuracy on last words (Offline_Eval, docs/evaluation.md).
+    With --text, or with Model.module: GPTEvalModule, print instead the perplexity of a text file, or how
+    often the model predicts the last word of a text (Offline_Eval, docs/evaluation.md).
     """
 
     examples = """\
@@ -159,7 +167,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class LmEval(ModelOptions):
-    """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
+    """Evaluate a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
 
     tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
     batch_size: int = option("texts per forward pass (default: 8)", default=8, type=whole_number)
@@ -176,7 +184,7 @@ class Infer(LaunchOptions, OptionalConfigOptions):
     """Continue prompts with an exported model.
 
     EXPORT is the output of `ppfleetx export`; with -c FILE, Inference.model_dir names it. Prompts may also
-    come from Generation.prompt and .prompt_file.
+    come from Generation.prompt and Generation.prompt_file.
     """
 
     examples = """\
@@ -192,7 +200,7 @@ examples:
 
     @property
     def num_processes(self) -> None:
-        """None: an export runs in any number of processes."""
+        """None, because an exported model can run in any number of processes."""
         return
 
     program = "infer:run"

@@ -1,4 +1,4 @@
-"""Declare the options of a verb as fields of a dataclass, and build the command-line parser from them."""
+"""Declare the options of a verb as fields of a dataclass, from which the command-line parser is built."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name tha
 
 
 class Command:
-    """A verb: a frozen dataclass whose fields are the options and whose docstring is the description in
-    ``--help``.
+    """Base class of verbs. A verb is a frozen dataclass: its fields are the command-line options, and its
+    docstring is the description in ``--help``.
 
     Attributes:
         examples: example commands, shown at the end of ``--help``.
-        intermixed: whether options may come between positional arguments.
-        program: the implementation, ``module:function`` of ``ppfleetx.commands``, which is called with the
-            options. It is imported when the verb runs, so that ``--help`` needs neither Paddle nor NumPy.
+        intermixed: whether options may stand between positional arguments.
+        program: the function that implements the verb, as ``module:function`` within ``ppfleetx.commands``.
+            It is called with the options. Its module is imported only when the verb runs, so that ``--help``
+            needs neither Paddle nor NumPy.
     """
 
     examples: ClassVar[str] = ""
@@ -35,13 +36,15 @@ class Command:
     program: ClassVar[str]
 
     def run(self) -> int | None:
-        """Run the verb and return its exit code; None means 0."""
+        """Run the verb. Returns its exit code; None means 0."""
         module, _, name = self.program.partition(":")
         getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
         return None
 
     def settings(self) -> list[Setting]:
-        """The settings of configuration keys that follow from the options."""
+        """Return the configuration values to set: one for each given option that was declared with a
+        ``key``.
+        """
         from ppfleetx.config.reading.overrides import Setting
 
         found = []
@@ -54,7 +57,7 @@ class Command:
 
     @classmethod
     def parser(cls, program: str | None = None) -> argparse.ArgumentParser:
-        """Build the argument parser. ``program`` is the name after ``usage:``."""
+        """Build the argument parser of the verb. ``program`` is the program's name in the line ``usage:``."""
         parser = argparse.ArgumentParser(
             prog=program,
             description=inspect.cleandoc(cls.__doc__ or ""),
@@ -72,7 +75,8 @@ class Command:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
-        """Parse ``arguments`` (None: the arguments of this process) into the options.
+        """Parse command-line arguments, and return the options as an object of this class. If ``arguments``
+        is None, parse those of this process.
 
         Raises:
             SystemExit: the arguments are wrong, or contain ``--help``.
@@ -94,17 +98,18 @@ def option(
     group: str | None = None,
     **how: Any,
 ) -> Any:
-    """Declare an option named after its field: ``--max-steps`` for ``max_steps``.
+    """Declare a field of a :class:`Command` as a command-line option. It is named after the field:
+    ``max_steps`` becomes ``--max-steps``.
 
-    The field's type determines parsing: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes several
-    words.
+    The field's type determines how it is parsed: a ``bool`` takes no value, a ``Literal`` is a choice, and a
+    tuple takes several words.
 
     Args:
         help: the text in ``--help``, or a function that returns it when the parser is built.
-        flags: ``--name`` and other spellings, instead of the field's name.
+        flags: names to use instead of the field's name, such as ``-c`` and ``--config``.
         default: the default value; ``MISSING`` if the option is required.
-        key: the configuration key that the option sets.
-        group: title of the group in ``--help``.
+        key: the configuration key that the option sets, if there is one.
+        group: the title of the group in ``--help`` under which the option is listed.
         how: further arguments of ``ArgumentParser.add_argument``.
     """
     how["help"] = help
@@ -112,28 +117,34 @@ def option(
 
 
 def switch(help: str, *flags: str) -> Any:
-    """Declare an :func:`option` that is off by default and takes no value."""
+    """Declare an :func:`option` without a value, which is False unless it is given."""
     return option(help, *flags, default=False)
 
 
 def repeated(help: str, *flags: str, metavar: str) -> Any:
-    """Declare an :func:`option` that may be given many times, with one value each."""
+    """Declare an :func:`option` that takes one value and may be given many times. The field is a tuple of all
+    values.
+    """
     return option(help, *flags, default=(), action="append", metavar=metavar)
 
 
 def positional(metavar: str | None, help: str, **how: Any) -> Any:
-    """Declare a positional argument; parameters as for :func:`option`."""
+    """Declare a field of a :class:`Command` as a positional argument, whose name in ``--help`` is
+    ``metavar``. The other parameters are those of :func:`option`.
+    """
     return option(help, _POSITIONAL, metavar=metavar, **how)
 
 
 def flags_of(one: Field[Any]) -> tuple[str, ...]:
-    """The command-line flags of a field; empty for a positional argument."""
+    """Return the command-line names of a :class:`Command`'s field, such as ``-c`` and ``--config``. Empty for
+    a positional argument.
+    """
     flags = one.metadata["flags"] or (f"--{one.name.replace('_', '-')}",)
     return () if flags == (_POSITIONAL,) else flags
 
 
 def whole_number(text: str) -> int:
-    """Parse an integer of at least 1; for the ``type=`` of an argument."""
+    """Parse an integer of at least 1. Used as the ``type=`` of an option."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
@@ -167,7 +178,9 @@ def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
 
 
 def plugin_option() -> Any:
-    """Declare the field ``plugin``: any number of ``--plugin MODULE``, imported by :func:`import_plugins`."""
+    """Declare the field ``plugin`` of a :class:`Command`: the option ``--plugin MODULE``, which may be given
+    many times. :func:`import_plugins` imports the modules.
+    """
     return repeated(
         "import a Python module of yours that registers callbacks, optimizers, layers, ...; may be given "
         "many times (PPFLEETX_PLUGINS=module,module does the same)",
@@ -177,7 +190,9 @@ def plugin_option() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions(Command):
-    """``-c FILE``, and any number of ``-o Section.key=value`` and ``--plugin MODULE``."""
+    """Base class of verbs that work on a configuration: ``-c FILE``, and any number of ``-o
+    Section.key=value`` and ``--plugin MODULE``.
+    """
 
     config: str = option(CONFIG_HELP, "-c", "--config", default=MISSING, metavar="FILE")
     override: tuple[str, ...] = repeated(
@@ -191,13 +206,15 @@ class ConfigOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalConfigOptions(ConfigOptions):
-    """:class:`ConfigOptions` for a verb that does not require ``-c``."""
+    """Base class of verbs that have the options of :class:`ConfigOptions` but do not require ``-c``."""
 
     config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
 
 
 def import_plugins(options: Command) -> None:
-    """Import the plugins named by ``--plugin`` and, if a configuration may use them, by the environment."""
+    """Import the Python modules that ``--plugin`` names. If the verb may use a configuration, also import
+    those that the environment variable ``PPFLEETX_PLUGINS`` names.
+    """
     plugins = getattr(options, "plugin", None)
     if "" in (plugins or ()):
         raise ConfigError("must name a Python module", key="--plugin", value="")
@@ -208,7 +225,7 @@ def import_plugins(options: Command) -> None:
 
 
 def refuse_not_positive(options: Command, *names: str) -> None:
-    """Raise ConfigError if one of these options is given and is not a finite number above 0."""
+    """Raise ConfigError if an option in ``names`` is given and is not a finite number above 0."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):

@@ -1,4 +1,6 @@
-"""The implementation of the verb ``plan``: make predictions, and print them as text, JSON or files."""
+"""Implement ``ppfleetx plan``: predict memory and step time of parallel plans, and print the predictions as
+text or JSON, or write them to files.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 
 
 def run(options: Plan) -> None:
-    """Print the prediction."""
+    """Print what ``ppfleetx plan`` predicts, as text or JSON."""
     print(report_of(options))
 
 
 def report_of(options: Plan) -> str:
-    """The text that the verb prints."""
+    """Make the predictions that the options ask for, and return the text to print. Also writes the files that
+    the options name.
+    """
     refuse_not_positive(options, "price", "mtbf", "save_seconds", "restart_seconds", "network_gbps", "tokens")
     written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
@@ -47,7 +51,7 @@ def report_of(options: Plan) -> str:
     words = _words(options)
     questions = _questions_of(options)
     if words is not None or options.devices is None:
-        cfg, prediction = _one(written, words or "", options, cluster)
+        cfg, prediction = _predict_one_plan(written, words or "", options, cluster)
         found = None
     else:
         whole = job_of(written.under(ParallelPlan(), 1, _batch(written, options), None), cluster.card)
@@ -113,11 +117,11 @@ def _axes(words: str | None) -> tuple[str, ...]:
     return axes
 
 
-def _one(
+def _predict_one_plan(
     written: UnresolvedConfig, words: str, options: Plan, cluster: Cluster
 ) -> tuple[RunConfig, Prediction]:
-    """The configuration under the plan ``words``, and its prediction. Settings that the plan does not name
-    are kept.
+    """Apply the plan ``words``, such as ``dp=4,mp=8``, to the configuration. Returns the configuration and
+    the prediction for it. Degrees that ``words`` does not name stay as configured.
     """
     option = "--plan" if options.plan is not None else "--explain"
     named = parse_plan(words, written.plan, option)
@@ -157,7 +161,9 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """The number of tokens of the whole run: ``--tokens``, or computed from ``Engine.max_steps``."""
+    """Return the number of tokens of the whole run: the option ``--tokens``, or ``Engine.max_steps`` times
+    the tokens of a step.
+    """
     if options.tokens is not None:
         return options.tokens
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)

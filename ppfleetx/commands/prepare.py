@@ -1,4 +1,6 @@
-"""The verbs ``prepare`` and ``tokenizer``."""
+"""Implement ``ppfleetx prepare``, which encodes text to a corpus, and ``ppfleetx tokenizer``, which trains a
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Command):
-    """Encode json lines (.gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
+    """Encode text as a tokenized corpus: json lines (.gz, .zst), plain text, or folders of them. Writes
+    PREFIX_KEY_document.bin and .idx.
 
     Option names of Megatron-LM and PaddleFleetX are accepted where they mean the same.
     """
@@ -106,7 +109,7 @@ class Prepare(Command):
         print(report)
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that the options name."""
+        """Load the tokenizer that the options name. Raises DataError if they name none, or more than one."""
         from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
         names_vocab, names_merges = self.vocab_file is not None, self.merge_file is not None

@@ -1,4 +1,6 @@
-"""The implementation of the verb ``prune``. Most mistakes are found before Paddle is imported."""
+"""Implement ``ppfleetx prune``, which makes a smaller model from a checkpoint. Most mistakes are reported
+before Paddle is imported.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,11 @@ REPORT_FILE = "pruning.json"
 
 @dataclass(frozen=True)
 class _Pruned:
-    """The pruned model.
+    """A model from which parts were removed, and facts about the removal.
 
     Attributes:
-        tensors: the parameters by canonical name.
-        layers: the report's entry for each layer.
+        tensors: the remaining parameters, by their names in checkpoints.
+        layers: for each layer, what was kept or removed, for the report.
         sizes: rows of the printed table: (name, size before, size after).
     """
 
@@ -61,7 +63,9 @@ class _Pruned:
 
 
 def prune(options: Prune) -> Path:
-    """Write the smaller model and the report. Returns the step directory."""
+    """Read the model that the options name, remove parts of it, and write the smaller model as a checkpoint,
+    with a report on what was removed. Returns the checkpoint's directory.
+    """
     configure_logging()
     _check(options)
     with open_model(options) as (cfg, directory, tokenizer):

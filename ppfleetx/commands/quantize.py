@@ -1,4 +1,6 @@
-"""The implementation of the verb ``quantize``. Most mistakes are found before Paddle is imported."""
+"""Implement ``ppfleetx quantize``, which stores a checkpoint's weights in few bits. Most mistakes are
+reported before Paddle is imported.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ REPORT_FILE = "quantization.json"
 
 
 def quantize(options: Quantize) -> Path:
-    """Write the quantized checkpoint and the report. Returns the step directory."""
+    """Read the model that the options name, quantize its weights, and write it as a checkpoint, with a report
+    on the rounding errors. Returns the checkpoint's directory.
+    """
     weights = _weights(options)
     output = Path(options.output)
     options.check()

@@ -1,4 +1,4 @@
-"""The implementation of the verb ``report``: a page about a run, as Markdown and as HTML."""
+"""Implement ``ppfleetx report``, which writes a page about a run, as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's directory that the page uses.
+    """What the report reads from a run's directory.
 
     Attributes:
         cfg: the run's configuration, resolved for its number of processes.
-        records: the records of ``metrics.jsonl``.
+        records: the records of steps and evaluations in ``metrics.jsonl``.
     """
 
     directory: Path
@@ -65,7 +65,9 @@ class RunFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer, from its directory or else from the configuration."""
+        """The tokenizer that the run stored in its directory; if there is none, the one that the
+        configuration names.
+        """
         own = self.directory / "tokenizer"
         found = Tokenizer.load(own) if own.is_dir() else load_tokenizer(self.cfg)
         if found is None:
@@ -73,12 +75,14 @@ class RunFiles:
         return found
 
     def of_kind(self, kind: str) -> list[Record]:
-        """The records of one kind, oldest first."""
+        """Return the records of one kind, such as ``train`` or ``eval``, oldest first."""
         return [record for record in self.records if record["kind"] == kind]
 
     @property
     def seconds(self) -> float:
-        """The total time of the recorded steps and evaluations."""
+        """The seconds that the run's steps and evaluations took in total. If an interruption left steps
+        without a record, their time is estimated from the next record.
+        """
         steps, total = self.of_kind("train"), sum(record["seconds"] for record in self.of_kind("eval"))
         # Steps before the first record may belong to another directory. Later gaps are steps of this run that
         # were not recorded because of an interruption. Old records lack the number of steps that they cover.
@@ -92,13 +96,13 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page.
+    """A section of the report.
 
     Attributes:
-        pictures: SVG files.
+        pictures: paths of SVG files.
         table: rows of cells; the first row is the header.
-        texts: texts in a fixed-width font.
-        note: a sentence below.
+        texts: blocks of text to show in a fixed-width font.
+        note: a sentence at the end of the section.
     """
 
     title: str
@@ -109,7 +113,7 @@ class Section:
 
 
 def report(options: Report) -> None:
-    """Write the page of ``ppfleetx report``."""
+    """Write the page that ``ppfleetx report`` makes, and print the paths of its files."""
     refuse_not_positive(options, "price")
     run = read_run_files(options.directory)
     for path in write_report(run, options.output or options.directory / "report", options.price):
@@ -117,7 +121,7 @@ def report(options: Report) -> None:
 
 
 def read_run_files(directory: Path) -> RunFiles:
-    """Read the directory of a run, finished or still training."""
+    """Read configuration and metrics from the directory of a run, which may still be training."""
     for name in (METRICS_FILE, CONFIG_FILE):
         if not (directory / name).is_file():
             raise DataError(f"{directory} is not the directory of a run that has trained: it has no {name}")
@@ -131,7 +135,8 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the page and its pictures into ``output``, replacing an earlier report. Returns the pages.
+    """Write the report and its pictures into the directory ``output``, replacing an earlier report. Returns
+    the paths of the Markdown and the HTML page.
 
     Args:
         price: the price of a device-hour; None: give the cost in device-hours only.
@@ -192,7 +197,9 @@ def _curves(run: RunFiles, output: Path) -> Section:
 
 
 def _evaluations(run: RunFiles) -> list[Section]:
-    """One section per evaluation set with loss, perplexity and bits per byte of its latest evaluations."""
+    """Make a section for each evaluation set, with a table of loss, perplexity and bits per byte of its
+    latest evaluations.
+    """
     sections = []
     for name, cfg in data_sets(run.cfg).items():
         records = [record for record in run.of_kind("eval") if record.get("set") == name][-_MOST_EVALUATIONS:]
@@ -218,9 +225,10 @@ def _evaluations(run: RunFiles) -> list[Section]:
 
 
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
-    """The number of tokens predicted in an evaluation of ``Data.Eval``, per byte of text.
+    """Return the number of predicted tokens per byte of text in ``Data.Eval``. Times the loss, divided by log
+    2, it gives bits per byte.
 
-    Special tokens are predicted, too, but are not part of the text.
+    Special tokens count as predicted tokens, but not as text.
     """
     tokens = num_bytes = 0
     for step in build_dataloader(cfg, "Eval"):
@@ -233,7 +241,9 @@ def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
 
 
 def _samples(path: Path) -> list[Section]:
-    """A section with the samples that ``ppfleetx generate --output`` wrote to ``path``, if there are any."""
+    """Make a section with generated samples, read from the file ``path`` that ``ppfleetx generate --output``
+    wrote. Returns no section if there is no such file.
+    """
     if not path.is_file():
         return []
     texts = []
@@ -249,7 +259,9 @@ def _samples(path: Path) -> list[Section]:
 
 
 def _speed(run: RunFiles) -> Section:
-    """A section with medians over all records, which slow first steps and pauses do not affect."""
+    """Make a section with the speed of the run. It shows medians over all records, so that slow first steps
+    and pauses do not matter.
+    """
     records = run.of_kind("train")
 
     def median(key: str) -> float:
@@ -305,7 +317,7 @@ def _configuration(cfg: RunConfig) -> Section:
 
 
 def markdown(title: str, sections: Sequence[Section]) -> str:
-    """Format the page as Markdown, with pictures as separate files."""
+    """Format the report as Markdown, which links to the pictures' files."""
     parts = [f"# {title}"]
     for section in sections:
         parts.append(f"## {section.title}")
@@ -323,7 +335,7 @@ def markdown(title: str, sections: Sequence[Section]) -> str:
 
 
 def as_html(title: str, sections: Sequence[Section]) -> str:
-    """Format the page as one HTML file, with the pictures inside."""
+    """Format the report as one HTML page that contains the pictures."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for section in sections:
         parts.append(f"<h2>{html.escape(section.title)}</h2>")

@@ -2,11 +2,13 @@
 
 Our own checkpoints contain their configuration (`checkpoint/config_and_tokenizer.py`). A model of Hugging
 Face (`hf:NAME` is downloaded first) or a GGUF file is converted into a temporary directory. A FleetX
-checkpoint is read directly, with the network of the shipped configuration that has its sizes.
+checkpoint is read directly; as it does not describe its network, a shipped configuration with the same sizes
+is used.
 
-All processes of a job on one machine share the temporary directory: the first process fills it, the others
-wait, and the last one removes it. A process holds a file lock, exclusive to fill or remove the directory,
-shared to use it. The kernel releases the lock of a killed process; the next call removes unused directories.
+All processes of a job on one machine share the temporary directory. The first process fills it, the others
+wait, and the last one removes it. Each process holds a file lock: an exclusive one to fill or remove the
+directory, a shared one to use it. If a process is killed, the kernel releases its lock, and the next call
+removes directories that nobody uses.
 """
 
 from __future__ import annotations
@@ -51,17 +53,18 @@ _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """The temporary directory that this job's processes share for ``source``; its path is the same on all
-    machines. Processes without a launcher that use the same source count as one job.
+    """Return a temporary directory made from ``source``, which all processes of this job use together. If it
+    does not exist, ``fill`` creates it. The path is the same on all machines. Without a launcher, all
+    processes that use the same source share one directory.
 
     Args:
-        source: a directory or a file. If it has changed, it counts as another source.
+        source: a directory or a file. If it has changed, another directory is made.
         environ: the environment variables, which identify the job.
-        fill: a function that creates the directory; one process of each machine calls it.
-        stack: this process uses the directory until the stack is closed.
+        fill: a function that creates the directory. One process of each machine calls it.
+        stack: the directory stays at least until this stack is closed.
 
     Raises:
-        CheckpointError: the parent directory can be changed by other users.
+        CheckpointError: other users could change the directory.
         Exception: whatever ``fill`` raises.
     """
     root = _root()
@@ -98,8 +101,8 @@ def _fill(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_if_unused(place: Path, lock: IO[str]) -> None:
-    """Remove a directory unless another process uses it. The lock file is kept, because a process may wait
-    for it.
+    """Remove the directory ``place`` unless another process uses it. The lock file stays, because another
+    process may be waiting for the lock.
     """
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +110,9 @@ def _remove_if_unused(place: Path, lock: IO[str]) -> None:
 
 
 def _root() -> Path:
-    """The parent of the temporary directories, which only this user may change."""
+    """Create the parent of all temporary directories, and return its path. Raises CheckpointError if other
+    users could change it.
+    """
     root = Path(tempfile.gettempdir()) / f"ppfleetx-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
@@ -148,13 +153,13 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that is ready to be loaded.
+    """A model that has been found and can be loaded. If it had another format, it has been converted.
 
     Attributes:
         name: the directory as the user gave it.
         config: the checkpoint's own configuration; None if it was not requested.
-        checkpoint: the value for ``Engine.save_load.ckpt_dir`` or ``init_from``.
-        tokenizer: the directory of the tokenizer's files, if there is one.
+        checkpoint: the checkpoint's path, for ``Engine.save_load.ckpt_dir`` or ``init_from``.
+        tokenizer: the directory of the tokenizer's files; None if there is none.
     """
 
     name: str
@@ -169,12 +174,13 @@ class ResolvedModel:
         option: str = "CHECKPOINT",
         key: str = "Engine.save_load.ckpt_dir",
     ) -> list[Override]:
-        """The overrides with which a program loads the model, followed by the user's.
+        """Return the values to override in a configuration so that it uses this checkpoint and its tokenizer,
+        followed by the user's own overrides.
 
         Args:
-            given: the user's overrides. A tokenizer set there takes precedence.
-            option: the option that named the directory, for messages.
-            key: the configuration key that will name the checkpoint.
+            given: the user's overrides. If they set a tokenizer, the checkpoint's is not used.
+            option: the command-line option that named the model, for messages.
+            key: the configuration key to set to the checkpoint's path.
         """
         given = list(given)
         ours = [Setting(key, self.checkpoint, option)]
@@ -185,12 +191,13 @@ class ResolvedModel:
 
 
 def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ResolvedModel:
-    """Find the model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, a GGUF
-    file, or ``hf:NAME`` on the Hugging Face hub, which is downloaded.
+    """Find the model that the user names by ``place``. This may be the output directory of a run, one
+    checkpoint in it, a directory of Hugging Face or FleetX, a GGUF file, or ``hf:NAME``, which is downloaded
+    from the Hugging Face hub.
 
     Args:
-        stack: temporary files are removed when the stack is closed.
-        with_config: whether to find the configuration, too; not needed if the user gives one.
+        stack: temporary files are removed when this stack is closed.
+        with_config: whether the model's configuration is needed. It is not if the user gives one.
 
     Raises:
         CheckpointError: there is no model, or its configuration is unknown.
@@ -224,7 +231,9 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
 
 
 def refuse_absent(place: str | Path) -> None:
-    """Raise CheckpointError if ``place`` is a path that does not exist."""
+    """Raise CheckpointError if ``place``, where the user says a model is, does not exist. Names on the
+    Hugging Face hub (``hf:...``) are not checked.
+    """
     if not str(place).strip():
         raise CheckpointError("the name of the model's directory is empty")
     if hub_name(place) is None and not Path(place).exists():
@@ -235,8 +244,8 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """Refuse a configuration with settings beyond model and data: a checkpoint from elsewhere must not choose
-    which files are overwritten or where a server listens.
+    """Raise ConfigError if the configuration in a checkpoint has settings other than those of model and data.
+    A checkpoint from a stranger must not choose, for example, which files are overwritten.
     """
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
@@ -273,7 +282,9 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
-    """Read the configuration in the manifest of an earlier version, without plan and machine."""
+    """Return the configuration of a checkpoint that an earlier version of ppfleetx saved, from its manifest.
+    Settings of the parallel plan and the machine are left out.
+    """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         raise CheckpointError(
@@ -307,10 +318,10 @@ def _sections_of_fleetx(path: Path) -> dict[str, Any]:
 
 
 def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
-    """Change ``cfg`` to data-parallel processes that each hold the whole model in float32. Also returns notes
-    for the user.
+    """Change a configuration so that every process holds the whole model in float32 and works on different
+    data (data parallelism only). Returns the configuration, and notes for the user on what was changed.
 
-    Export, inference, quantization and pruning run like this under any plan.
+    Export, inference, quantization and pruning run this way, whatever plan is configured.
     """
     notes = []
     plan = cfg.plan

@@ -1,4 +1,6 @@
-"""The verbs ``export`` and ``serve``. Mistakes are found before Paddle is imported."""
+"""Implement ``ppfleetx export`` and ``ppfleetx serve``. Mistakes of the user are reported before Paddle is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ppfleetx.config.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Export(ModelOptions):
-    """Export a checkpoint of any plan as a stand-alone program that generates text."""
+    """Export a checkpoint as a stand-alone program that generates text. The checkpoint may come from any
+    parallel plan.
+    """
 
     examples = """\
 examples:
@@ -27,7 +31,9 @@ examples:
     )
 
     def run(self) -> None:
-        """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0."""
+        """Export the checkpoint ``Engine.save_load.ckpt_dir``. The result is written to ``rank_0/`` in the
+        output directory.
+        """
         from ppfleetx.commands.generate import check_checkpoint, load_generator
         from ppfleetx.commands.resolve_model import as_replicas
         from ppfleetx.commands.start_process import start_with, world_size

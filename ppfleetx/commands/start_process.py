@@ -1,4 +1,6 @@
-"""Prepare a process for its work: read the configuration first, import Paddle last."""
+"""Prepare a process for its work: read the configuration, check it, and import Paddle last, because the
+import takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
 def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
-    """Read the configuration, refuse it if it cannot run, and only then import Paddle and choose the device.
+    """Read the configuration ``path`` and refuse it if it cannot run. Only then import Paddle, choose the
+    device and connect the ranks. Returns the configuration, and this process's place in the job.
 
     Args:
-        reads: the sections of ``Data`` that the program will read.
+        reads: the sections of ``Data`` that the program will read, such as ``Train``.
 
     Raises:
         UserError: something is wrong, missing or not supported. No work has been done on a device.
@@ -42,7 +45,10 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """:func:`start_process` for a configuration that is already loaded."""
+    """Prepare this process to run the configuration ``cfg``, which is already loaded: refuse it if it cannot
+    run, then import Paddle, choose the device and connect the ranks. Arguments and results are those of
+    :func:`start_process`.
+    """
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
@@ -73,8 +79,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise UserError, before Paddle is imported, if a corpus or checkpoint is missing or ``output_dir``
-    holds another run.
+    """Raise UserError if a corpus or a checkpoint is missing, or if ``output_dir`` holds another run. This is
+    quick, because Paddle is not imported yet.
     """
     for mode in reads:
         if mode == "Test" and not cfg.Model.task.classifies:
@@ -92,7 +98,9 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
 
 
 def made_directory(cfg: RunConfig, key: str) -> Path:
-    """Create the directory that the configuration key ``key`` names, and return its path."""
+    """Create the directory that is the value of the configuration key ``key``, and return its path. Raises
+    ConfigError if it cannot be written.
+    """
     path = Path(cfg.value_of(key))
     if rule := why_not_writable(path):
         raise cfg.error(key, rule)
@@ -101,7 +109,9 @@ def made_directory(cfg: RunConfig, key: str) -> Path:
 
 
 def refuse_foreign_weights(cfg: RunConfig) -> None:
-    """Refuse weights in another toolkit's format."""
+    """Raise an error if the configuration names weights in a format of another toolkit that cannot be loaded
+    directly.
+    """
     if any(weight_sources(cfg)):
         from ppfleetx.conversion.detect import refuse_foreign  # slow to import, because it knows many formats
 
@@ -109,8 +119,9 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
 
 
 def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
-    """Whether a source of weights is needed. A resumed run has all weights but the frozen ones in its own
-    checkpoints; evaluation and generation do not need the weights that the run started from.
+    """Return whether the weights that the configuration key ``key`` names will be loaded. A run that resumes
+    takes them from its own checkpoints, except the frozen weights of ``Model.lora.base``. Evaluation and
+    generation do not load the weights that a run started from.
     """
     if key == "Model.lora.base":
         return True
@@ -121,12 +132,16 @@ def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
 
 
 def world_size(environ: Mapping[str, str]) -> int:
-    """The number of processes of the job, from the variables of Paddle's launcher; 1 without a launcher."""
+    """Return the number of processes of the job, from the environment variables that Paddle's launcher sets;
+    1 without a launcher.
+    """
     return _number(environ, "PADDLE_TRAINERS_NUM", 1)
 
 
 def rank(environ: Mapping[str, str]) -> int:
-    """The rank of this process in the job."""
+    """Return the rank of this process in its job, from the environment variables that Paddle's launcher sets;
+    0 without a launcher.
+    """
     return _number(environ, "PADDLE_TRAINER_ID", 0)
 
 

@@ -1,4 +1,4 @@
-"""The verbs that train, and the verbs that examine a job before or after it runs.
+"""The verbs that train, and the verbs that examine a training job before or after it runs.
 
 ``--help`` imports only this file: each verb imports its implementation when it runs.
 """
@@ -48,7 +48,7 @@ examples:
 
     @property
     def is_launched(self) -> bool:
-        """Whether to start ranks. ``--check`` does not: it needs only this process."""
+        """Whether to run the verb in several processes. With ``--check`` it runs only in this one."""
         return not self.check and super().is_launched
 
     def run(self) -> None:
@@ -77,9 +77,9 @@ class Finetune(TrainingOptions, OptionalConfigOptions):
     """Start a new run from the weights of another model: at step 0, with a fresh optimizer, from the first
     sample.
 
-    Network and data come from the checkpoint. Without -c FILE, a run makes 3 passes over the data, with 8
-    sequences per data-parallel rank and step and a learning rate of 5e-5, or 5e-4 for adapters (-o
-    Model.lora.rank=8). -o changes any of these settings.
+    The network and the data settings come from the checkpoint. Without -c FILE, a run makes 3 passes over the
+    data. Each step takes 8 sequences per data-parallel rank. The learning rate is 5e-5, or 5e-4 for adapters
+    (-o Model.lora.rank=8). -o changes any of these settings.
     """
 
     examples = """\
@@ -117,7 +117,8 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(ConfigOptions):
-    """Check a configuration without running it: the plan, parameters, batch arithmetic, token ids.
+    """Check a configuration without running it, and print what it means: the parallel plan, parameters, batch
+    sizes, token ids.
 
     This does not need Paddle. The exit code is 2 if a run would be refused; the message gives the reason.
     """
@@ -135,8 +136,8 @@ example:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ConfigOptions):
-    """Predict memory and step time of a configuration under one plan, or rank all plans for a number of
-    cards.
+    """Predict memory and step time of a configuration under one parallel plan, or rank all plans for a number
+    of cards.
     """
 
     devices: int | None = option(
@@ -198,10 +199,10 @@ class Plan(ConfigOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Command):
-    """Write a whole configuration from the depth of the model.
+    """Write a whole training configuration, given only the depth of the model.
 
-    Shape, batch, learning rate and length follow from the depth, and the planner chooses the plan. The
-    predicted time, memory and cost are the first lines of the file. docs/planner.md has the rules.
+    Shape, batch, learning rate and length follow from the depth, and the planner chooses the parallel plan.
+    The first lines of the file are the predicted time, memory and cost. docs/planner.md has the rules.
     """
 
     examples = """\
@@ -250,7 +251,7 @@ examples:
 class Translate(Command):
     """Print a configuration or a command line of another toolkit as a configuration of this one.
 
-    Each key of the result says in a comment which file, line and key of the other toolkit it came from. The
+    A comment on each key of the result says which file, line and key of the other toolkit it came from. The
     toolkit is recognized by its keys or options. docs/dialects/ has a page for each.
     """
 
@@ -315,12 +316,12 @@ class Supervise(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport(Command):
-    """Explain why a job hung, from the reports of its ranks in OUTPUT_DIR/hang.
+    """Explain why a job hung, from the reports that its ranks wrote to OUTPUT_DIR/hang.
 
-    The first line is the job's last message, which says which rank is missing, and where. One line for each
-    rank follows. Reports of an evaluation or a generation in the same directory are read too; the newest
-    reports are used. The files rank_*.txt beside the reports have each rank's last collectives and the stacks
-    of its threads.
+    The first line is the job's last message: which rank is missing, and where. One line for each rank
+    follows. If an evaluation or a generation left reports in the same output directory, the newest reports
+    are used. The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its
+    threads.
     """
 
     examples = """\
@@ -338,8 +339,9 @@ examples:
 class Report(Command):
     """Describe a run on one page: curves, evaluations, samples, speed, memory, plan, data and cost.
 
-    Reads the run's directory, and writes report.md and report.html. Samples come from `ppfleetx generate RUN
-    PROMPT --output RUN/samples.jsonl`. The run may still be training.
+    Reads the run's directory, and writes report.md and report.html. The run may still be training. The page
+    has samples of generated text if they were written by `ppfleetx generate RUN PROMPT --output
+    RUN/samples.jsonl`.
     """
 
     examples = """\

@@ -1,4 +1,4 @@
-"""Build the parts of a training or evaluation run from a configuration, and run it."""
+"""Train or evaluate as a configuration says: build all parts of the run, connect them, and run them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ if TYPE_CHECKING:
 
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
-    """Train as configured: start or resume, evaluate, save, stop. Returns the engine, whose runner has the
-    trained model.
+    """Train as configured: start or resume, evaluate, save, stop. Returns the engine; the trained model is
+    ``engine.runner.model``.
 
     Args:
-        callbacks: called after those of ``Engine.callbacks``, on every rank that passes them.
+        callbacks: further callbacks, called after those of ``Engine.callbacks``. Each rank calls those that
+            it passes.
     """
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
@@ -72,7 +73,9 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in the locked output directory. The run takes over the directory only after all other checks."""
+    """Train in the output directory, on which the caller holds a lock. Files in it are changed only after
+    everything else has been checked.
+    """
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -121,8 +124,8 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the run's last checkpoint into the runner, and return the batches after ``consumed_samples``; None
-    if there is no checkpoint.
+    """Load the run's last checkpoint into the engine, after a loss spike. Returns the training batches after
+    ``consumed_samples``, so that the samples up to the spike are skipped; None if there is no checkpoint.
     """
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
@@ -163,8 +166,8 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Raise ConfigError for quantized weights without adapters, because quantized weights cannot be
-    trained.
+    """Raise ConfigError if the model has quantized weights, which cannot be trained, and no adapters to train
+    instead.
     """
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
@@ -177,9 +180,10 @@ def refuse_small_weights(cfg: RunConfig) -> None:
 
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
-    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval`` and print the results.
+    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval``, and log the results.
+    Returns one record for each evaluation set.
 
-    Predictions of a classifier, also those for ``Data.Test``, are written to ``output_dir/predictions``.
+    A classifier's predictions are written to ``output_dir/predictions``, also those for ``Data.Test``.
     """
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
@@ -205,7 +209,9 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
-    """Return a function that creates the task's evaluator, to be called for each evaluation."""
+    """Return a function without arguments that creates an evaluator of the configured task. Each evaluation
+    needs a new one.
+    """
     task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)
@@ -227,9 +233,11 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> N
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
-    """Find the checkpoint to evaluate, generate with or export: ``ckpt_dir``, which must be set.
+    """Find the checkpoint ``Engine.save_load.ckpt_dir``, to evaluate it, generate with it or export it.
+    Raises ConfigError if the key is not set.
 
-    Weights without a run's progress (quantized, pruned, merged) take the step from their directory's name.
+    A checkpoint of weights alone (quantized, pruned, merged) stores no progress of a run. Its step is then
+    that in the name of its directory.
     """
     named_checkpoint(cfg)
     start = find_start(cfg.Engine.save_load, None, ctx)
@@ -241,10 +249,12 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 def build_runner(
     cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()
 ) -> StepRunner:
-    """Build the configured model under the plan of ``ctx``, with initial weights.
+    """Build the configured model with initial weights, and the runner that executes its steps under the
+    parallel plan of ``ctx``.
 
     Args:
-        sources: the names of the corpora whose losses are logged separately.
+        train: whether the model will be trained, not only evaluated.
+        sources: names of the corpora whose losses are logged separately.
     """
     runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks

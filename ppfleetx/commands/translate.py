@@ -1,4 +1,4 @@
-"""The implementation of the verb ``translate``."""
+"""Implement ``ppfleetx translate``, which turns another toolkit's configuration or command line into ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 def translate(options: Translate) -> None:
-    """Print the translation of the arguments, or write it to the file of ``--to``."""
+    """Translate the other toolkit's configuration or command line that the options give. Print the result, or
+    write it to the file that ``--to`` names.
+    """
     words, to = list(options.words), options.to
     if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
         *words, _, to = words
@@ -36,8 +38,8 @@ def translate(options: Translate) -> None:
 
 
 def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
-    """Translate a file with further arguments, or a command line. Without ``dialect``, the toolkit is
-    recognized by its keys or options.
+    """Translate ``words``: a configuration file of another toolkit and further arguments, or a whole command
+    line. ``dialect`` names the toolkit; if it is None, the toolkit is recognized by its keys or options.
     """
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")

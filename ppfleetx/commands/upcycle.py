@@ -1,5 +1,5 @@
-"""The implementation of the verb ``upcycle``: each expert starts as a copy of the MLP (Komatsuzaki et al.,
-2023).
+"""Implement ``ppfleetx upcycle``, which turns a dense model into a mixture of experts. Each expert starts as
+a copy of the dense model's MLP (Komatsuzaki et al., 2023).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _EXPERTS, _MLP = ".mlp.experts.", ".mlp."
 
 
 def upcycle(options: Upcycle) -> Path:
-    """Write the mixture of experts. Returns the step directory."""
+    """Read the dense model that the options name, turn it into a mixture of experts, and write that as a
+    checkpoint. Returns the checkpoint's directory.
+    """
     configure_logging()
     options.check()
     if not 0 <= options.noise <= 1:
@@ -87,12 +89,15 @@ def _check_mixture(model: ModelConfig) -> None:
 def upcycled(
     dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float = 0.0
 ) -> dict[str, LazyTensor]:
-    """The parameters of the mixture ``model``, in model order. Its experts have the width of the MLP.
+    """Return the parameters of a mixture of experts, made from those of a dense model, by name in the order
+    of the model.
 
     Args:
-        dense: all parameters of the dense model, by canonical name.
+        dense: all parameters of the dense model, by their names in checkpoints.
+        model: the mixture. The inner width of its experts is that of the dense model's MLP.
         seed: the seed of the routers' initial values and of the noise.
-        noise: standard deviation of the noise on each expert's matrices, relative to that of the matrix.
+        noise: standard deviation of the noise that is added to each matrix of an expert, relative to the
+            standard deviation of the matrix.
     """
     made = {}
     for name, spec in parameter_specs(model).items():

@@ -1,4 +1,6 @@
-"""Compare a plan with alternatives: why well-known plans are worse, and which settings save memory."""
+"""Compare a parallel plan with alternatives: explain why well-known plans are worse, and list settings that
+save memory.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Explain in one sentence each why well-known alternatives to ``best`` are worse on the same cards."""
+    """Explain why well-known plans are worse than the plan ``best`` on the same cards, with one sentence for
+    each plan.
+    """
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -117,12 +121,12 @@ def _slower(best: Prediction, other: Prediction) -> str:
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """A setting that saves memory.
+    """A change of the configuration that saves memory.
 
     Attributes:
-        options: the command-line options that choose it.
-        saves: bytes on the fullest rank.
-        costs: the relative increase of the step time; at least 0.
+        options: the command-line options that make this change.
+        saves: bytes saved on the rank with the most memory.
+        costs: how much longer a step takes, as a fraction of its time; at least 0.
     """
 
     options: str
@@ -131,7 +135,9 @@ class MemorySaving:
 
 
 def memory_savings(prediction: Prediction) -> list[MemorySaving]:
-    """Settings that save memory, sorted by cost; equally cheap ones by decreasing saving."""
+    """Return the settings that save memory, the cheapest in step time first. Of equally cheap settings, the
+    one that saves most comes first.
+    """
     least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
     found = []
     for options, job in _candidates(prediction.job):

@@ -1,4 +1,4 @@
-"""Fit a card's constants to the user's own runs."""
+"""Fit the planner's constants of a card to measured step times of the user's own runs."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ class Observed:
 
 
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
-    """Fit the card of ``cluster`` to runs. Also returns a text that compares the errors before and after.
+    """Fit the constants of the cluster's card, so that predicted step times match those that the runs
+    measured. Returns the fitted card, and a text that compares the errors before and after.
 
-    Minimizes the squared difference between the logarithms of predicted and measured step times. The compute
-    constants are scaled together; with two or more runs, links and latencies are scaled too, but stay near
-    the card's values unless the runs show otherwise.
+    The fit minimizes the squared difference between the logarithms of predicted and measured times. With one
+    run, only the efficiencies of computation are changed, by a common factor. With two or more runs,
+    latencies and the speeds of links and network are changed too, but a penalty keeps them near the given
+    values.
 
     Args:
         directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
@@ -98,7 +100,9 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """The seconds of each step, without the wait for data. An incomplete last line is ignored."""
+    """Read the duration of each step from ``metrics.jsonl``, without the time spent waiting for data. An
+    incomplete last line is ignored.
+    """
     found = []
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
         try:
@@ -122,8 +126,8 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 
 
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    """``card`` with the constants ``names`` scaled by the best common factor, found in coarse, then fine
-    steps.
+    """Multiply the constants of ``card`` that ``names`` lists by one common factor, and return the card with
+    the factor that fits the runs best. The factor is searched in coarse steps first, then in fine ones.
     """
     best, least = card, _distance(card, cluster, runs)
     for steps in (

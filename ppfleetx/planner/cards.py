@@ -1,5 +1,5 @@
-"""Accelerator cards: constants of speed and memory, with sources in ``cards.yaml``, and times computed from
-them.
+"""Accelerator cards: their constants of speed and memory, and the times of operations computed from these.
+``cards.yaml`` has the constants of known cards, with their sources.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MICRO = 1e-6
 
 
 class Card(Section):
-    """A kind of accelerator (or the CPU), and the constants of its speed and memory."""
+    """The constants of speed and memory of one kind of accelerator card, or of a CPU."""
 
     name: Text
     """The name of the card on the command line."""
@@ -75,10 +75,10 @@ class Card(Section):
         return hash(self.name)  # the dictionary fields are not hashable
 
     def peak(self, dtype: str) -> float:
-        """The peak FLOP/s of dense matrix products in ``dtype``.
+        """Return the peak FLOP/s of dense matrix products of type ``dtype``.
 
         Raises:
-            ConfigError: the card's description has no such type.
+            ConfigError: the card's description has no peak for this type.
         """
         if dtype not in self.peak_tflops:
             raise ConfigError(
@@ -89,32 +89,41 @@ class Card(Section):
         return self.peak_tflops[dtype] * 1e12
 
     def matmul_seconds(self, flops: float, dtype: str, narrowest: float = 0.0, kernels: int = 1) -> float:
-        """The time of ``kernels`` matrix products with ``flops`` floating-point operations in total.
+        """Return the time of ``kernels`` matrix products that have ``flops`` floating-point operations in
+        total.
 
         Args:
-            narrowest: the smallest dimension of the products; 0 to ignore it.
+            narrowest: the smallest dimension of the products, because narrow products are slower; 0 to ignore
+                it.
         """
         share = narrowest / (narrowest + self.matmul_half_dim) if narrowest else 1.0
         speed = self.peak(dtype) * self.matmul_efficiency * share
         return flops / speed + kernels * self.matmul_latency_us * _MICRO
 
     def memory_seconds(self, num_bytes: float, kernels: float = 1) -> float:
-        """The time of ``kernels`` element-wise operations that read and write ``num_bytes`` in total."""
+        """Return the time of ``kernels`` element-wise operations that read and write ``num_bytes`` in
+        total.
+        """
         speed = self.memory_gb_s * 1e9 * self.memory_efficiency
         return num_bytes / speed + kernels * self.kernel_latency_us * _MICRO
 
     def link_bandwidth(self, num_cards: int) -> float:
-        """The bus bandwidth, in bytes/s, of a collective among ``num_cards`` cards of one node."""
+        """Return the bus bandwidth, in bytes/s, of a collective among ``num_cards`` cards of one node."""
         sizes = sorted(self.link_gb_s)
         at_least = next((size for size in sizes if size >= num_cards), sizes[-1])
         return self.link_gb_s[at_least] * 1e9
 
 
 def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
-    """Load the shipped card called ``name``, or the only card in the YAML file ``name``.
+    """Load the description of a card. ``name`` is the name of a card in ``cards.yaml``, or a YAML file that
+    describes exactly one card.
+
+    Args:
+        key: the option or configuration key that named the card, for messages.
+        asked_in: the place where that key was set, for messages.
 
     Raises:
-        ConfigError: there is no such card or file, or the file does not describe a card.
+        ConfigError: there is no such card or file, or the file does not describe one card.
     """
     shipped = shipped_cards()
     if name in shipped:
@@ -132,7 +141,9 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 
 
 def any_card(device: str) -> Card:
-    """The card assumed for a kind of device if none is named."""
+    """Return the card to assume if the user names none: a typical card for the kind of device (``cpu``,
+    ``gpu``, ...).
+    """
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(_ANY_CPU if kind == CPU else ANY_CARD)
@@ -140,10 +151,10 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """The shipped card for the driver's name of a device: ``NVIDIA A100-SXM4-80GB`` is an A100. None if
-    unknown.
+    """Return the name of the card in ``cards.yaml`` for a device's name from its driver: A100 for ``NVIDIA
+    A100-SXM4-80GB``. None if there is none.
 
-    PCIe models of the same name are slower; set `Global.peak_tflops` for them.
+    PCIe cards of the same name are slower; users set `Global.peak_tflops` for them.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     return next((name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU), None)

@@ -1,8 +1,9 @@
-"""The time of collectives and messages on the links of a cluster: bytes over bandwidth, plus a latency.
+"""Predict the time of collectives and messages on the links of a cluster: bytes over bandwidth, plus a
+latency.
 
-A collective of n ranks moves (n - 1) / n of its bytes over every link, as a ring does (Thakur et al. 2005);
-an all-reduce does so twice. Ranks within a node use the node's links. Ranks on different nodes use the
-network, which all communicating ranks of a node share.
+A collective of n ranks moves (n - 1) / n of its bytes over every link, as a ring does (Thakur et al. 2005).
+An all-reduce does so twice. Ranks within a node use the node's links. Ranks on different nodes use the
+network. All communicating ranks of a node share its network interfaces.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ table)."""
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of identical nodes of cards.
+    """A cluster of identical nodes, each with the same number of cards.
 
     Attributes:
-        card: the cards in the nodes.
+        card: the kind of card in the nodes.
         per_node: the number of cards in a node.
-        network: bytes/s that a node sends over all its interfaces; 0: the value in the card's description.
-        axes: the order in which ranks are numbered, the fastest changing axis last: fleet's order or, for
-            published runs of another program, that program's.
+        network: bytes/s that a node sends over all its network interfaces; 0: the value in the card's
+            description.
+        axes: the parallel axes in the order in which ranks are numbered, the fastest changing one last. This
+            is Paddle fleet's order; predictions of published runs of another program use that program's
+            order.
     """
 
     card: Card
@@ -39,19 +42,24 @@ class Cluster:
 
     @property
     def node_bandwidth(self) -> float:
-        """Bytes/s that a message between two ranks reaches on a node's network."""
+        """The bytes/s that messages between two nodes reach: the network's stated speed times its
+        efficiency.
+        """
         stated = self.network or self.card.network_gbps * 1e9 / 8
         return stated * self.card.network_efficiency
 
     def collective_bandwidth(self, nodes: float) -> float:
-        """Bytes/s that a collective over ``nodes`` nodes reaches on a node's network. Every doubling of the
-        nodes adds the share ``card.collective_loss`` to the time.
+        """Return the bytes/s of a node's network in a collective over ``nodes`` nodes. Each doubling of the
+        nodes makes the collective slower by the share ``card.collective_loss``.
         """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
     def straggling(self, num_cards: int) -> float:
-        """The factor by which a step takes longer because all nodes wait for the slowest one. The expected
-        maximum of n normal deviates is about sqrt(2 ln n) standard deviations (``card.jitter``).
+        """Return by which factor a step takes longer because all nodes wait for the slowest one.
+
+        Node times are assumed to vary normally, with the standard deviation ``card.jitter``, a fraction of
+        the step time. The slowest of n nodes is then expected to be about sqrt(2 ln n) standard deviations
+        above the mean.
         """
         nodes = max(1.0, num_cards / self.per_node)
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
@@ -59,12 +67,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Group:
-    """The layout of a communication group over nodes.
+    """How a communication group of ranks lies on the nodes of a cluster.
 
     Attributes:
         size: the number of ranks in the group.
         inside: the number of the group's ranks in one node.
-        sharing: the number of groups of the same axis that share a node's network.
+        sharing: the number of groups of the same parallel axis that share a node's network.
     """
 
     size: int
@@ -77,7 +85,9 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The layout of the groups of ``axis`` over the nodes of ``cluster``."""
+    """Return how the communication groups of the parallel axis ``axis`` (such as ``mp``) lie on the nodes of
+    the cluster. All groups of an axis have the same layout.
+    """
     if axis in ("ep", "emp", "edp"):
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -87,7 +97,10 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """:func:`group_of` for the axes of experts, which divide the ranks of a pipeline stage in order."""
+    """Do the work of :func:`group_of` for the axes of experts: ``ep`` distributes the experts, ``emp`` slices
+    each expert, and ``edp`` has replicas of the same experts. These axes divide the ranks of a pipeline stage
+    in the order of their numbers.
+    """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
@@ -99,33 +112,37 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """The number of tensor-parallel groups of a node that use the network at different times, because they
-    belong to different replicas whose pipelines cross nodes; 1 if all groups run in step.
+    """Return how many tensor-parallel groups of a node use its network at different times and so disturb each
+    other. This happens if they belong to different replicas whose pipelines cross nodes. It is 1 if all
+    groups communicate at the same time.
     """
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)
 
 
 def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """The time of an all-reduce of ``num_bytes`` per rank over ``group``."""
+    """Return the time of an all-reduce over ``group``, of a tensor of ``num_bytes`` on each rank."""
     return 2 * _one_way(num_bytes, group, cluster)
 
 
 def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """The time of an all-gather with a result of ``num_bytes``, or of a reduce-scatter with an input of
-    ``num_bytes``.
+    """Return the time of an all-gather over ``group`` whose result has ``num_bytes``. A reduce-scatter whose
+    input has ``num_bytes`` takes the same time.
 
-    Sharding's reduction of gradients to their owners, and its broadcast of parameters, take as long.
+    So do two operations of sharding: the reduction of each gradient to its owner, and the broadcast of each
+    updated parameter.
     """
     return _one_way(num_bytes, group, cluster)
 
 
 def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, levels: int = 1) -> float:
-    """The time for every rank to exchange ``num_bytes`` evenly with all others.
+    """Return the time of an all-to-all over ``group`` in which every rank sends ``num_bytes`` in total,
+    evenly to all ranks.
 
     Args:
-        levels: 2: the rows for a node are sent in one message and distributed within the node
-            (``nn/expert_exchange.py``), so that fewer messages leave the node with as many bytes.
+        levels: 1: every rank sends to every other rank. 2: all data for a node is sent in one message and
+            distributed within the node (``nn/expert_exchange.py``). The network then carries the same bytes
+            in fewer messages.
     """
     if group.size == 1:
         return 0.0
@@ -146,16 +163,18 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
 
 
 def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """:func:`all_to_all_seconds` with the number of levels that the engine would choose."""
+    """Return the time of an all-to-all that sends tokens to their experts. As in training, small messages
+    between nodes are combined (``levels=2`` of :func:`all_to_all_seconds`).
+    """
     has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
     levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1
     return all_to_all_seconds(num_bytes, group, cluster, levels=levels)
 
 
 def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> float:
-    """The time for one rank to send an activation to the next pipeline stage.
+    """Return the time for one rank to send an activation of ``num_bytes`` to the next pipeline stage.
 
-    All ranks of a stage send at the same time and share the network between nodes.
+    All ranks of a stage send at the same time, so those of one node share its network.
     """
     group, card = group_of(plan, "pp", cluster), cluster.card
     if not group.leaves_node:

@@ -1,4 +1,4 @@
-"""The planner's input: a model, its batches and one parallel plan."""
+"""The input of the planner: a model, its batch sizes and one parallel plan."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ times the mean number of rows.
 
 @dataclass(frozen=True)
 class Precision:
-    """The data types of a step.
+    """The data types of a training step.
 
     Attributes:
         compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
-        lowers_parameters: whether parameters have the type ``compute``, with float32 masters (level O2).
+        lowers_parameters: whether parameters have the type ``compute`` too, with a float32 master copy of
+            each (level O2 of Paddle's mixed precision).
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
     """
 
@@ -43,34 +44,37 @@ class Precision:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one element of an activation."""
+        """The bytes of one element of an activation."""
         return 4 if self.compute == "float32" else 2
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of one parameter in the forward and backward passes."""
+        """The bytes of one element of a parameter, as the forward and backward passes use it."""
         return 2 if self.lowers_parameters else 4
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of one parameter's float32 master copy; 0 without masters."""
+        """The bytes of the float32 master copy of one element of a parameter; 0 if there are no master
+        copies.
+        """
         return 4 if self.lowers_parameters else 0
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one element of a gradient while it is kept and reduced."""
+        """The bytes of one element of a gradient while it is kept and reduced."""
         return 2 if self.lowers_parameters and not self.main_grads else 4
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The communication that overlaps with computation.
+    """Which communication overlaps with computation.
 
     Attributes:
-        bucket_bytes: the approximate size of gradient messages sent during the last backward pass; None:
-            gradients are sent after the pass.
-        values: whether updated parameters arrive during the next forward pass (sharding stages 1 and 2), or a
-            layer's parameters while the previous layer computes (stage 3).
+        bucket_bytes: the approximate size of the messages in which gradients are sent during the last
+            backward pass; None: gradients are sent after the pass.
+        values: whether parameters are sent during a forward pass. Under sharding stages 1 and 2, these are
+            the updated parameters, sent during the next forward pass. Under stage 3, they are the parameters
+            of the next layer.
         messages: whether pipeline stages compute while their messages are sent (``overlap_p2p_comm``).
     """
 
@@ -81,24 +85,27 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Job:
-    """A model under a plan, with its batches.
+    """What the planner predicts: the training of a model with given batch sizes under one parallel plan.
+
+    Some attributes exist to reproduce published runs of Megatron-LM and other programs, to which the
+    constants of the cards were fitted.
 
     Attributes:
-        model: shapes and options; ``plan`` and ``recomputed`` override its ``sequence_parallel`` and
-            recompute keys.
-        micro_batch: sequences of a forward pass on one data rank.
-        accumulate: micro batches of a step.
+        model: shapes and options; ``plan`` and ``recomputed`` take precedence over its keys for sequence
+            parallelism and recompute.
+        micro_batch: sequences in one forward pass of a data-parallel rank.
+        accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.
         moments: mean number of optimizer states per trained parameter (2 for AdamW, 0 for SGD).
+        flash: whether attention uses a fused kernel (flash attention).
         async_save: whether host memory holds a copy of a checkpoint while it is written.
-        kernels: the operations to count: ours on a CPU, a GPU or a plugin's device, or the ``fused``
-            operations of Megatron-LM and PaddleFleetX for published runs.
-        flat_states: whether sharding cuts states into equal parts (DeepSpeed's ZeRO, for published runs).
-            This engine assigns whole parameters to ranks.
+        kernels: whose operations to count: ours on a CPU (``cpu``), a GPU (``gpu``) or the device of a Paddle
+            plugin (``plugin``), or those of Megatron-LM and PaddleFleetX (``fused``).
+        flat_states: whether sharding cuts optimizer states into equal parts, as DeepSpeed's ZeRO does. This
+            engine assigns whole parameters to ranks instead.
         fragments: memory lost to fragmentation, as a share of the allocated memory; None: the default for
             ``kernels``.
-        overlap: communication that overlaps with computation; none for published runs, because the cards were
-            fitted that way.
+        overlap: which communication overlaps with computation. Published runs are predicted without overlap.
         compress: fake quantization or quantized weights, which change the model's parameters.
     """
 
@@ -123,7 +130,7 @@ class Job:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash, computed once because a search looks up the same jobs often."""
+        """The hash of the job, stored because a search looks up the same jobs many times."""
         plan = self.plan
         degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.ep, plan.sequence_parallel)
         return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
@@ -138,24 +145,26 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of the hidden states of one micro batch on a sep rank, before sequence parallelism divides
-        them.
+        """The bytes of the hidden states of one micro batch, on a rank that holds its share of the sequence
+        along ``sep`` (context parallelism). Sequence parallelism would divide them further.
         """
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
     @property
     def overlaps_messages(self) -> bool:
-        """Whether pipeline stages compute while their messages are sent; never with virtual stages."""
+        """Whether pipeline stages compute while their messages are sent. This is never so with virtual
+        stages.
+        """
         return self.overlap.messages and self.plan.pp > 1 and self.plan.virtual_pp_degree == 1
 
     @property
     def message_parts(self) -> int:
-        """The number of parts into which tensor-parallel ranks cut an activation before they send it to the
-        next stage, which gathers the parts.
+        """The number of parts into which an activation is cut before it is sent to the next pipeline stage.
+        Each tensor-parallel rank sends one part, and the next stage gathers the parts.
 
-        It is 1 if each rank already has its own part (sequence parallelism), and if each rank sends the whole
-        activation (ZB-H1, and messages that overlap with computation).
+        It is 1 in two cases. Under sequence parallelism, each rank holds only its own part anyway. With
+        ZB-H1, or if messages overlap with computation, each rank sends the whole activation.
         """
         plan = self.plan
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
@@ -163,13 +172,14 @@ class Job:
 
     @property
     def message_bytes(self) -> float:
-        """Bytes of an activation that a tensor-parallel rank sends to the next stage."""
+        """The bytes that one tensor-parallel rank sends to the next pipeline stage for a micro batch."""
         return self.hidden_bytes / (self.plan.mp if self.plan.sequence_parallel else self.message_parts)
 
     @property
     def forwards_first(self) -> bool:
-        """Whether an interleaved schedule runs all forward passes first. Paddle does so with fewer than 2 pp
-        micro batches, Megatron-LM with pp.
+        """Whether a pipeline with virtual stages runs all forward passes of a step before the first backward
+        pass. This happens in Paddle if there are fewer micro batches than twice the pipeline degree, and in
+        Megatron-LM if there are as many as the pipeline degree.
         """
         plan = self.plan
         if plan.virtual_pp_degree == 1:
@@ -178,7 +188,9 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The sizes of model and batch that a plan must divide."""
+        """The sizes of the model and the batch, with which a parallel plan is checked: for example, ``mp``
+        must divide the number of heads.
+        """
         return Workload(
             num_layers=self.model.num_layers,
             num_heads=self.model.num_attention_heads,
@@ -191,7 +203,9 @@ class Job:
         )
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
-        """The indices of the layers on pipeline stage ``stage``, one list per virtual stage."""
+        """Return the indices of the layers on pipeline stage ``stage``, as one list for each of its virtual
+        stages.
+        """
         chunks = self.plan.layers_of_chunks(self.model.num_layers)
         ends = list(itertools.accumulate(chunks))
         mine = range(stage, self.plan.num_chunks, self.plan.pp)
@@ -199,7 +213,7 @@ class Job:
 
     @property
     def model_key(self) -> ModelKey:
-        """The cache key for values that depend only on the model's parameters."""
+        """A key to cache values that depend only on the model, not on the plan or the batch."""
         return ModelKey(self.model, self.compress)
 
     @property
@@ -240,8 +254,8 @@ class Job:
 
 
 class ModelKey:
-    """A cache key that hashes the model by identity, because hashing all fields would take longer than
-    computing the cached value.
+    """A cache key for a model. It compares models by identity, because comparing and hashing all their fields
+    would take longer than computing the cached value.
     """
 
     __slots__ = ("compress", "model")
@@ -264,20 +278,22 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A cache key for a job. Keys are equal if their ``compared_by`` are equal."""
+    """A cache key that carries a whole job, but compares only ``compared_by``. Jobs that differ in other ways
+    share one cached value.
+    """
 
     compared_by: tuple[object, ...]
     job: Job = field(compare=False)
 
 
 def operations_key(job: Job) -> CacheKey:
-    """A cache key that compares jobs by everything that affects the time of a rank's operations."""
+    """Return a cache key for the time of a layer's operations. Jobs with equal keys have the same times."""
     return CacheKey((job.model_key, job.work, job.precision.compute), job)
 
 
 def passes_key(job: Job) -> CacheKey:
-    """A cache key that compares jobs by everything that affects the time of a layer's passes: operations and
-    messages.
+    """Return a cache key for the time of a layer's forward and backward pass, which includes communication.
+    Jobs with equal keys have the same times.
     """
     plan = job.plan
     is_fetched = plan.sharding_stage == 3 and plan.sharding > 1
@@ -287,7 +303,7 @@ def passes_key(job: Job) -> CacheKey:
 
 
 def job_of(cfg: RunConfig, card: Card) -> Job:
-    """The job that ``cfg`` describes, on ``card``."""
+    """Return the planner's input for a configuration that runs on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()  # on a CPU only products run in 16 bits, so assume float32, the upper bound
     has_type = card.kernels != "cpu" and (mixed.enable is True or mixed.dtype in card.peak_tflops)
@@ -327,8 +343,9 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Whether attention runs fused: ``attention_kernel`` allows it and the card supports it. For a plugin's
-    device, the prediction assumes the slower kernel.
+    """Return whether attention uses a fused kernel (flash attention): ``attention_kernel`` must allow it, and
+    the card must support it. For the device of a Paddle plugin it is False, because the plugin may lack the
+    kernel and the prediction assumes the slower one.
     """
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False

@@ -1,8 +1,9 @@
-"""The memory of a rank on each pipeline stage and of its host, part by part.
+"""Predict the memory that a rank of each pipeline stage needs on its card and on its host, part by part.
 
-A layer's declaration says what the layer keeps and what it needs temporarily; this module computes which
-layers, micro batches and gradients are in memory at the same time. The peak of a step is reached within the
-passes, or while packed gradients are sent. The peak while the model is built is counted separately.
+A layer's declaration says which activations the layer keeps and what it needs temporarily. This module
+computes which layers, micro batches and gradients are in memory at the same time. The peak of a step is
+reached within the passes, or while packed gradients are sent. The peak while the model is built is counted
+separately.
 """
 
 from __future__ import annotations
@@ -27,19 +28,23 @@ _FRAGMENTS = 0.02
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank, by part. :attr:`total` is the peak of a step, :attr:`peak` the peak of a run.
+    """The memory that one rank of a pipeline stage needs, in bytes by part. :attr:`total` is the peak of a
+    step. :attr:`peak` also covers the time when the model is built.
 
     Attributes:
-        parameters: parameters in the type that the passes use.
-        gradients: gradients kept between passes.
-        masters: float32 master weights of 16-bit parameters.
+        parameters: parameters in the data type that the passes use.
+        gradients: gradients that exist at the peak.
+        masters: float32 master copies of 16-bit parameters.
+        optimizer: optimizer states.
         activations: activations kept for the backward passes of all micro batches in flight.
         logits: logits, and the tensors that the loss keeps.
         temporary: recomputed layers, gradients of activations and fetched parameters at the peak.
         buffers: packed gradients that are being sent.
-        context: memory of the driver and libraries.
-        host: host memory: offloaded states, copies for saving in the background.
-        whole_gradients: gradients of all parameters after the last backward pass.
+        context: memory that the driver and libraries use.
+        fragments: memory lost to fragmentation.
+        host: memory of the host instead of the card, for offloaded states and for copies while a checkpoint
+            is saved in the background.
+        whole_gradients: gradients kept when the last backward pass ends.
         start: the peak while the model is built, with context and fragments.
         save: the peak while a checkpoint is saved between steps.
     """
@@ -61,17 +66,19 @@ class StageMemory:
 
     @property
     def tensors(self) -> float:
-        """The bytes that Paddle's allocator hands out at the peak."""
+        """The bytes that tensors occupy at the peak of a step: :attr:`total` without the driver's memory and
+        fragmentation. It can be compared with the peak that Paddle's allocator reports.
+        """
         return self.total - self.context - self.fragments
 
     @property
     def total(self) -> float:
-        """The peak of a step on the card, in bytes."""
+        """The card's peak memory in a step, in bytes."""
         return sum(getattr(self, part) for part in CARD_PARTS)
 
     @property
     def peak(self) -> float:
-        """The bytes that a card needs to build the model and for each step."""
+        """The bytes that the card must have, both to build the model and to run a step."""
         return max(self.start, self.total)
 
 
@@ -123,17 +130,21 @@ def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
 
 
 def _states_of_generators(plan: ParallelPlan) -> float:
-    """Bytes of the states of all ranks' random generators, which a save gathers. Tensors are copied to the
-    host one by one and need no extra memory.
+    """Return the bytes needed while a checkpoint is saved, to gather the states of all ranks' random
+    generators. Other tensors need no extra memory, because they are copied to the host one by one.
     """
     each = _GENERATORS_BYTES + (_STREAMS_BYTES if plan.mp > 1 else 0)
     return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """The peak while the model is built: the largest of three sums. (1) A stage of layers in float32, as
-    Paddle creates it. (2) Everything kept in the end. (3) Everything kept so far plus the float32 values of a
-    16-bit parameter whose master is kept elsewhere (``parallel/parallelize.py``).
+    """Return the peak while the model is built, in bytes. It is the largest of these:
+
+    - one layer in float32, as Paddle creates it;
+    - ``kept``, the bytes that stay in memory afterwards;
+    - while a 16-bit parameter gets its initial value: everything initialized so far, plus the parameter's
+    values in float32. This counts only if the float32 master copy is kept on another rank or on the host
+    (``parallel/parallelize.py``).
     """
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
@@ -147,8 +158,8 @@ def _fragments(job: Job) -> float:
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """A lower bound on the fullest rank's memory for any micro batch and recompute, which a search checks
-    first.
+    """Return a lower bound of the memory that the fullest rank needs, in bytes. It holds for every micro
+    batch size and kind of recompute, so a search can reject a plan before it tries them.
     """
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
@@ -167,8 +178,10 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 
 
 def _kept_gradients(job: Job, held: Held) -> int:
-    """The number of gradient elements on a rank when the last backward pass ends. From sharding stage 2 on,
-    these are the gradients that the rank owns, and gradients of other owners that wait for a full bucket.
+    """Return the number of gradient elements on a rank when the last backward pass ends.
+
+    Under sharding stages 2 and 3, these are the gradients of parameters that the rank owns, and other
+    gradients that wait until a bucket is full and can be sent to their owner.
     """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
@@ -177,9 +190,11 @@ def _kept_gradients(job: Job, held: Held) -> int:
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
-    """The number of micro batches whose activations a stage holds at the peak, averaged over its chunks
-    (Korthikanti et al. 2022, §4.2.3). With p pipeline ranks, it is p - stage under 1F1B; with v virtual
-    stages, it is p (1 + (p - 1) / (p v)) on the first stage.
+    """Return for how many micro batches a pipeline stage holds activations at the peak (Korthikanti et al.
+    2022, §4.2.3). With virtual stages, it is an average over the stage's chunks, so it may be a fraction.
+
+    With p pipeline ranks and no virtual stages, it is p - stage. With v virtual stages, it is p (1 + (p - 1)
+    / (p v)) on the first stage.
     """
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
@@ -191,9 +206,14 @@ def passes_in_flight(job: Job, stage: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """``count`` equal layers in a row. ``everywhere``: all chunks contain them, not only the first or the
-    last.
+class _EqualLayers:
+    """Consecutive layers of a stage that keep the same activations.
+
+    Attributes:
+        tape: the activations that one of the layers writes and keeps.
+        count: the number of layers.
+        everywhere: True for blocks, which every virtual stage has; False for the embedding and the end of the
+            model.
     """
 
     tape: Tape
@@ -201,22 +221,26 @@ class _Run:
     everywhere: bool = False
 
 
-def _chunk(job: Job, stage: int) -> list[_Run]:
-    """The layers of a stage in order; with virtual stages, the layers of its largest chunk."""
+def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
+    """Return the layers of a pipeline stage in order. With virtual stages, return the layers of the stage's
+    largest virtual stage.
+    """
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
-        runs.append(_Run(_embedding_tape(ModelKey(job.model), work), 1))
+        runs.append(_EqualLayers(_embedding_tape(ModelKey(job.model), work), 1))
     kinds = job.layer_kinds(stage).items()
-    runs += [_Run(block_tape(*layer, work), -(-count // v), True) for layer, count in kinds if count]
+    runs += [_EqualLayers(block_tape(*layer, work), -(-count // v), True) for layer, count in kinds if count]
     if stage == job.plan.pp - 1:
-        runs.append(_Run(_end_tape(ModelKey(job.model), work), 1))
+        runs.append(_EqualLayers(_end_tape(ModelKey(job.model), work), 1))
     return runs
 
 
 @lru_cache(maxsize=2048)
 def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
-    """The activations that a block writes and keeps. The result is cached."""
+    """Return the activations that a block writes in a forward pass and keeps for the backward pass. The
+    result is cached.
+    """
     return block.tape(work, recompute)
 
 
@@ -231,7 +255,10 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """The parts of memory that vary within a step, at the moment when their sum is largest."""
+    """Return the parts of memory that change during a step, in bytes, at the moment when their sum is
+    largest. It compares the passes of the first micro batch, the passes of a later one, and the time when
+    packed gradients are sent.
+    """
     gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
     moments = [
         {
@@ -274,8 +301,9 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """Bytes that ZB-H1 keeps for delayed weight gradients: the inputs and output gradients of products, for
-    one micro batch per earlier stage.
+    """Return the bytes that the schedule ZB-H1 keeps because it computes weight gradients later: each matrix
+    product's input, and the gradient of its output. A stage keeps them for as many micro batches as there are
+    stages before it. 0 under other schedules.
     """
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
@@ -289,17 +317,25 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
 
 
 def _bytes_in_transit(job: Job, stage: int) -> float:
-    """Bytes of messages with ``overlap_p2p_comm``: one input received early, and one output being sent."""
+    """Return the bytes of pipeline messages that are in memory while a stage computes (``overlap_p2p_comm``):
+    one input that arrived early, and one output being sent.
+    """
     if not job.overlaps_messages:
         return 0.0
     return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
 
 
 def _pass_peak(
-    runs: list[_Run], *, first: bool, forward: bool, most_gradients: float, values: float
+    runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """The peak bytes in the passes of one micro batch, and the bytes of gradients created in these passes
-    that are part of the peak.
+    """Return the peak bytes during the passes of one micro batch, and how many of these bytes are gradients
+    of parameters that the passes created.
+
+    Args:
+        first: whether it is the first micro batch, whose backward pass allocates the gradients.
+        forward: whether to include the forward pass.
+        most_gradients: upper limit for the bytes of gradients.
+        values: bytes of parameters that are fetched during the passes.
     """
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
@@ -322,8 +358,8 @@ def _pass_peak(
 
 
 def _fetched(job: Job, held: Held) -> float:
-    """Bytes of parameters fetched under sharding stage 3: those of one layer, and the next layer's on their
-    way.
+    """Return the bytes of parameters that are fetched under sharding stage 3: those of the current layer, and
+    those of the next layer, which are fetched ahead. 0 under other stages.
     """
     n = job.plan.sharding
     if n == 1 or job.plan.sharding_stage != 3:
@@ -333,7 +369,10 @@ def _fetched(job: Job, held: Held) -> float:
 
 
 def _buffers(job: Job, held: Held) -> float:
-    """Bytes of packed gradients that are being sent: one bucket, or two from sharding stage 2 on."""
+    """Return the bytes of packed gradients that are being sent. This is one bucket, or two under sharding
+    stages 2 and 3 if sending overlaps with computation. 0 if gradients are not summed over ranks (dp,
+    sharding and sep are 1).
+    """
     plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0

@@ -1,4 +1,6 @@
-"""Count the parameters that each rank holds, trains and updates, from the model's declaration."""
+"""Count the parameters that each rank holds, trains and updates. They follow from the model's declaration,
+without building the model.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,26 @@ _BYTES = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters that one rank of one pipeline stage holds. Numbers are elements unless stated otherwise.
+    """The parameters that one rank of a pipeline stage holds. All counts are numbers of elements unless
+    stated otherwise.
+
+    Quantized weights have a data type of their own, and are counted only in ``stored``. The owner of a
+    parameter is the sharding rank that updates it and keeps its optimizer states.
 
     Attributes:
-        values: the rank's part of the model, without parameters that have a type of their own.
-        resident: the part of ``values`` held between steps; under sharding stage 3, the elements it owns.
-        stored: bytes of parameters that have a type of their own (quantized weights), held between steps.
-        owned: trained elements that the rank updates, and whose optimizer states it keeps.
-        largest_layer: the largest layer, which sharding stage 3 fetches at once.
-        fills: for each size of a parameter, (elements of all parameters up to the last one of this size,
-            size), in the order in which parameters get their initial values.
+        values: all elements of the rank's part of the model during a pass.
+        resident: the part of ``values`` held between steps. Under sharding stage 3, these are the elements
+            that the rank owns.
+        stored: bytes of quantized weights held between steps.
+        trained: elements of ``values`` that are trained.
+        owned: trained elements that the rank owns.
+        largest_layer: elements of the largest layer, which sharding stage 3 fetches at once.
+        fills: when the model is built, parameters get their initial values one after another. For each size
+            of a parameter: (elements filled so far after the last parameter of this size, this size).
+        num_tensors: the number of parameter tensors.
         whole: trained elements that every tensor-parallel rank holds in full.
-        partial: the elements of ``whole`` whose gradients are partial sums under sequence parallelism.
+        partial: the elements of ``whole`` whose gradients must be summed over tensor-parallel ranks under
+            sequence parallelism.
         experts: trained elements that belong to experts.
     """
 
@@ -53,12 +63,15 @@ class Held:
 
 
 class _Local(NamedTuple):
-    """A parameter on one tensor-parallel rank.
+    """The part of one parameter that a tensor-parallel rank holds.
 
     Attributes:
         size: the number of elements.
-        stored: bytes of a parameter that has a type of its own; else 0.
-        whole, partial: as in :class:`Held`.
+        stored: bytes of a quantized weight; 0 for other parameters.
+        trains: whether the parameter is trained.
+        whole: whether every tensor-parallel rank holds all of it.
+        partial: whether its gradients are summed over tensor-parallel ranks under sequence parallelism.
+        of_experts: whether it belongs to an expert.
     """
 
     size: int
@@ -73,10 +86,12 @@ _Group = tuple[_Local, ...]
 
 
 class _Groups(NamedTuple):
-    """The parameters of each part of the model on one tensor-parallel rank.
+    """The parameters of each part of the model, as one tensor-parallel rank holds them.
 
     Attributes:
-        words: the word embedding if the head is tied to it, because the last pipeline stage then has a copy.
+        embedding, layers, end: the embeddings, each block, and what follows the blocks.
+        words: the word embedding if the head shares its weights, because the last pipeline stage then has a
+            copy. Otherwise empty.
     """
 
     embedding: _Group
@@ -86,7 +101,9 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """The parameters on a rank of pipeline stage ``stage``, namely the sharding rank that holds the most."""
+    """Count the parameters on a rank of pipeline stage ``stage``. Sharding gives its ranks different numbers
+    of parameters; this is the rank with the most.
+    """
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -107,8 +124,13 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Sum up the parameters on a rank. Dense parameters are divided among ``sharding`` owners, experts'
-    parameters among ``replicas`` owners.
+    """Sum up the parameters on a rank. ``runs`` lists consecutive equal layers: the parameters of one of
+    them, and their number.
+
+    Args:
+        sharding: number of ranks that share the ownership of dense parameters.
+        replicas: number of ranks that share the ownership of experts' parameters.
+        fetches: whether a rank holds only its own parameters between steps (sharding stage 3).
     """
 
     def largest_share(of: Iterable[tuple[_Local, int]]) -> int:
@@ -138,15 +160,18 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Gradient bytes of the word embedding if it is on ``stage`` and is trained. Its gradient is complete
-    last, and its values are needed first.
+    """Return the gradient bytes of the word embedding, or 0 if it is not on pipeline stage ``stage`` or is
+    not trained. These bytes cannot overlap with computation: the gradient is complete last, and the values
+    are needed first.
     """
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 
 
 def largest_layer(job: Job) -> tuple[int, int]:
-    """The elements and the number of tensors of the largest block on one tensor-parallel rank."""
+    """Return the number of elements and the number of tensors of the largest block, as one tensor-parallel
+    rank holds it.
+    """
     return _largest_layer(job.model_key, *_slices(job))
 
 
@@ -185,7 +210,9 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """The elements of the fullest owner when whole parameters are distributed among ``ranks`` owners."""
+    """Return how many elements the fullest of ``ranks`` owners gets if each parameter goes to one owner as a
+    whole. ``sizes`` are the elements of each parameter.
+    """
     ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks

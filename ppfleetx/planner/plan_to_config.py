@@ -1,5 +1,5 @@
-"""Parse a plan (``dp=4,mp=8,...``, the value of ``--plan``), apply it to a configuration, and write the
-result.
+"""Parse a parallel plan as written on the command line (``--plan dp=4,mp=8,...``), apply it to a
+configuration, and write the configuration to a file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full"
 
 @dataclass(frozen=True)
 class PlanOption:
-    """The value of ``--plan``: the plan, micro batch and recompute. The last two are None if they are not
-    given.
+    """The parsed value of ``--plan``: the parallel plan and, if they are given, the micro batch size and what
+    is recomputed.
     """
 
     plan: ParallelPlan
@@ -33,7 +33,8 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``.
+    """Parse a plan such as ``dp=4,mp=8``, the value of the command-line option ``option``. Settings that it
+    does not name are taken from the plan ``own``, unless they contradict the named ones.
 
     Raises:
         ConfigError: a word is unknown, or its value is not allowed.
@@ -102,11 +103,12 @@ def _truth(given: dict[str, str], word: str, option: str) -> bool:
 
 @dataclass(frozen=True)
 class UnresolvedConfig:
-    """A configuration whose plan has not been checked against its sizes.
+    """A configuration that has been read but may not fit its parallel plan, so that another plan can be
+    applied to it.
 
     Attributes:
-        cfg: the configuration's values.
-        origins: the place where each value was set.
+        cfg: the values of the configuration.
+        origins: for each key, the place where its value was set, for messages.
         warnings: warnings from reading the configuration.
     """
 
@@ -116,14 +118,14 @@ class UnresolvedConfig:
 
     @property
     def plan(self) -> ParallelPlan:
-        """The configuration's own plan; an unset ``dp_degree`` counts as 1."""
+        """The parallel plan that the configuration names. If ``dp_degree`` is not set, it is 1 here."""
         return plan_of(self.cfg)
 
     def batch(self) -> int:
-        """The sequences per step under the configuration's own plan.
+        """Return the global batch size under the plan that the configuration names.
 
         Raises:
-            ConfigError: the batch sizes do not determine it, or contradict each other.
+            ConfigError: the configured batch sizes do not determine it, or contradict each other.
         """
         sizes, plan = self.cfg.Global, self.plan
         if sizes.global_batch_size is not None:
@@ -139,7 +141,12 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """The same run under ``plan``. If ``recompute`` is None, recomputation does not change.
+        """Replace the parallel plan of the configuration by ``plan``, and check that the configuration is
+        valid under it. Returns the complete configuration.
+
+        Args:
+            micro, batch: micro batch size and global batch size, in sequences.
+            recompute: what to recompute; None: leave the configured recomputation as it is.
 
         Raises:
             ConfigError: the configuration is not valid under this plan.
@@ -194,16 +201,18 @@ def _recompute_keys(recompute: Recompute | None) -> dict[str, object]:
 
 
 def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedConfig:
-    """Read a configuration without checking its plan.
+    """Read a configuration without checking that it fits its parallel plan, because another plan will be
+    applied to it.
 
     Raises:
-        ConfigError: something else in the configuration is wrong.
+        ConfigError: anything else in the configuration is wrong.
     """
     return UnresolvedConfig(*read_config(path, overrides))
 
 
 def write_config(cfg: RunConfig, job: Job, path: Path) -> None:
-    """Write ``cfg``, the configuration of ``job``, as a file to train from.
+    """Write the configuration ``cfg`` to a new YAML file, from which ``ppfleetx train`` can run. ``job`` has
+    the plan for the comment at its top.
 
     Raises:
         ConfigError: ``path`` exists already, or its directory does not.

@@ -1,4 +1,6 @@
-"""Draw a prediction on one HTML page: timeline, memory and time by part."""
+"""Draw a prediction of the planner on one HTML page: the pipeline's timeline, memory by part, and step time
+by part.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ _MOST_SHOWN = 24  # micro batches of a timeline
 
 @os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction) -> list[Path]:
-    """Write each plot as PNG and SVG, and an ``index.html`` that embeds the plots and works offline.
+    """Write each plot as PNG and SVG, and a page ``index.html`` that contains the plots and needs no network.
+    Returns the paths of all files.
 
     Raises:
         ConfigError: matplotlib is not installed, or the directory holds a report already or cannot be
@@ -77,7 +80,9 @@ def write_report(directory: Path, prediction: Prediction) -> list[Path]:
 
 
 def _draw_timeline(axes: Any, prediction: Prediction) -> None:
-    """Draw the timeline of a step, with few enough micro batches to see each one."""
+    """Draw when each pipeline stage computes. Only so many micro batches are drawn that each one can be
+    seen.
+    """
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0

@@ -1,4 +1,6 @@
-"""The prediction for one job: the memory of each stage, the time of a step, and numbers derived from both."""
+"""Predict memory and step time of one model under one parallel plan, and the numbers that follow from
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _DAY = 24 * HOUR
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for ``job`` on ``cluster``. Each part is computed on first use."""
+    """The predicted memory and step time of ``job`` on ``cluster``. Each number is computed when it is first
+    read.
+    """
 
     job: Job
     cluster: Cluster
@@ -33,8 +37,10 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """The bytes that the fullest rank needs, while the model is built or in a step. With equal stages,
-        this rank is on the first stage (most micro batches in flight) or on the last (logits).
+        """The bytes that the rank with the most memory needs, while the model is built or in a step.
+
+        If all stages have the same number of layers, only the first and the last stage are compared. The
+        first keeps the activations of most micro batches, and the last has the logits.
         """
         plan = self.job.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
@@ -50,7 +56,7 @@ class Prediction:
 
     @property
     def likely_at_most(self) -> float:
-        """The upper bound of the likely seconds per step, by which plans are ranked."""
+        """The upper bound of the likely seconds per step. The search ranks plans by it."""
         return self.time.interval[2]
 
     @cached_property
@@ -59,18 +65,22 @@ class Prediction:
 
     @property
     def quickly_at_least(self) -> float:
-        """A lower bound of :attr:`quickly_at_most` from the passes alone, which is faster to compute."""
+        """A lower bound of :attr:`quickly_at_most`, which counts only the passes and the pipeline's messages.
+        It is cheaper to compute, so a search compares it first.
+        """
         return self._quick_passes.seconds * spread(self.job, self.cluster)[1]
 
     @cached_property
     def quickly_at_most(self) -> float:
-        """An estimate of :attr:`likely_at_most` without simulating the schedule."""
+        """An estimate of :attr:`likely_at_most` that needs no simulation of the pipeline schedule."""
         seconds = quick_seconds(self.job, self.cluster, self._quick_passes)
         return seconds * spread(self.job, self.cluster)[1]
 
     @property
     def host(self) -> float:
-        """Bytes of host memory that a rank needs for offloaded states and for saving in the background."""
+        """The bytes of host memory that a rank needs, for offloaded optimizer states and for a copy while a
+        checkpoint is saved in the background.
+        """
         return max(stage.host for stage in self.memory)
 
     @property
@@ -79,11 +89,13 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, counted with full (not causal) attention."""
+        """Model FLOPs utilization, from 0 to 1. Attention is counted in full, not as its causal half."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:
-        """The object that ``plan --json`` prints, with days and card-hours of a run of ``tokens`` tokens."""
+        """Return the object that ``ppfleetx plan --json`` prints. It includes the days and card-hours of a
+        run over ``tokens`` tokens.
+        """
         flops, seconds, run = step_flops(self.job), self.time.seconds, run_length(self, tokens)
         return {
             "plan": plan_text(self.job),
@@ -123,7 +135,7 @@ class RunLength:
     card_hours: float
 
     def cost(self, per_hour: float) -> tuple[float, float]:
-        """(cost of the run, cost of a million tokens) at a price per card-hour."""
+        """Return the cost of the run and the cost of a million tokens, if a card-hour costs ``per_hour``."""
         whole = self.card_hours * per_hour
         return whole, whole / self.tokens * 1e6
 
@@ -138,20 +150,19 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 def run_prediction(
     cfg: RunConfig, device: str, card: Card | None = None, *, device_name: str = ""
 ) -> Prediction | None:
-    """Predict the run of ``cfg`` under its own plan.
+    """Predict memory and step time of a configured run under its own plan.
 
     Args:
-        cfg: the configuration.
-        device: the kind of device; any kind but ``cpu`` counts as a card.
-        card: the card of the run; None: ``Global.card``, else the card of ``device_name``, else a typical
-            card.
-        device_name: the driver's name of the device.
+        device: the kind of device, such as ``gpu``. Every kind but ``cpu`` is treated as an accelerator card.
+        card: the card of the run; None: the card that ``Global.card`` names, else the card known for
+            ``device_name``, else a typical one.
+        device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Returns:
-        None if the run does not train our own GPT, or if the card does not compute in the run's type.
+        None if the run does not train our own GPT, or if the card's speed in the run's data type is unknown.
 
     Raises:
-        ConfigError: ``Global.card`` names no card.
+        ConfigError: there is no card of the name in ``Global.card``.
     """
     prediction = prediction_of_memory(cfg, device, card, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
@@ -162,8 +173,8 @@ def run_prediction(
 def prediction_of_memory(
     cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
 ) -> Prediction | None:
-    """Like :func:`run_prediction`, but also for cards whose speed in the run's type is unknown, because
-    memory does not depend on speed.
+    """Like :func:`run_prediction`, but does not return None if the card's speed in the run's data type is
+    unknown. Only the memory in such a prediction can be used.
     """
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None

@@ -1,4 +1,6 @@
-"""Make a whole configuration from one number, the depth. docs/planner.md has the rules."""
+"""Derive a whole training configuration from one number, the depth of the model. docs/planner.md has the
+rules.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ MAX_TOKENS_PER_PARAM = 1_000_000  # more tokens mean a larger batch, and a large
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """The inputs of a recipe.
+    """The inputs of a recipe, and the numbers that follow from them without a plan.
 
     Attributes:
-        cards: the number of cards.
-        card: the kind of card: a name, or a YAML file.
+        depth: the number of layers.
+        cards: the number of accelerator cards.
+        card: the kind of card: its name in ``cards.yaml``, or a YAML file that describes it.
         tokens_per_param: training tokens per parameter.
     """
 
@@ -50,7 +53,7 @@ class RecipeInputs:
 
     @cached_property
     def kind(self) -> Card:
-        """The description of the card.
+        """The card's constants of speed and memory.
 
         Raises:
             ConfigError: there is no such card.
@@ -63,7 +66,7 @@ class RecipeInputs:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The section ``Model``, with blocks as in Qwen3."""
+        """The section ``Model`` of the configuration: a GPT with the blocks of Qwen3."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
@@ -85,30 +88,38 @@ class RecipeInputs:
         """The number of parameters of the model.
 
         Raises:
-            ConfigError: a size of the model is too large.
+            ConfigError: the depth or another size of the model is too large.
         """
         return parameter_count(section_of(ModelConfig, self.model))
 
     @property
     def tokens(self) -> float:
-        """The tokens of the run. 20 per parameter follow "Chinchilla" (Hoffmann et al. 2022)."""
+        """The number of tokens to train on. The default of 20 tokens per parameter follows "Chinchilla"
+        (Hoffmann et al. 2022).
+        """
         return self.tokens_per_param * self.num_params
 
     @property
     def compute(self) -> float:
-        """The FLOPs of the run without embeddings ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
+        """The FLOPs of the whole run, without those of the embeddings ("DeepSeek LLM", Bi et al. 2024,
+        equation 2).
+        """
         per_token = self.depth * self.width * (72 * self.width + 12 * self.seq_len)
         return per_token * self.tokens
 
     @property
     def learning_rate(self) -> float:
-        """The highest learning rate ("DeepSeek LLM", equation 1), to three digits."""
+        """The peak of the learning-rate schedule ("DeepSeek LLM", Bi et al. 2024, equation 1), rounded to
+        three digits.
+        """
         return float(f"{0.3118 * self.compute**-0.1250:.3g}")
 
     @property
     def batch(self) -> int:
-        """The sequences per step ("DeepSeek LLM", equation 1), rounded to the odd part of ``cards`` times a
-        power of two, and at least ``cards``.
+        """The number of sequences per step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, equation 1).
+
+        It is rounded to a power of two times the odd factor of ``cards``, and is a multiple of ``cards``, so
+        that data-parallel ranks can divide it evenly.
         """
         power_of_two = self.cards & -self.cards
         odd = self.cards // power_of_two
@@ -127,7 +138,8 @@ class Recipe:
     prediction: Prediction
 
     def summary(self, price: float | None = None) -> list[str]:
-        """Size, length, plan, and predicted time, memory and cost, as lines of text.
+        """Return lines of text with the size of the model, the length of the run, its plan, and its predicted
+        time, memory and cost.
 
         Args:
             price: the price of a card-hour; None: give the cost in card-hours only.
@@ -156,10 +168,11 @@ class Recipe:
 
 
 def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
-    """Make the configuration for ``inputs``, with the best plan.
+    """Make the training configuration for ``inputs``, under the fastest parallel plan that suits its
+    optimizer. ``per_node`` is the number of cards in a node.
 
     Raises:
-        ConfigError: no plan fits, or the model or the run is too large.
+        ConfigError: no plan fits into memory, or the model or the run is too large.
     """
     if inputs.tokens_per_param > MAX_TOKENS_PER_PARAM:
         raise ConfigError(
@@ -184,7 +197,8 @@ def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
 
 
 def _suits_muon(prediction: Prediction) -> bool:
-    """Whether the plan suits Muon, which updates whole matrices: offload would assemble slices in host
+    """Return whether the predicted plan suits the optimizer Muon, which updates whole matrices. It does not
+    with both tensor parallelism and offload, because the slices of each matrix would be assembled in host
     memory.
     """
     plan = prediction.job.plan
@@ -192,7 +206,7 @@ def _suits_muon(prediction: Prediction) -> bool:
 
 
 def _values(inputs: RecipeInputs) -> dict[str, Any]:
-    """The configuration values that do not depend on the plan."""
+    """Return the values of the configuration that are the same under every parallel plan."""
     rate, steps = inputs.learning_rate, inputs.steps
     dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": inputs.seq_len}
     return {

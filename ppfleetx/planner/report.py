@@ -1,4 +1,4 @@
-"""Format predictions as text."""
+"""Format the planner's predictions as text."""
 
 from __future__ import annotations
 
@@ -56,13 +56,17 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def parameters_text(model: ModelConfig) -> str:
-    """The number of parameters; with experts, also how many are used for one token."""
+    """Return the model's number of parameters as text. For a mixture of experts, also say how many parameters
+    one token uses.
+    """
     active = "" if model.moe is None else f", {active_count(model):,} of them active"
     return f"{parameter_count(model):,} parameters{active}"
 
 
 def account(prediction: Prediction) -> str:
-    """A full report on one plan: parameters, memory of each stage by part, step time by part."""
+    """Return a full report on one plan: parameters, the parts of each stage's memory, and the parts of the
+    step time.
+    """
     job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
@@ -114,8 +118,8 @@ def constants(cluster: Cluster) -> str:
 
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    """Lines on the memory of the fullest device, and on whether it fits the card that ``Global.card``
-    names.
+    """Return lines that predict the memory of the fullest device. If ``Global.card`` names a card, a line
+    says whether the memory is enough.
     """
     prediction = prediction_of_memory(cfg, device)
     if prediction is None:
@@ -146,7 +150,9 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 
 
 def verdict(needed: float, there: float, card: str) -> str:
-    """A sentence that says whether ``needed`` bytes fit into the card's memory of ``there`` bytes."""
+    """Return a sentence that says whether a run that needs ``needed`` bytes fits on a card that has ``there``
+    bytes.
+    """
     if needed <= there:
         return f"it fits {card}, of which {bytes_text(there)} can be used"
     return (

@@ -1,4 +1,6 @@
-"""Predict a whole run: days, card-hours, cost, time lost to failures, other cluster sizes, batch ramp-up."""
+"""Predict the cost of a whole run: days, card-hours and money, time lost to failures, other cluster sizes,
+and a batch-size ramp.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ _NODE_WRITES = 2e9  # bytes/s that a node writes to a shared file system, unless
 
 @dataclass(frozen=True)
 class Failures:
-    """The time that a run loses to failures and checkpoints.
+    """How often a run fails, how often it should save a checkpoint, and how much time both cost.
 
     Attributes:
-        mtbf: mean seconds between failures of the job.
+        mtbf: mean time between failures of the job, in seconds.
         save: seconds that the job waits for a checkpoint.
         interval: the best interval between checkpoints, in seconds of work.
         steps: the best interval in steps.
-        lost: the share of time lost to checkpoints, repeated work and restarts.
+        lost: the share of the run's time that is lost to checkpoints, repeated work and restarts.
     """
 
     mtbf: float
@@ -37,7 +39,14 @@ class Failures:
 
 
 def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: float) -> Failures:
-    """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and its cost."""
+    """Compute the best interval between checkpoints (Young 1974, refined by Daly 2006, equation 37), and the
+    time that failures and checkpoints then cost.
+
+    Args:
+        node_mtbf: mean time between failures of one node, in seconds.
+        save: seconds to save a checkpoint.
+        restart: seconds to restart after a failure.
+    """
     nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
     mtbf = node_mtbf / nodes
     interval = _daly(save, mtbf)
@@ -54,17 +63,19 @@ def _daly(save: float, mtbf: float) -> float:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Bytes of a checkpoint: parameters (or their masters, if any) and optimizer states."""
+    """Return the size of a checkpoint in bytes: parameters and optimizer states. If parameters have float32
+    master copies, those are saved in their place.
+    """
     each = max(job.precision.master_bytes, job.precision.parameter_bytes) + 4 * job.moments
     return parameter_count(job.model) * each
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """The seconds for the sequences of a batch ramp, and the seconds for the same sequences with the full
-    batch.
+    """Return how long a batch-size ramp takes, in seconds, and how long the same sequences would take with
+    the full batch.
 
     Raises:
-        ValueError: a batch of the ramp cannot be split among the data ranks.
+        ValueError: a batch of the ramp cannot be split evenly among the data-parallel ranks.
     """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes
@@ -83,7 +94,9 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Questions:
-    """The command-line options about the whole run; None: not given."""
+    """The command-line options of ``ppfleetx plan`` that ask about the whole run. An option that is not given
+    is None or empty.
+    """
 
     price: float | None
     node_mtbf_hours: float | None
@@ -93,7 +106,9 @@ class Questions:
     ramp: tuple[int, int, int] | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
-        """The cost of failures as JSON data; empty if it was not requested."""
+        """Return how much time failures and checkpoints cost, as JSON data. Empty if the user did not ask for
+        it (``--mtbf``).
+        """
         if self.node_mtbf_hours is None:
             return {}
         found = self.failures(prediction)
@@ -156,7 +171,9 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """A table of predictions for other numbers of cards, with the same model parallelism and batch."""
+    """Return a table with predictions for other numbers of cards. Only the number of data-parallel replicas
+    changes; model parallelism and global batch stay.
+    """
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

@@ -1,4 +1,4 @@
-"""Search all legal plans for a number of cards, and rank those that fit."""
+"""Search all legal parallel plans for a number of cards, and rank those that fit into memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ _SIMULATED = 40  # the number of plans with the best estimates that are simulate
 
 @dataclass
 class SearchResult:
-    """The result of a search. A candidate is a plan with a micro batch and a kind of recompute.
+    """The best plans found, and how many were considered. A candidate is a plan with one micro batch size and
+    one kind of recompute.
 
     Attributes:
-        too_large: plans that do not fit with any micro batch and recompute. They yield no candidates.
-        fit, unfit: candidates that fit into memory, and that do not.
-        slower: candidates whose memory was not computed because enough faster ones fit.
+        best: the predictions for the best candidates, best first.
+        plans: the number of plans.
+        too_large: the number of plans that do not fit with any micro batch size and recompute. They yield no
+            candidates.
+        fit, unfit: the numbers of candidates that fit into memory, and that do not.
+        slower: the number of candidates whose memory was not computed because enough faster ones fit.
     """
 
     best: tuple[Prediction, ...] = ()
@@ -70,12 +74,13 @@ def search(
     keep: int = 10,
     asked_in: str = "--devices",
 ) -> SearchResult:
-    """Find the best plans for the step that ``job`` describes on ``devices`` cards.
+    """Find the best parallel plans to train the model and batch of ``job`` on ``devices`` cards. The plan of
+    ``job`` itself is ignored.
 
     Args:
-        goal: ``time``: rank by step time; otherwise by memory.
+        goal: ``time`` to rank plans by step time, ``memory`` to rank them by memory.
         keep: the number of plans to return.
-        asked_in: the option that sets ``devices``, for messages.
+        asked_in: the command-line option that sets ``devices``, for messages.
 
     Raises:
         ConfigError: there are more than :data:`MAX_CARDS` cards.
@@ -108,7 +113,9 @@ class _Search:
     found: SearchResult
 
     def is_tight(self, plan: ParallelPlan) -> bool:
-        """Try ``plan`` with every micro batch and recompute. Returns whether any of these did not fit."""
+        """Try ``plan`` with every micro batch size and every kind of recompute, and keep the best candidates.
+        Returns whether memory was too small for any candidate that was otherwise good enough.
+        """
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.job, plan=plan), self.cluster) > room:
@@ -120,8 +127,8 @@ class _Search:
         return not every_fits
 
     def _finds(self, fitted: Job) -> bool:
-        """Try one micro batch with every recompute. Returns False if a candidate that was fast enough did not
-        fit.
+        """Try one plan and micro batch size, ``fitted``, with every kind of recompute, the fastest first.
+        Returns False if memory was too small for a candidate that was fast enough.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
@@ -162,8 +169,8 @@ def _recomputing(job: Job) -> Iterator[Job]:
 
 
 def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield the legal plans that divide the batch. Tensor parallelism over more than two nodes is left
-    out.
+    """Yield the legal parallel plans that divide the global batch evenly. Plans whose tensor-parallel groups
+    span more than two nodes are left out, because summing over the network in every layer is slow.
     """
     work = replace(job.workload, accumulate_steps=None)
     for mp, pp, sep in product(divisors(devices), repeat=3):
@@ -188,8 +195,8 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """Yield ``plan`` or, for models with experts, ``plan`` with every way to distribute and slice the
-    experts.
+    """Yield ``plan`` with every way to distribute the experts of a mixture over ranks, and to slice each
+    expert. For a model without experts, yield ``plan`` alone.
     """
     experts = work.num_experts or 1
     for ep, emp in product(divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
@@ -199,7 +206,9 @@ def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
 
 
 def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
-    """Yield each plan and, for pipelines without virtual stages, a copy with the schedule ZB-H1."""
+    """Yield each plan with its usual pipeline schedule. If its pipeline has no virtual stages, also yield the
+    plan with the schedule ZB-H1.
+    """
     for plan in plans:
         yield plan
         if plan.pp > 1 and plan.virtual_pp_degree == 1:

@@ -1,10 +1,12 @@
-"""The time of one optimizer step under a plan, part by part.
+"""Predict the time of one optimizer step under a parallel plan, part by part.
 
-Computation waits for tensor-parallel sums and, without ``overlap_p2p_comm``, for pipeline messages. Gradient
-sums and the sending of parameters under sharding count only as far as they exceed the computation that they
-overlap with (``parallel/grad_buckets.py``, ``param_broadcast.py``, ``zero3.py``); for published runs there is
-no overlap. The prediction assumes, unmeasured, that communication and computation do not slow each other
-down.
+Computation waits for tensor-parallel sums and, without ``overlap_p2p_comm``, for pipeline messages. Gradients
+and sharded parameters are sent while a rank computes (``parallel/grad_buckets.py``, ``param_broadcast.py``,
+``zero3.py``), so only the part of that time that exceeds the computation counts. It is assumed, but not
+measured, that communication and computation do not slow each other down.
+
+Published runs of Megatron-LM and other programs, to which the constants of the cards were fitted, are
+predicted without this overlap.
 """
 
 from __future__ import annotations
@@ -40,10 +42,13 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """The seconds of gradient sums that do not overlap with computation.
+    """Return for how many seconds a step waits for gradient sums, because they do not overlap with
+    computation.
 
     Args:
-        one_sum: seconds to sum all gradients once without overlap.
+        held: the parameters of a rank on pipeline stage ``stage``.
+        one_sum: seconds to sum all gradients once, without overlap.
+        passes: seconds of the passes of one micro batch on this stage.
     """
     rounds = job.accumulate if _leaves_in_every_pass(job) else 1
     bucket, whole = job.overlap.bucket_bytes, held.dense * job.precision.gradient_bytes
@@ -61,8 +66,13 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """The seconds of sending updated parameters (sharding stages 1 and 2) that do not overlap with the next
-    forward pass.
+    """Return for how many seconds the next forward pass waits for updated parameters (sharding stages 1 and
+    2).
+
+    Args:
+        held: the parameters of a rank on pipeline stage ``stage``.
+        sending: seconds to send all updated parameters, without overlap.
+        passes: seconds of the passes of one micro batch on this stage.
     """
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
@@ -71,8 +81,12 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """The seconds that a layer waits for its parameters (sharding stage 3), which are sent while the previous
-    layer computes.
+    """Return for how many seconds a layer waits for its parameters under sharding stage 3.
+
+    Args:
+        fetching: seconds until the parameters arrive after they are requested.
+        computing: seconds of one layer's computation. With overlap, the parameters are sent during that of
+            the previous layer.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
@@ -91,18 +105,18 @@ _HIGH_PER_DOUBLING = 0.12
 
 
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
-    """The lower and upper bound of the likely step time, relative to the prediction.
+    """Return the lower and the upper bound of the likely step time, as factors of the predicted time.
 
-    Predictions are less certain if several tensor-parallel groups share a node: some measured micro batches
-    took the predicted time, others a fifth to two thirds longer, which the bytes sent do not explain. Nine of
-    ten such runs lie below the upper bound.
+    The upper bound is higher if several tensor-parallel groups share a node. In published measurements of
+    such plans, some micro batches took the predicted time, others a fifth to two thirds longer, and the bytes
+    sent do not explain why. Nine of ten of these measurements lie below the upper bound.
     """
     return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of a forward or backward pass of one micro batch, by kind of work."""
+    """The seconds of one forward or backward pass of a micro batch, by kind of work."""
 
     matmul: float = 0.0
     memory: float = 0.0
@@ -127,15 +141,15 @@ PARTS = ("matmul", "memory", "tensor_parallel", "context_parallel", "expert_para
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one optimizer step.
+    """The predicted time of one optimizer step.
 
     Attributes:
         seconds: the whole step.
-        parts: seconds of the busiest stage by kind of work. They add up to ``seconds``, except that
-            ``recompute`` is also counted in other parts.
+        parts: seconds of the busiest pipeline stage by kind of work. They add up to ``seconds``, except for
+            ``recompute``, whose time is already contained in other parts.
         timeline: the simulated passes of the pipeline.
-        bubble: the idle share of the time of the passes.
-        spread: the bounds of the likely interval, relative to ``seconds``.
+        bubble: the share of the passes' time in which a stage is idle on average.
+        spread: lower and upper bound of the likely time, as factors of ``seconds``.
     """
 
     seconds: float
@@ -194,11 +208,11 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
 
 @dataclass(frozen=True)
 class QuickPasses:
-    """An estimate of the passes and messages of a step without simulating the schedule.
+    """The estimated time of all passes and pipeline messages of a step, without simulating the schedule.
 
     Attributes:
-        seconds: the estimate, a lower bound of :func:`quick_seconds`.
-        of_stages: the passes of one micro batch on the first and the last stage.
+        seconds: the estimate for the whole step. :func:`quick_seconds` adds the time after the passes.
+        of_stages: seconds of the passes of one micro batch, for the first and the last pipeline stage.
     """
 
     seconds: float
@@ -206,8 +220,9 @@ class QuickPasses:
 
 
 def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
-    """Estimate the passes: the busiest stage determines the time per micro batch, and the passes of the other
-    stages fill and drain the pipeline once.
+    """Estimate the time of all passes of a step without simulating the schedule. The busiest pipeline stage
+    determines the time per micro batch. Filling and draining the pipeline adds the time of one more micro
+    batch for each other stage.
     """
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
@@ -232,10 +247,11 @@ def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
 
 
 def quick_seconds(job: Job, cluster: Cluster, passes: QuickPasses | None = None) -> float:
-    """Estimate :func:`step_time` without a simulation, for the first pass of a search.
+    """Estimate the result of :func:`step_time` without simulating the schedule, so that a search can reject
+    slow plans quickly.
 
     Args:
-        passes: :func:`quick_passes` of the job, if known.
+        passes: the result of :func:`quick_passes`, if it is known already.
     """
     passes = passes or quick_passes(job, cluster)
     ranks = {stage: (held_parameters(job, stage), ways) for stage, ways in passes.of_stages.items()}
@@ -250,8 +266,8 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """The seconds of gradient sums, of the update, of sending updated parameters, and their sum. Each of the
-    three is the time of its slowest stage.
+    """Return the seconds of the work after the passes: waiting for gradient sums, the update, sending updated
+    parameters, and the total of the three. For each kind of work, the slowest pipeline stage counts.
     """
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
@@ -260,8 +276,8 @@ def _after_passes(
 
 
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """The times of forward passes, of backward passes, and of the recomputation within backward passes, each
-    as ``[stage][virtual stage]``.
+    """Return the times of forward passes, of backward passes, and of recomputation, which is also contained
+    in the backward passes. Each is a nested list ``[stage][virtual stage]``, for one micro batch.
     """
     same = passes_key(job)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
@@ -288,8 +304,8 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
-    """The seconds of a backward pass that compute weight gradients, per stage: half of the products with
-    weights.
+    """Return for each pipeline stage how many seconds of a backward pass compute weight gradients. The other
+    products of the backward pass, which compute gradients of inputs, take as long.
     """
     same, stages = operations_key(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
@@ -301,8 +317,8 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """The seconds of the forward products with weights in ``block``, or at the end of the model if it is
-    None. Each of the two backward products takes as long.
+    """Return the forward time of the matrix products with weights in ``block``; if it is None, of those after
+    the last block. The backward pass has two products for each of them, which take as long each.
     """
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
@@ -331,8 +347,8 @@ def _layer_passes(
 def _layer_computation(
     same: CacheKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
-    """The times of a layer's operations without messages: forward, backward, and those repeated by
-    recompute.
+    """Return the times of a layer's operations in a forward pass, in a backward pass, and in recomputation.
+    Communication is not included.
     """
     job = same.job
     operations = list(block.operations(job.work))
@@ -354,8 +370,8 @@ def _forward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Pas
 
 
 def _backward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Passes:
-    """The time of the backward pass: two products for each forward product, for the gradients of input and
-    weight.
+    """Return the time of the operations' backward pass. Each matrix product of the forward pass has two
+    products there, for the gradients of its input and of its weight.
     """
     costs = ((o, o.backward_flops, o.backward_bytes, 2 * o.kernels) for o in operations)
     return _priced(costs, job, cluster)
@@ -366,7 +382,9 @@ _SCORES_STREAMED = 0.2
 
 
 def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
-    """The time of operations, each given with its FLOPs, bytes moved and number of kernels."""
+    """Return the total time of operations, each given with its FLOPs, the bytes that it moves, and its number
+    of kernels.
+    """
     card, dtype = cluster.card, job.precision.compute
     matmul = memory = 0.0
     for o, flops, moved, kernels in costs:
@@ -382,16 +400,18 @@ def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cl
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
-    """The seconds of one tensor-parallel sum of hidden states, or of the reduce-scatter and all-gather that
-    replace the sum.
+    """Return the seconds of one tensor-parallel all-reduce of hidden states. Under sequence parallelism, a
+    reduce-scatter and an all-gather take its place and need the same time.
     """
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
-    """The seconds of one layer's communication in one pass: one all-reduce along mp each for attention and
-    MLP, and two all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of
-    both column-parallel products again.
+    """Return the seconds of one layer's communication in a forward or backward pass.
+
+    Attention and MLP have one all-reduce along ``mp`` each. Context parallelism (``sep``) has two
+    all-to-alls, and experts have their own exchange. Under sequence parallelism, the backward pass also
+    gathers the inputs of the two column-parallel products again.
     """
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
@@ -409,8 +429,11 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
-    """The time to send rows to their experts and back. Sliced experts add a gather of rows and a sum of the
-    slices' results. If tensor-parallel ranks hold the same positions, their results are gathered, too.
+    """Return the time to send tokens to their experts and the results back.
+
+    If each expert is sliced over several ranks, these ranks also gather its tokens, and sum the results of
+    the slices. Without sequence parallelism, tensor-parallel ranks divide the tokens among themselves and
+    gather the results at the end.
     """
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
@@ -421,8 +444,9 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """The time of a message between stages, with the gather if the receiver's tensor-parallel ranks get an
-    activation in parts. ZB-H1 waits only for forward messages (``parallel/pipeline_schedules.py``).
+    """Return the time of a message between pipeline stages, and who waits for it. If each tensor-parallel
+    rank sends only a part of the activation, the receivers' gather is included. Under ZB-H1, a sender waits
+    only for forward messages (``parallel/pipeline_schedules.py``).
     """
     if job.plan.pp == 1:
         return Messages(0.0)
@@ -434,8 +458,8 @@ def _messages(job: Job, cluster: Cluster) -> Messages:
 
 
 def _fetch_seconds(job: Job, cluster: Cluster) -> float:
-    """The seconds to fetch a layer's parameters before a pass (sharding stage 3), with one message per
-    owner.
+    """Return the seconds to fetch the parameters of the largest layer before a pass (sharding stage 3). Each
+    rank that owns some of them sends one message. 0 under other stages.
     """
     if job.plan.sharding_stage != 3 or job.plan.sharding == 1:
         return 0.0
@@ -447,8 +471,10 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """The seconds of gradient sums that do not overlap with the passes. Gradients are summed on their owners,
-    or over sep and dp. Sums over replicas of owners and of experts always follow the passes.
+    """Return the seconds of gradient sums that do not overlap with the passes.
+
+    With sharding, gradients are summed on the ranks that own them; without it, over ``sep`` and ``dp``. Two
+    sums never overlap: over the replicas of an owner, and over the replicas of an expert.
     """
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
@@ -469,8 +495,8 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """The seconds of sending updated parameters (sharding stages 1 and 2) that do not overlap with the
-    passes.
+    """Return for how many seconds the next forward pass waits for updated parameters, which their owners send
+    under sharding stages 1 and 2. 0 without sharding and under stage 3.
     """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
@@ -487,8 +513,8 @@ _HOST_SECONDS_PER_PARAMETER = 11e-9
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
-    """The seconds of gradient norm, scaling and update, which read and write each state once, and gradients
-    twice.
+    """Return the seconds to compute the gradient norm, scale the gradients and update the parameters. This
+    reads gradients twice, and reads and writes each optimizer state once.
     """
     p, precision = held.owned, job.precision
     if job.plan.sharding_offload:

@@ -1,7 +1,8 @@
-"""Simulate a pipeline schedule: when each stage computes which pass.
+"""Simulate a pipeline schedule: when each pipeline stage computes which forward or backward pass.
 
-The schedules are 1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (§2.2 there), as
-Paddle runs them, and ZB-H1 (Qi et al. 2023), which delays weight gradients.
+The schedules are 1F1B (Narayanan et al. 2021, PipeDream-Flush), 1F1B with virtual stages (interleaved, §2.2
+of the same paper), both as Paddle runs them, and ZB-H1 (Qi et al. 2023), which computes weight gradients
+later.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ _WEIGHTS = -1
 
 
 class Span(NamedTuple):
-    """One pass of micro batch ``micro`` on ``stage``, virtual stage ``chunk``, from ``start`` to ``end`` in
-    seconds.
+    """One forward or backward pass of a micro batch in the timeline of a step.
 
-    ``is_weights`` marks the part of a backward pass that only computes weight gradients.
+    Attributes:
+        stage, chunk: the pipeline stage, and its virtual stage.
+        start, end: seconds from the start of the step.
+        micro: the number of the micro batch.
+        is_weights: whether this is the part of a backward pass that only computes weight gradients.
     """
 
     stage: int
@@ -34,13 +38,15 @@ class Span(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Messages between neighboring model chunks: activations and their gradients.
+    """The time of the messages between neighboring pipeline stages, which carry activations forward and
+    gradients backward.
 
-    A receiver waits for its message. A stage sends one message at a time in each direction.
+    A receiver always waits for its message. A stage sends one message at a time in each direction.
 
     Attributes:
         seconds: the time of one message.
-        output_waits, gradient_waits: whether the sender waits until an activation, or a gradient, is sent.
+        output_waits, gradient_waits: whether the sender also waits until its activation, or its gradient, has
+            been sent.
     """
 
     seconds: float
@@ -50,7 +56,12 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The ``spans`` of all simulated passes, and the ``seconds`` of all passes of the step."""
+    """The result of simulating a step.
+
+    Attributes:
+        spans: the simulated passes. A long step is not simulated as a whole, so some passes may be missing.
+        seconds: the time of all passes of the step.
+    """
 
     spans: tuple[Span, ...]
     seconds: float
@@ -66,16 +77,16 @@ def simulate(
     forwards_first: bool = False,
     weights: Sequence[float] | None = None,
 ) -> Timeline:
-    """Simulate the passes of one step.
+    """Simulate when each pipeline stage computes its passes of one step.
 
     Args:
-        forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
-        messages: the messages between neighboring chunks.
-        forwards_first: whether an interleaved schedule begins with all forward passes.
-        weights: for ZB-H1, the seconds of ``backward`` that each stage spends on weight gradients; None:
-            backward passes are not divided.
-        whole: whether to simulate every micro batch. Otherwise, once the pipeline of a long step has reached
-            its steady state, the remaining micro batches are assumed to repeat it.
+        forward, backward: seconds of the passes of one micro batch, ``[stage][virtual stage]``.
+        messages: the messages between neighboring stages.
+        whole: whether to simulate every micro batch. Otherwise only the beginning of a long step is
+            simulated, until the pipeline repeats itself, and the rest is added as a multiple.
+        forwards_first: whether a schedule with virtual stages runs all forward passes first.
+        weights: for ZB-H1, how many of the seconds in ``backward`` each stage spends on weight gradients;
+            None for other schedules.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     assert weights is None or num_chunks == 1, "ZB-H1 is of whole stages"
@@ -118,7 +129,9 @@ class _Stages:
         self._spans: list[Span] = []
 
     def simulate(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
-        """Run every stage's passes in order, each pass as soon as its input has arrived."""
+        """Run all passes of all stages. ``orders`` has the passes of each stage in order. Each pass starts
+        when the stage is free and the pass's input has arrived.
+        """
         positions = [0] * self._num_stages
         waiting = list(range(self._num_stages))
         while waiting:
@@ -138,7 +151,9 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run one pass. Returns the stages that may be able to continue."""
+        """Run one pass of a stage and send its output. Returns the stages that may be able to continue now,
+        because they waited for this output; there is at most one.
+        """
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]
             self._clock[stage] = end
@@ -165,8 +180,8 @@ class _Stages:
 
 
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """The order of passes for ZB-H1, in the form of :func:`_order`, with ``_WEIGHTS`` in place of the virtual
-    stage for weight gradients.
+    """Return the passes of one stage under ZB-H1, in order, as (is forward, virtual stage, micro batch). The
+    computation of weight gradients is a pass of its own, with ``_WEIGHTS`` in place of the virtual stage.
     """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
@@ -175,7 +190,9 @@ def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tupl
 def _order(
     stage: int, num_stages: int, num_chunks: int, micro_batches: int, forwards_first: bool
 ) -> list[tuple[bool, int, int]]:
-    """The passes of ``stage`` in order, as (is forward, virtual stage, micro batch)."""
+    """Return the passes of pipeline stage ``stage`` under 1F1B, in order, as (is forward, virtual stage,
+    micro batch).
+    """
     total = micro_batches * num_chunks
     if num_chunks == 1:
         ahead = min(num_stages - 1 - stage, total)
@@ -192,8 +209,8 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """The virtual stage and micro batch of pass ``k``. Virtual stages take turns after ``num_stages`` micro
-    batches.
+    """Return the virtual stage and the micro batch of a stage's forward (or backward) pass number ``k``. With
+    virtual stages, each one computes ``num_stages`` micro batches before the next one takes its turn.
     """
     if num_chunks == 1:
         return 0, k

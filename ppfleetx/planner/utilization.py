@@ -1,5 +1,5 @@
-"""Floating-point operations (FLOPs) of a step, as papers count them, and the share of the peak that a run
-reaches.
+"""Floating-point operations (FLOPs) of a training step, counted as papers count them, and the share of the
+devices' peak that a run reaches (MFU).
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from ppfleetx.planner.job import Job, job_of
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of one step of the whole job; a multiply-add counts as two.
+    """FLOPs of one training step, on all devices together. A multiply-add counts as two.
+
+    In the formulas, B is the number of sequences, s their length, l the number of layers, h the hidden size
+    and V the vocabulary size.
 
     Attributes:
-        causal: model FLOPs with the causal half of attention, as in the log and in Megatron-LM since 2024.
-        full: model FLOPs with all pairs of positions: 72 B s l h^2 (1 + s / 6h + V / 12lh) for a plain GPT
-            (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is computed from ``full``.
+        causal: model FLOPs where each position attends only to earlier ones, which halves attention.
+            Megatron-LM counts so since 2024.
+        full: model FLOPs where attention computes all pairs of positions: 72 B s l h^2 (1 + s / 6h + V /
+            12lh) for a plain GPT (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is
+            computed from ``full``.
         hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
     """
 
@@ -50,18 +55,20 @@ def tflops_per_device(flops: float, seconds: float, job: Job) -> float:
 
 
 def model_flops_utilization(job: Job, seconds: float, card: Card) -> float:
-    """MFU (Chowdhery et al. 2022, §4.1): model FLOPs with full attention over the peak, between 0 and 1."""
+    """Return the MFU (Chowdhery et al. 2022, §4.1) of a step that takes ``seconds``: model FLOPs per second
+    over the card's peak, from 0 to 1. Attention is counted in full, not as its causal half.
+    """
     return tflops_per_device(step_flops(job).full, seconds, job) * 1e12 / card.peak(job.precision.compute)
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """The share of the devices' peak that a run reaches.
+    """Computes TFLOP/s and MFU of a run from the time of its steps.
 
     Attributes:
-        flops: FLOPs of a step, in each convention.
+        flops: FLOPs of a step, counted in several ways.
         peak: peak FLOP/s of one device; None if unknown.
-        peak_of: the source of the peak, for messages.
+        peak_of: where the peak comes from: a configuration key, or a card and a data type.
     """
 
     job: Job
@@ -70,10 +77,11 @@ class Utilization:
     peak_of: str
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """TFLOP/s of each device, and shares of the peak (0 to 1), for a step that took ``seconds``.
+        """Return TFLOP/s per device, and shares of the peak from 0 to 1, for a step that took ``seconds``.
+        The shares are left out if the peak is unknown.
 
         ``tflops_per_device`` and ``mfu`` count all pairs of positions in attention, as in Narayanan et al.
-        (2021) and Chowdhery et al. (2022). Names with ``_causal`` count the causal half, as Megatron-LM does;
+        (2021) and Chowdhery et al. (2022). Names with ``_causal`` count the causal half, as Megatron-LM does.
         ``tflops_per_device_with_recompute`` and ``hfu`` also count recomputation.
         """
         kinds = (
@@ -90,7 +98,7 @@ class Utilization:
         return found
 
     def describe(self) -> str:
-        """FLOPs of a step and the peak of a device, as one line for the start of the log."""
+        """Return a line for the start of the log, with the FLOPs of a step and the peak of a device."""
         flops = self.flops
         again = "" if flops.hardware == flops.full else f", {flops.hardware:.4e} with recomputation"
         peak = (
@@ -105,16 +113,15 @@ class Utilization:
 
 
 def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utilization | None:
-    """FLOPs and peak for the run of ``cfg``.
+    """Count the FLOPs of a step of the configured run, and look up the peak of its devices.
 
     Args:
-        cfg: the configuration.
-        device: the kind of device; any kind but ``cpu`` counts as a card.
-        device_name: the driver's name of the device.
+        device: the kind of device, such as ``gpu``. Every kind but ``cpu`` is treated as an accelerator card.
+        device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Returns:
-        None if the FLOPs of a step are unknown: for networks other than our GPT, classifiers, adapters beside
-        frozen weights, or training texts of varying length.
+        None if the FLOPs of a step cannot be counted: for networks other than our GPT, classifiers, adapters
+            beside frozen weights, or training texts of varying length.
     """
     train = cfg.Data.Train
     if train is None or not train.dataset.is_corpus or cfg.Model.name != "GPT" or cfg.Model.lora is not None:

@@ -1,4 +1,6 @@
-"""Claim the output directory for a run: delete old files, reject conflicts, and write the run's files."""
+"""Make the output directory belong to a run. Raises an error if files that must be kept are in the way,
+deletes files of an earlier run, and writes the configuration and the run's identity.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,13 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Claim the output directory after all other checks. A collective. Raises ConfigError on all ranks if the
-    directory contains files that belong neither to this run nor to the earlier run."""
+    """Make the output directory belong to this run. This is the last check before training, because it may
+    delete files. All ranks must call it; rank 0 does the work.
+
+    Raises:
+        ConfigError: on all ranks, if the run would overwrite files that were not written by it or by the
+            earlier run in the directory.
+    """
     ownership = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
@@ -71,8 +78,9 @@ def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError rather than overwrite a tokenizer that no run wrote, unless it equals this run's
-    tokenizer."""
+    """Raise ConfigError if ``tokenizer/`` in the output directory was not written by a run and differs from
+    this run's tokenizer. The run would overwrite it.
+    """
     place = output_dir_of(cfg) / "tokenizer"
     if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
         return
@@ -89,12 +97,17 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory. Called on one rank on behalf of all.
+    """Make the output directory belong to this run. Called on rank 0 only.
 
-    Writes the configuration and removes unfinished files of a killed run. With
-    ``Engine.save_load.overwrite``, removes the earlier run's files. ``comes_to`` returns whether the run may
-    save a checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has such a
-    name, or if the directory cannot be written.
+    Writes the configuration, and removes unfinished files of a killed run. With
+    ``Engine.save_load.overwrite``, deletes the files of the earlier run in the directory.
+
+    Args:
+        comes_to: a function of an epoch and a step that returns whether this run may save a checkpoint there.
+
+    Raises:
+        ConfigError: the directory cannot be written, or another run's checkpoint has the name of a checkpoint
+            that this run may save.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
@@ -126,14 +139,17 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 
 def _meant_by(place: str) -> Iterator[Path]:
-    """Yield the step directory that ``place`` names, with links resolved, if it exists."""
+    """Yield the path of the checkpoint that ``place`` stands for, with symbolic links resolved: ``place``
+    itself, or the newest checkpoint in it. Yields nothing if there is none.
+    """
     with contextlib.suppress(CheckpointError):  # the code that loads it reports the error
         yield resolve_checkpoint(place).resolve()
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """Return the record of this run: the record of the run in the directory if this run continues it, else a
-    new one."""
+    """Return the identity of this run, as stored in the output directory. A run that continues an earlier one
+    keeps that run's identity. A run that starts anew or overwrites an earlier one gets a new identity.
+    """
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -174,7 +190,9 @@ def _refuse_names_in_use(
 
 
 def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the files of the earlier run. If there is no record of that run, delete nothing."""
+    """Delete the earlier run's checkpoints, which are listed in ``leaving``, and its metrics. If no identity
+    of an earlier run is stored, nothing is known to be that run's, so nothing is deleted.
+    """
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
@@ -200,7 +218,9 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
-    """Write ``config.yaml``. An existing file that no run wrote is renamed."""
+    """Write the run's ``config.yaml`` into the output directory. A file of that name that was not written by
+    a run is renamed first.
+    """
     path, text = output_dir / CONFIG_FILE, run_record(cfg)
     if path.exists() and not is_record(path):
         get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")

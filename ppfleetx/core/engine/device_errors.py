@@ -1,4 +1,6 @@
-"""Turn device errors into one message. If memory ran out, it suggests settings that need less memory."""
+"""Explain device errors to the user in one message. If memory ran out, the message suggests settings that
+need less.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,12 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context manager that turns a device error into one message with advice.
+    """Context manager that replaces a device error, or a lack of memory, in its body by an error with one
+    clear message.
 
     Args:
-        advice: advice for a lack of memory; None: the planner's advice for training.
+        advice: the advice to give if memory ran out; None: compute the settings that save most for this
+            training run.
 
     Raises:
         OutOfMemoryError: this process or the device has run out of memory.
@@ -89,8 +93,9 @@ def _where(ctx: ParallelContext) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out: ``error`` is the error of Python, NumPy or Paddle, or an error of Paddle
-    that quotes one."""
+    """Return whether ``error``, raised by Python, NumPy or Paddle, means that memory of the host or of a
+    device ran out.
+    """
     if isinstance(error, MemoryError):
         return True
     if type(error) not in (RuntimeError, OSError, SystemError):
@@ -101,7 +106,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """Compose the message: where memory ran out, what uses it, and the cheapest settings that need less."""
+    """Compose the message for lack of memory: where memory ran out, what holds the memory, and the cheapest
+    settings that need less.
+    """
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

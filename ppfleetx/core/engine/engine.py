@@ -43,24 +43,28 @@ NO_TRAINING = TrainingLength(max_steps=0)
 
 
 class TrainingStoppedError(UserError):
-    """Training cannot continue, for the reason in the message."""
+    """Training cannot continue, for example because a loss is not finite or the data has ended. The message
+    gives the reason.
+    """
 
 
 GoBack = Callable[["Engine", int], Iterator[Sequence[MicroBatch]] | None]
 
 
 class Engine:
-    """Trains and evaluates with a runner. Handles steps, samples and callbacks, but is independent of the
-    parallel plan.
+    """Trains and evaluates a model with a :class:`StepRunner`, which executes single steps under the parallel
+    plan. The engine itself knows no parallel degree: it handles steps, samples, callbacks and checkpoints.
 
     Args:
-        schedule, saver: None when only evaluating.
+        schedule, saver: the schedule of learning rate and weight decay, and the writer of checkpoints. Both
+            are None when only evaluating.
         callbacks: called in this order.
-        samples_per_epoch: samples in one pass over the training split.
-        new_evaluator: a function that makes the evaluator of each evaluation set.
-        go_back: a function called with the engine and a number of consumed samples. It loads the last
-            checkpoint of this run and its ``state``, except for the consumed samples, and returns the batches
-            after these samples; None if there is no checkpoint.
+        samples_per_epoch: number of samples in one pass over the training split.
+        length: number of steps to train, and the intervals of evaluations and checkpoints.
+        new_evaluator: a function without arguments that creates the evaluator for one evaluation set.
+        go_back: a function that returns to the run's last checkpoint after a loss spike. It is called with
+            the engine and the number of samples to skip from the start of the training order. It loads the
+            checkpoint and returns the batches after the skipped samples; None if there is no checkpoint.
         pruning: prunes the model while it trains; None for no pruning.
     """
 
@@ -106,9 +110,9 @@ class Engine:
         return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
-        """Train from ``state.step`` until ``max_steps`` optimizer steps are done, and save at the end.
+        """Train from ``state.step`` until ``max_steps`` optimizer steps are done, then save a checkpoint.
 
-        SIGTERM or Ctrl-C on any rank ends the run after the current step, with a checkpoint.
+        SIGTERM or Ctrl-C on any rank ends the run after the current step, and saves a checkpoint.
 
         Raises:
             UserError: the loss or the gradient is not finite, the data ended early or cannot be read, ranks
@@ -152,11 +156,11 @@ class Engine:
             )
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Compute the mean loss over all batches of each set, and the task's metrics. Calls the callbacks
-        with all results at the end.
+        """Compute the mean loss and the task's metrics over each evaluation set. When all sets are done, call
+        the callbacks with the results.
 
-        Returns None if a stop was requested before the end, because a partial result would not be comparable.
-        Raises UserError if no token of a set has a loss.
+        Returns None if SIGTERM or Ctrl-C stopped the evaluation early, because the result of a part would not
+        be comparable. Raises UserError if a set has no token that counts in the loss.
         """
         records = []
         for name, loader in eval_sets.items():
@@ -193,14 +197,18 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate before the first step, to detect a broken evaluation set early, and on resume if the
-        evaluation of this step was interrupted."""
+        """Evaluate at the start of training, if the current step is due for an evaluation and has none. A new
+        run thus detects a broken evaluation set at step 0. A resumed run repeats an evaluation that was
+        interrupted.
+        """
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate. With ``keep_best``, save if the first set has the best result so far."""
+        """Evaluate all sets. If ``Engine.save_load.keep_best`` is set and the first set has its best result
+        so far, also save a checkpoint and mark it as the best one.
+        """
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
@@ -244,8 +252,9 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """Read the next batch. An error is returned, because it must be sent to the other ranks before it is
-        raised."""
+        """Read the next batch and return (micro batches, None), or (None, error). An error is returned, not
+        raised, because the other ranks must learn of it before this rank stops.
+        """
         if self._callback_error is not None:
             return None, self._callback_error
         try:
@@ -270,8 +279,16 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """Run one optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
-        read. If a spike sent the run back to its last checkpoint, returns the batches to continue with."""
+        """Run one optimizer step.
+
+        Args:
+            started: clock time at which the batch was requested.
+            reader_cost: seconds spent waiting for the batch.
+
+        Returns:
+            None if training goes on with the next batch. If a loss spike sent the run back to its last
+                checkpoint, the iterator of batches to continue with.
+        """
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1
@@ -291,7 +308,7 @@ class Engine:
             raise TrainingStoppedError(text) from error
         self._watch.after_step(self.runner)
         if self._guard is not None and self._guard.found is not None:
-            moved = self._answer(self._guard.found)
+            moved = self._respond_to_spike(self._guard.found)
             if moved is not None:
                 return moved
         epoch, batch = self._position()
@@ -326,8 +343,13 @@ class Engine:
         self._notify("on_step_end", record)
         return None
 
-    def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """Handle and report a spike. Returns the same as :meth:`_step`. Raises TrainingStoppedError."""
+    def _respond_to_spike(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
+        """Respond to a loss spike as configured: skip the step, go back to the last checkpoint, or stop. Then
+        report it to the callbacks.
+
+        Returns the batches to continue with if the run went back to a checkpoint, else None. Raises
+        TrainingStoppedError to stop the run.
+        """
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
@@ -359,8 +381,10 @@ class Engine:
             self._saved_step = self.state.step
 
     def _notify(self, hook: str, *args: object) -> None:
-        """Call a hook of every callback. During training, a UserError from a callback ends training before
-        the next step, on all ranks. Otherwise it is raised after all callbacks have been called."""
+        """Call the method named ``hook`` of every callback, even if one of them raises a UserError. During
+        training, the first such error is kept, and ends training on all ranks before the next step. Outside
+        training, it is raised at once after the last callback.
+        """
         found: UserError | None = None
         for callback in self._callbacks:
             try:

@@ -1,4 +1,6 @@
-"""The progress of a run, its length, and the intervals of evaluations and checkpoints, in optimizer steps."""
+"""How far a run has come (:class:`TrainState`) and how far it goes (:class:`TrainingLength`), in optimizer
+steps.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,19 @@ from ppfleetx.config.sections.root import RunConfig
 
 @dataclass
 class TrainState:
-    """Progress of a run, in whole steps.
+    """The progress of a run after a whole number of steps. Checkpoints store it.
 
     Attributes:
         step: number of steps done, including skipped ones.
         consumed_samples: number of samples of the training order that have been used.
         epoch: number of completed passes over the training split.
-        evaluated_step: step of the last complete evaluation. An interrupted evaluation is repeated when
-            the run continues.
-        skipped_steps: number of steps that were spikes or whose gradients overflowed. Their samples are
+        evaluated_step: step of the last complete evaluation. If it is older than an evaluation that was due,
+            that evaluation was interrupted, and a resumed run repeats it.
+        skipped_steps: number of steps that were loss spikes or whose gradients overflowed. Their samples are
             used up, but weights and learning rate did not change.
         best, best_step: best value so far of the metric ``Engine.save_load.keep_best``, and its step.
-        spikes: statistics of the last steps for ``Engine.spike``; empty if it is off.
+        spikes: losses and gradient norms of the last steps, with which ``Engine.spike`` detects loss spikes;
+            empty if it is off.
     """
 
     step: int = 0
@@ -41,7 +44,9 @@ class TrainState:
 
     @property
     def schedule_step(self) -> int:
-        """The number of steps that were not skipped, which determines learning rate and weight decay."""
+        """The number of steps that were not skipped. The schedules of learning rate and weight decay count
+        these.
+        """
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
@@ -50,7 +55,9 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """Parse the output of :meth:`to_json` of this version or an older one. Raises CheckpointError."""
+        """Read the progress stored in a checkpoint, as written by :meth:`to_json` in this version or an older
+        one. Raises CheckpointError if it is damaged.
+        """
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
         except ValidationError as error:
@@ -64,8 +71,13 @@ _STATE = TypeAdapter(TrainState)
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """The length of a run, of a pass over the training split, and of the intervals between evaluations and
-    checkpoints (0: never), in optimizer steps."""
+    """The number of steps that a run trains, and its intervals, in optimizer steps.
+
+    Attributes:
+        max_steps: step after which training ends.
+        eval_every, save_every: steps between evaluations and between checkpoints; 0: never.
+        steps_per_epoch: steps in one pass over the training split; it need not be an integer.
+    """
 
     max_steps: int
     eval_every: int = 0
@@ -74,8 +86,10 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """Return the configured length. Run mode ``epoch`` counts passes over the training split, and raises
-        DataError if the split has less than one global batch."""
+        """Compute the length from the configuration and the number of samples in the training split. With
+        ``Engine.run_mode: epoch``, intervals and length are configured in passes over the split. Then
+        DataError is raised if the split has fewer samples than one global batch.
+        """
         engine = cfg.Engine
         if engine.run_mode == "step":
             steps_per_epoch = samples_per_epoch / cfg.batch.global_batch_size
@@ -96,15 +110,18 @@ class TrainingLength:
         )
 
     def position(self, steps_done: float) -> tuple[int, int]:
-        """Return (pass over the training split, step within the pass) of the step after ``steps_done``
-        steps."""
+        """Return where the next step stands after ``steps_done`` steps: (number of the pass over the training
+        split, index of the step within that pass), both from 0.
+        """
         if math.isinf(self.steps_per_epoch):
             return 0, int(steps_done)
         epoch = int(steps_done // self.steps_per_epoch)
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
     def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
-        """Return whether a run at ``state`` will reach this epoch and step."""
+        """Return whether a run that is now at ``state`` will finish step number ``step`` in pass ``epoch``
+        over the training split. If so, it may save a checkpoint named after this epoch and step.
+        """
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

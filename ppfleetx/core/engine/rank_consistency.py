@@ -1,4 +1,6 @@
-"""The exchange between ranks at each step, and the checks of ``Engine.checks``."""
+"""Keep the ranks of a job consistent: they exchange stop signals, errors and token counts before each step,
+and run the checks of ``Engine.checks``.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Makes all ranks stop after the same step and fail with the same message, and runs ``Engine.checks``.
+    """Makes all ranks stop after the same step and fail with the same message. Also runs the checks of
+    ``Engine.checks``, which detect different data or weights on ranks that must agree.
 
     Attributes:
         pace_of_ranks: compares the step times of the ranks.
-        counts: sum of ``StepRunner.count`` over the job, from the last :meth:`before_step`.
+        counts: numbers of valid tokens in the current step, summed over the data-parallel ranks; set by
+            :meth:`before_step`.
     """
 
     def __init__(
@@ -64,11 +68,18 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Exchange with the other ranks the batch or error, a stop signal, the token counts, and the time of
-        the last step. ``step`` is the number of steps done.
+        """Tell the other ranks what this rank has for the next step: a hash of its batch or an error, whether
+        it received a stop signal, its token counts, and the time of its last step.
 
-        Returns whether to stop, the same on all ranks. Raises UserError on all ranks if a rank has an error
-        or if the ranks' batches are inconsistent.
+        Args:
+            micro_batches, error: the batch, or the error from reading it.
+            step: the number of steps done.
+
+        Returns:
+            Whether to stop before this step; the same on all ranks.
+
+        Raises:
+            UserError: on all ranks, if a rank has an error or the batches of the ranks are inconsistent.
         """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # as int64 bits
@@ -88,7 +99,9 @@ class Watch:
         return False
 
     def stops_evaluation(self, stop: StopRequest | None) -> bool:
-        """Return whether to stop an evaluation. A collective, called before each batch."""
+        """Return whether any rank has received a stop signal, so that all ranks end the evaluation. All ranks
+        call it before each batch.
+        """
         return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
 
     def after_step(self, runner: StepRunner) -> None:
@@ -96,14 +109,18 @@ class Watch:
             check_replicas(self._ctx, _held(runner, states=True))
 
     def at_rest(self, runner: StepRunner) -> None:
-        """Check that replicas of weights are equal, at the start and before each checkpoint."""
+        """Check that ranks that hold copies of the same weights hold equal values. Called at the start and
+        before each checkpoint. Does nothing if ``Engine.checks`` is off.
+        """
         if self._level != "off":
             check_replicas(self._ctx, _held(runner, states=False))
 
     def describe(
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
-        """Describe the rank, layer and samples that caused a non-finite number. A collective."""
+        """Return a message that says on which rank, in which layer and from which samples a number that is
+        not finite first appeared. All ranks must call it, because the passes are repeated to find the place.
+        """
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids
@@ -129,8 +146,9 @@ class Watch:
 
 
 def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Raise CheckFailedError unless all ranks have the same configuration, including device and
-    directories."""
+    """Raise CheckFailedError unless all ranks have the same configuration, including device and directories.
+    Does nothing if ``Engine.checks`` is off.
+    """
     if cfg.Engine.checks != "off" and ctx.world_size > 1:
         check_same_configuration(ctx, dict(flat_values(cfg.model_dump(mode="json"))))
 

@@ -1,4 +1,4 @@
-"""Find the checkpoint from which a run starts, if any, and load the whole checkpoint or only its weights."""
+"""Find the checkpoint from which a run starts, if there is one, and load all of it or only its weights."""
 
 from __future__ import annotations
 
@@ -44,14 +44,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """The start of a run: from scratch, from the weights of a checkpoint, or from the whole checkpoint.
+    """Where a run starts: from scratch, from the weights of a checkpoint, or from a whole checkpoint that it
+    resumes.
 
     Attributes:
-        resumes: whether optimizer, schedule, data position and random generators are restored too.
-        state: progress to start with.
-        base_fingerprint: fingerprint of the frozen weights, once they are loaded from
+        options: the section ``Engine.save_load``.
+        checkpoint: the checkpoint to load; None to start from scratch.
+        resumes: whether optimizer, schedule, data position and random generators are loaded, not only
+            weights.
+        state: the progress to start with.
+        base_fingerprint: hash of the frozen weights that adapters are trained on, once they are loaded from
             ``Model.lora.base``.
-        found_by: configuration key that led to the checkpoint.
+        found_by: the configuration key that led to the checkpoint, such as ``Engine.save_load.resume``.
     """
 
     options: SaveLoadConfig
@@ -65,9 +69,12 @@ class Start:
     def restore(
         self, runner: StepRunner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load everything into ``runner`` and the random generators. Returns the schedule to continue with.
-        Raises CheckpointError if the checkpoint does not fit the model, data, tokenizer, optimizer or
-        schedule."""
+        """Load the weights and, if the run resumes, optimizer, loss scale and random generators. A run from
+        scratch loads nothing but the frozen weights of ``Model.lora.base``.
+
+        Returns the schedule of learning rates to continue with. Raises CheckpointError if the checkpoint does
+        not fit the model, data, tokenizer, optimizer or schedule.
+        """
         self._load_base(runner, cfg.Model)
         if self.checkpoint is None:
             return schedule
@@ -111,8 +118,10 @@ class Start:
             )
 
     def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load all weights, and nothing else. Raises CheckpointError if they do not fit ``model``, or would
-        compute another function."""
+        """Load all weights into ``runner``, but nothing else: for evaluation, generation and export. Raises
+        CheckpointError if the weights do not fit ``model``, or were trained with settings under which they
+        compute something else.
+        """
         assert self.checkpoint is not None
         self._load_base(runner, model)
         self._load_weights(runner, model)
@@ -120,8 +129,13 @@ class Start:
         get_logger().info(f"with the weights of {self.checkpoint.path}{step}")
 
     def _load_base(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load the frozen weights from ``Model.lora.base``, if set, and check that the checkpoint's adapters
-        were trained on them."""
+        """Load the frozen weights that adapters are added to, from ``Model.lora.base``. If it is not set,
+        refuse a checkpoint that has only adapters, and otherwise do nothing.
+
+        Raises:
+            CheckpointError: the frozen weights are missing or do not fit, or the checkpoint's adapters were
+                trained on other weights.
+        """
         place = None if model.lora is None else model.lora.base
         frozen = [name for name in runner.model_names() if not is_adapter_or_head(name)]
         with joint_errors(self.ctx):
@@ -148,8 +162,13 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError for weights trained with fake quantization in a model without it, and vice
-        versa."""
+        """Raise CheckpointError if the weights were trained with fake quantization and the model has none, or
+        if the model has fake quantization and the weights were trained without it.
+
+        Args:
+            held: names of the model's parameters that belong to fake quantization.
+            may_be_new: whether these parameters may be missing in the checkpoint.
+        """
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -166,8 +185,10 @@ class Start:
             )
 
     def _load_weights(self, runner: StepRunner, model: ModelConfig, *, is_new_run: bool = False) -> None:
-        """Load the checkpoint's weights. A new run may add parameters: adapters, or a classification head
-        that replaces the model's head."""
+        """Load the checkpoint's weights. If the run is new, parameters that the checkpoint lacks may keep
+        their initial values: adapters, scales of fake quantization, and a classification head in place of the
+        head for tokens.
+        """
         model_names, parameters = runner.model_names(), list(runner.named_parameters())
         if self.base_fingerprint is not None:
             model_names = [name for name in model_names if is_adapter_or_head(name)]
@@ -204,15 +225,19 @@ def _left_out(model: ModelConfig) -> tuple[str, ...]:
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
-    """Find the start of a run. Rank 0 decides, and verifies the checkpoint if configured; the other ranks
-    open the same checkpoint.
+    """Decide from which checkpoint a run starts. Rank 0 decides and, with ``Engine.save_load.verify``,
+    compares checksums. The other ranks open the same checkpoint.
 
-    In order of precedence: with ``resume``, the newest checkpoint of ``output_dir`` (None for a program that
-    does not save), so that the same command continues after every interruption; the checkpoint ``ckpt_dir``;
-    the weights ``init_from``; from scratch.
+    The first of these that applies:
+        1. With ``resume``, the newest checkpoint in ``output_dir``, so that the same command continues after
+            every interruption. This does not apply if ``output_dir`` is None, as for a program that does not
+            train.
+        2. The checkpoint ``ckpt_dir``.
+        3. The weights ``init_from``.
+        4. From scratch.
 
     Raises:
-        CheckpointError: the requested checkpoint is missing, incomplete or damaged; on all ranks.
+        CheckpointError: on all ranks, if the requested checkpoint is missing, incomplete or damaged.
     """
     start = Start(options)
     with joint_errors(ctx, name_ranks=False):
@@ -246,8 +271,9 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """Return the checkpoint from which the run in ``output_dir`` continues. ``auto`` skips damaged
-    checkpoints."""
+    """Return the newest checkpoint of the run in ``output_dir``, from which the run continues. With ``resume:
+    auto``, damaged checkpoints are skipped, and None is returned if there is no good one.
+    """
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
@@ -277,8 +303,12 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find the start of a run. Returns it with a copy of the configuration in which checkpoint paths are
-    resolved to step directories. Raises CheckpointError on all ranks."""
+    """Find the checkpoint from which a training run starts, and the frozen weights for adapters. Raises
+    CheckpointError on all ranks if one of them cannot be opened.
+
+    Also returns a copy of the configuration that names both by the path of one checkpoint, such as
+    ``output/epoch_0_step_100``, even if the user named the whole directory ``output``.
+    """
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

@@ -1,6 +1,6 @@
-"""Compare a checkpoint with the configuration. Some differences are errors, others are logged.
+"""Compare a checkpoint with the current configuration. Some differences are errors, others are only logged.
 
-``ppfleetx.config.resume_policy`` is the only place that defines the effect of each key.
+``ppfleetx.config.resume_policy`` defines for each configuration key what a change of it affects.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ _LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_s
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
-    """Raise CheckpointError if the weights have the right shapes but would compute another function. The
-    message names the first key that differs. With ``may_stretch``, keys of rotary embeddings may differ, and
-    the change is logged."""
+    """Raise CheckpointError if the checkpoint's weights were trained with other model settings that change
+    what they compute, such as another activation. Such weights may have the right shapes and load without an
+    error.
+
+    Args:
+        may_stretch: whether settings of rotary embeddings may differ, which a new run changes to extend the
+            context length. The change is logged.
+    """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         return  # a checkpoint of another program, without a configuration
@@ -68,8 +73,16 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
-    """Return the changes that a resumed run makes. Raises CheckpointError if the tokenizer, the data or the
-    kind of optimizer state differs."""
+    """Compare the checkpoint with the configuration of the run that resumes it. Returns the changed settings
+    that affect training, optimizer or evaluation.
+
+    Args:
+        now: hashes of the tokenizer and of the training data, by name.
+
+    Raises:
+        CheckpointError: the tokenizer differs, or the data or the kind of optimizer state differs and no
+            option allows it.
+    """
     options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config
@@ -114,7 +127,9 @@ def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
 
 
 def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
-    """Log in one line how this run differs from the run that saved ``checkpoint``."""
+    """Warn in one line that this run is no exact continuation of the run that saved ``checkpoint``, and list
+    the differences.
+    """
     differences = [*map(str, changed)]
     if not options.load_optim:
         differences.append("a fresh optimizer (Engine.save_load.load_optim = False)")

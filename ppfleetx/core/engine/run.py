@@ -1,4 +1,6 @@
-"""The interface of a run for callbacks and savers: its parts, its progress, and its records."""
+"""What callbacks and the writer of checkpoints see of a run: its model, its progress, and the records of
+steps and evaluations.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ SOURCE = "source/"
 
 
 class Run(Protocol):
-    """The engine's read-only interface for callbacks. ``schedule`` is None when only evaluating. ``state`` is
-    up to date when a hook is called."""
+    """The part of the engine that callbacks and the writer of checkpoints may read. They must not change it.
+
+    ``schedule`` (learning rate, weight decay) is None when only evaluating. ``state`` always includes the
+    step or evaluation that a callback is told about.
+    """
 
     cfg: RunConfig
     ctx: ParallelContext
@@ -38,11 +43,14 @@ class Run(Protocol):
 
     @property
     def utilization(self) -> Utilization | None:
-        """FLOPs per step and peak FLOP/s, to compute TFLOP/s and MFU; None if the FLOPs are unknown."""
+        """FLOPs of a step and peak FLOP/s of a device, from which TFLOP/s and MFU follow. None if the FLOPs
+        of the model are unknown.
+        """
 
     def callback_states(self) -> dict[str, Any]:
-        """Return the states of this rank's callbacks by name, as JSON values. Raises CheckpointError if a
-        state cannot be saved."""
+        """Return the state of each callback on this rank, by callback name, as JSON values. Raises
+        CheckpointError if a state cannot be saved.
+        """
 
 
 @dataclass(frozen=True)
@@ -53,20 +61,20 @@ class StepRecord:
         step: number of the step, from 1.
         epoch: pass over the training split that this step belongs to, from 0.
         batch: index of the step within that pass, from 0.
-        loss: mean over all tokens of the job in this step.
+        loss: mean over all tokens of the step, on all ranks together, that count in the loss.
         lr, weight_decay: values used in this step.
         grad_norm: gradient norm before clipping.
-        num_valid_tokens: number of tokens with a loss.
-        num_tokens: number of tokens of the whole job in this step, valid or not.
+        num_valid_tokens: number of tokens that count in the loss.
+        num_tokens: number of tokens of the whole job in this step, including those that do not count.
         batch_size: number of sequences of the whole job in this step.
-        data_size: number of data ranks, which read different samples.
+        data_size: number of data-parallel ranks, each of which reads different samples.
         reader_cost: seconds spent waiting for data.
-        batch_cost: seconds of the whole step, including waiting.
-        loss_scale: factor of the loss (float16); None without loss scaling.
-        skipped: whether the gradients overflowed, so that nothing was updated.
-        metrics: metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of
-            one corpus of a blend (``Engine.log_source_loss``).
-        pruned: pruned fraction of the pruned matrices; None without ``Compress.Prune``.
+        batch_cost: seconds of the whole step, including that wait.
+        loss_scale: factor by which the loss is multiplied under float16; None without loss scaling.
+        skipped: whether nothing was updated, because gradients overflowed or the step was a loss spike.
+        metrics: metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of one
+            corpus of a blend (``Engine.log_source_loss``).
+        pruned: share of zero weights in the matrices that are pruned; None without ``Compress.Prune``.
     """
 
     step: int
@@ -102,14 +110,15 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """The result of one evaluation after ``step`` steps.
+    """The result of evaluating one evaluation set after ``step`` training steps.
 
     Attributes:
-        loss: mean over ``num_valid_tokens`` (for a classifier, over examples).
+        loss: mean over the tokens that count in the loss (for a classifier, over examples).
         ppl: perplexity; None for a classifier.
+        num_valid_tokens: number of tokens (for a classifier, of examples) that count in the loss.
         metrics: the task's metrics by name.
-        outputs: a classifier's outputs, ``[examples, outputs]`` in the order of the file.
-        name: name of the evaluation set, if ``Data.Eval.sets`` names several.
+        outputs: a classifier's outputs, ``[examples, outputs]`` in the order of the data file.
+        name: name of the evaluation set; None if ``Data.Eval.sets`` is not used.
     """
 
     step: int
@@ -123,7 +132,7 @@ class EvalRecord:
 
 
 class Window:
-    """Means over the steps since the last report."""
+    """Accumulates the steps since the last log line, and computes their mean times and speeds."""
 
     def __init__(self) -> None:
         self.num_steps = self._tokens = self.num_skipped = 0
@@ -152,11 +161,13 @@ class Window:
 
     @property
     def ips_total(self) -> float:
-        """Tokens per second of the whole job."""
+        """Tokens per second of the whole job, including tokens that do not count in the loss."""
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """Return TFLOP/s and MFU of a step with the full batch size at this speed, if known."""
+        """Return TFLOP/s and MFU at this window's speed in tokens per second, by name. During a batch-size
+        ramp they are those of a step with the full batch. Empty if the FLOPs of the model are unknown.
+        """
         if run.utilization is None:
             return {}
         num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len
@@ -164,5 +175,5 @@ class Window:
 
     @property
     def ips(self) -> float:
-        """Tokens per second of one data rank."""
+        """Tokens per second of one data-parallel rank."""
         return self.ips_total / self._data_size

@@ -1,4 +1,4 @@
-"""Checks of a run's output directory: which run may start there, and from which checkpoints.
+"""Check whether a run may start in its output directory, and find the checkpoints there.
 
 Does not import Paddle, so that errors are reported before Paddle is loaded.
 """
@@ -32,8 +32,10 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 def check_start(cfg: RunConfig) -> None:
-    """Raise ConfigError for a run that names two ways to start, would write into a checkpoint, or would start
-    from scratch in the directory of another run. Writes nothing."""
+    """Raise ConfigError if a run must not start in its output directory: it would write into a checkpoint, or
+    start from scratch where another run has left files. Also refuses ``init_from`` together with
+    ``ckpt_dir``. Writes nothing.
+    """
     options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
     if options.init_from is not None and options.ckpt_dir is not None:
         raise cfg.error(
@@ -81,7 +83,9 @@ def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
 
 
 def run_traces(output_dir: Path) -> list[str]:
-    """List the files of a run in a directory, e.g. ``["2 checkpoints, ...", "metrics.jsonl"]``."""
+    """Describe which files of a run are in ``output_dir``, for an error message: ``["2 checkpoints, ...",
+    "metrics.jsonl"]``. Empty if there are none.
+    """
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
     if not found:
@@ -109,13 +113,17 @@ def _resumes_within(cfg: RunConfig) -> bool:
 
 
 def lies_in(checkpoint: Path, output_dir: Path) -> bool:
-    """Return whether a step directory is inside ``output_dir``, with links resolved."""
+    """Return whether the checkpoint, a directory such as ``epoch_0_step_100``, is directly inside
+    ``output_dir``. Symbolic links are resolved first.
+    """
     return checkpoint.resolve().parent == output_dir.resolve()
 
 
 def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
-    """Create the output directory, and lock it until ``stack`` closes. Called on one rank on behalf of all.
-    Raises ConfigError if another run uses or has used the directory, or if it cannot be created."""
+    """Create the output directory, and hold a lock on it until ``stack`` is closed. Called on rank 0 only.
+    Raises ConfigError if the directory cannot be created, if another run is training there, or if
+    :func:`check_start` refuses it.
+    """
     check_start(cfg)
     output_dir = output_dir_of(cfg)
     busy = directory_error(cfg, "another run is training in this directory")
@@ -131,10 +139,11 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """Return the step directory to which ``Model.lora.base`` resolves now, or None if it is not set. Raises
-    CheckpointError.
+    """Return the checkpoint with the frozen weights for adapters, which ``Model.lora.base`` names; None if it
+    is not set. Raises CheckpointError if there is no checkpoint.
 
-    If ``Model.lora.base`` is the output directory itself, this run's own checkpoints there are skipped.
+    If ``Model.lora.base`` is the output directory itself and the run resumes, the run's own checkpoints,
+    which have adapters, are passed over.
     """
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:

@@ -1,4 +1,4 @@
-"""Save a run, and handle failed saves (``Engine.save_load.on_save_error``)."""
+"""Save checkpoints during training, and handle saves that fail (``Engine.save_load.on_save_error``)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint; with
-    ``Engine.save_load.async_save``, in the background.
+    """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint. With
+    ``Engine.save_load.async_save``, files are written in the background while training continues.
 
-    All ranks must call the methods in the same order, and a CheckpointError is the same on all of them. With
-    ``on_save_error: stop`` it is raised at once. With ``continue``, errors are logged, and only a failure of
-    the last save is raised, at the end of the run.
+    All ranks must call the methods in the same order, and all ranks raise the same CheckpointError. With
+    ``on_save_error: stop``, a failed save raises it at once. With ``continue``, a failed save is only logged,
+    and the error is raised at the end of the run if the last save failed.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class Saver:
         )
 
     def save(self, run: Run) -> None:
-        """Complete the save in progress, then save the run's current state, or start saving it in the
-        background."""
+        """Save the run's current state, or start to save it in the background. If an earlier save is still
+        running, wait for it first.
+        """
         self.complete()
         self._failure = None
         with self._guarded():
@@ -76,8 +77,9 @@ class Saver:
             )
 
     def mark_best(self, run: Run) -> None:
-        """Complete the save in progress, and make ``best`` point to the checkpoint of the current step,
-        unless that save failed."""
+        """Mark the checkpoint of the current step as the best one: the file ``best`` in the output directory
+        then names it. Waits until that checkpoint is complete, and does nothing if saving it failed.
+        """
         self.complete()
         if self._failure is not None:
             return
@@ -91,14 +93,20 @@ class Saver:
             self._manager.wait()
 
     def poll(self) -> None:
-        """Advance a background save without waiting, and report its failure."""
+        """Let a save in the background make progress, without waiting for it. If it has failed, handle the
+        error as ``on_save_error`` says.
+        """
         with self._guarded():
             self._manager.poll()
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context manager for the whole run. On exit, the save in progress is completed if possible. Raises
-        CheckpointError if the last save failed."""
+        """Context manager around the training of a whole run: on exit, it waits for a save that is still
+        running. Raises CheckpointError if the last save failed.
+
+        If an error occurred on this rank alone, it gives up a running save that needs the other ranks,
+        because they may have ended.
+        """
         try:
             yield
         except UserError:  # the same error on all ranks, so collectives still work
@@ -126,8 +134,9 @@ class Saver:
             get_logger().error(f"{error} Training continues (Engine.save_load.on_save_error=continue).")
 
     def _tensors(self, runner: StepRunner) -> list[TensorSlice]:
-        """Return the slices that this rank writes. If the base weights are frozen, only the trained
-        parameters are saved."""
+        """Return the parts of parameters and optimizer states that this rank writes. If the run trains
+        adapters on frozen base weights, the base weights are not saved.
+        """
         parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:
             parameters = [(name, p) for name, p in parameters if not p.stop_gradient]

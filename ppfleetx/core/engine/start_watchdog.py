@@ -1,4 +1,4 @@
-"""Start and stop the watchdog of this process as configured."""
+"""Start and stop this process's watchdog, a thread that reports when training hangs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,27 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
-    """Start the watchdog before Paddle is imported, in ppfleetx's own programs only. They stop it after
-    training."""
+    """Start the watchdog before Paddle is imported, so that it also reports a job that hangs while it starts.
+    Does nothing in a user's own program, which would not stop the watchdog after training.
+    """
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 
 
 def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Exchange process ids with the other ranks, so that each rank can query the kernel about the others."""
+    """Exchange process ids among all ranks. If a rank hangs, the watchdogs of the others can then ask the
+    kernel whether its process is alive.
+    """
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
 
 
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
-    """Context manager: the watchdog watches this process, with reports in ``directory`` under the output
-    directory. A watchdog that has already started continues."""
+    """Context manager: a watchdog observes this process while the body runs, and is stopped at the end. It
+    writes hang reports to ``directory`` inside the output directory. If :func:`watch_start` has already
+    started one, that one is used.
+    """
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     exchange_process_ids(cfg, ctx)

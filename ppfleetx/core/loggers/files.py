@@ -16,10 +16,11 @@ CSV_FILE = "metrics.csv"
 
 
 class CsvFile(LogWriter):
-    """Writes ``metrics.csv`` in the run's directory: a row for each record, with ``step`` and a column for
-    each number. When a number has a new name, the file is rewritten with another column.
+    """Writes ``metrics.csv`` in the run's directory. Each step or evaluation that is logged has one row, with
+    its ``step`` and one column for each number. If a new number appears, the file is rewritten with another
+    column.
 
-    A resumed run drops rows of later steps. A new run renames an existing file.
+    When a run resumes, rows after the step of its checkpoint are dropped. A new run renames an existing file.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -61,13 +62,17 @@ class CsvFile(LogWriter):
 
 
 def _step_of(row: Mapping[str, str | None]) -> float:
-    """Return the row's step, or infinity for a row truncated by a kill, so that it is dropped."""
+    """Return the step of a row of ``metrics.csv``. For a row that a killed run left incomplete, return
+    infinity, so that a resumed run drops it.
+    """
     text = row.get("step") or ""
     return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
 
 
 class _EventFiles(LogWriter):
-    """Writes event files to ``dir`` or, by default, to ``folder`` in the run's directory."""
+    """Base class of writers of event files. They are in the directory ``dir`` or, if it is None, in
+    ``folder`` in the run's directory.
+    """
 
     folder: ClassVar[str]
 
@@ -81,9 +86,11 @@ class _EventFiles(LogWriter):
 
 
 class TensorBoard(_EventFiles):
-    """Writes ``tensorboard/`` in the run's directory: ``tensorboard --logdir output/tensorboard``.
+    """Writes event files for TensorBoard to ``tensorboard/`` in the run's directory. To see them:
+    ``tensorboard --logdir output/tensorboard``.
 
-    A resumed run adds a file that makes TensorBoard ignore earlier records of later steps.
+    When a run resumes, it adds a file that tells TensorBoard to ignore the records after the step of the
+    checkpoint.
     """
 
     folder = "tensorboard"
@@ -105,7 +112,9 @@ def visual_dl_is_installed() -> bool:
 
 
 class VisualDL(_EventFiles):
-    """Writes ``vdl/`` in the run's directory. A resumed run adds a file."""
+    """Writes event files for VisualDL to ``vdl/`` in the run's directory. When a run resumes, it adds a
+    file.
+    """
 
     folder = "vdl"
 

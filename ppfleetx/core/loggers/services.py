@@ -16,8 +16,9 @@ from ppfleetx.utils.log import get_logger
 
 
 class _Continued(LogWriter):
-    """Base class that saves the service's id of the run, so that a resumed run continues the same run
-    there."""
+    """Base class of writers for services. It stores in checkpoints the id that the service gave the run, so
+    that a resumed run continues the same curves.
+    """
 
     _id: str | None = None
 

@@ -1,4 +1,6 @@
-"""Build the task ``Model.module`` by name, with the configured teacher and losses per corpus."""
+"""Build the task that ``Model.module`` names, with a teacher for distillation and the losses of single
+corpora if they are configured.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,10 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class SourceLosses(WrappedTask):
-    """A task with an additional metric ``source/NAME``, the loss of one corpus, for each corpus of the
-    training data.
+    """Wraps a task to also report the loss of each corpus in a blend, as the metrics ``source/NAME``.
 
-    ``names`` are indexed by ``source_ids [b]`` of a batch. Batches without ``source_ids``, as in evaluations,
-    have no such metrics.
+    A batch says in ``source_ids [b]`` from which corpus each sequence comes, as an index into ``names``.
+    Batches without ``source_ids``, such as those of evaluations, get no such metrics.
     """
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
@@ -54,8 +55,9 @@ class SourceLosses(WrappedTask):
 
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
-    """Build the task named by ``Model.module``, with a teacher if ``Compress.Distill`` is set, and with
-    metrics for the ``sources`` of a blend. Raises ConfigError."""
+    """Build the task that ``Model.module`` names. If ``Compress.Distill`` is set, the task has a teacher. If
+    ``sources`` is given, the loss of each of these corpora is a metric. Raises ConfigError.
+    """
     task = MODULES.make(cfg.Model.module, cfg, gives=BasicModule)
     if cfg.Compress.Distill is not None:
         from ppfleetx.compress.distill import Distillation

@@ -1,4 +1,4 @@
-"""Sequence classification with GPT for the GLUE tasks, and files of predictions."""
+"""Finetune GPT to classify sequences, for the GLUE tasks, and write files of predictions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from ppfleetx.utils.log import get_logger
 
 
 class GPTFinetuneModule(BasicModule):
-    """Classifies a sequence, or predicts a number, from the hidden state of its last token before the
+    """Classifies a sequence, or predicts a number for it, from the hidden state of its last token before the
     padding.
 
-    The loss is the cross entropy, or the squared error for a number, over examples with ``loss_mask`` 1.
+    The loss is the cross entropy of the class, or the squared error of the number. Only examples with
+    ``loss_mask`` 1 count.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -46,7 +47,9 @@ class GPTFinetuneModule(BasicModule):
         return gpt_classification_stages(self.cfg.Model, factory, self.num_outputs)
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
-        """Return ``[b, outputs]`` float32 at the last token of each sequence, given by ``lengths``."""
+        """Return the outputs of the classification head for each sequence, ``[b, outputs]`` in float32. They
+        are taken at the sequence's last token, whose position follows from ``lengths`` in the batch.
+        """
         scores_sbc = model(batch["tokens"]).astype("float32")
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))
@@ -66,8 +69,9 @@ class GPTFinetuneModule(BasicModule):
 
 
 class Classification:
-    """Gathers the outputs for all examples from the data ranks, and computes loss and metrics if there are
-    labels."""
+    """Evaluates a classifier on one evaluation set. Gathers the outputs for all examples from the
+    data-parallel ranks. If the examples have labels, computes the loss and the metrics of the GLUE task.
+    """
 
     def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
         self._module, self._ctx, self._has_labels = module, ctx, has_labels
@@ -95,7 +99,9 @@ class Classification:
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean cross entropy of ``outputs [n, classes]``, or the mean squared error of ``[n, 1]``."""
+    """Return the mean cross entropy for ``outputs [n, classes]``. If there is one output per example, ``[n,
+    1]``, return the mean squared error.
+    """
     if outputs.shape[1] == 1:
         return float(np.square(outputs[:, 0] - labels).mean())
     shifted = outputs - outputs.max(axis=1, keepdims=True)
@@ -104,8 +110,10 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """Writes a classifier's predictions after each evaluation, replacing the previous ones. ``parts`` maps
-    the name of an evaluation set to the split of the task. Sets of the same split share a file."""
+    """Callback that writes a classifier's predictions to a file after each evaluation, replacing the previous
+    ones. ``parts`` maps the name of each evaluation set to the split of the GLUE task, such as ``dev``, which
+    names the file.
+    """
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
         self._directory, self._task, self._parts = directory, task, parts
@@ -129,8 +137,9 @@ def predictions_directory(cfg: RunConfig) -> Path:
 
 
 def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
-    """Write ``index <tab> prediction`` for every example of ``outputs [examples, outputs]``. Raises
-    ConfigError."""
+    """Write a file with one line ``index <tab> prediction`` for each example. ``outputs`` are the
+    classifier's, ``[examples, outputs]``. Raises ConfigError if the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "w") as file:

@@ -1,4 +1,4 @@
-"""Causal language modeling with GPT: training, and token scores for ``Offline_Eval``."""
+"""The tasks of a GPT language model: training on the next token, and scoring texts for ``Offline_Eval``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 
 
 class GPTModule(BasicModule):
-    """Predicts the next token. The loss is over tokens with ``loss_mask`` 1."""
+    """The task of predicting the next token. The loss is the cross entropy over tokens with ``loss_mask``
+    1.
+    """
 
     @property
     def loss_in_pieces(self) -> bool:
-        """Whether the loss can be computed in chunks of tokens. False for a subclass that overrides ``loss``,
-        unless it also overrides this property."""
+        """Whether the step may compute the loss for chunks of tokens, one after the other, to save memory.
+        False for a subclass that overrides ``loss``, unless it also overrides this property.
+        """
         return type(self).loss is GPTModule.loss
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
@@ -27,11 +30,12 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """GPT for ``Offline_Eval``. Its "loss" is the value that the evaluation sums up, without a gradient.
+    """The task of scoring texts for ``Offline_Eval``, without gradients. Its ``loss`` is not a training loss
+    but the number that the evaluation sums up.
 
-    Perplexity: the negative sum of log probabilities of tokens with ``loss_mask`` 1. Cloze: the number of
-    rows in which every such token is the most likely one. Metric ``non_finite``: the fraction of tokens with
-    non-finite logits.
+    For perplexity, this is the negative log probability of all tokens with ``loss_mask`` 1. For the cloze
+    test (``cloze_eval``), it is the number of rows in which the model predicts every such token. The metric
+    ``non_finite`` is the fraction of tokens whose log probability is not finite.
     """
 
     metrics = ("non_finite",)

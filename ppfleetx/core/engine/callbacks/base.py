@@ -1,4 +1,4 @@
-"""Hooks for the training loop."""
+"""Base class of callbacks, whose methods the training loop calls after steps and evaluations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from ppfleetx.resilience.stragglers import Stragglers
 
 @dataclass(frozen=True)
 class CallbackSetup:
-    """The arguments for creating a callback. ``output_dir`` exists and, during training, belongs to the run.
-    ``trains`` is False in ppfleetx eval, which only evaluates."""
+    """The argument with which every callback is created.
+
+    Attributes:
+        output_dir: the output directory, which exists. During training, no other run uses it.
+        trains: False under ``ppfleetx eval``, which only evaluates.
+    """
 
     cfg: RunConfig
     ctx: ParallelContext
@@ -28,47 +32,58 @@ class CallbackSetup:
 
 
 class Callback:
-    """Base class of callbacks. Hooks are called during a run and do nothing by default; subclasses override
-    the hooks they need.
+    """Base class of callbacks. The training loop calls the methods named ``on_...``. By default these hooks
+    do nothing; subclasses override those that they need.
 
-    A callback is created once, as ``Class(setup, **options)`` with a :class:`CallbackSetup` and the options
-    of ``Engine.callbacks``, on the ranks it is registered for (``CallbackTraits.ranks``; by default rank 0).
-    Hooks are called between steps in the order of ``Engine.callbacks``, and the job waits for them. A
-    callback that does not run on all ranks must not communicate.
+    A callback is created once per process, as ``Class(setup, **options)``: ``setup`` is a
+    :class:`CallbackSetup`, and ``options`` come from ``Engine.callbacks``. It is created only on the ranks it
+    is registered for (``CallbackTraits.ranks``; by default rank 0). Callbacks are called in the order of
+    ``Engine.callbacks``, between steps, and training waits for them. A callback that does not run on all
+    ranks must not communicate with other ranks.
 
-    If a hook raises a ``UserError``, the run ends before the next step, on all ranks, with that message and
-    exit code 2; saved checkpoints are kept. Any other exception is treated as a bug: the job ends with a
+    If a hook raises a ``UserError``, all ranks end the run before the next step, with that message and exit
+    code 2. Checkpoints saved so far are kept. Any other exception is treated as a bug: the job ends with a
     traceback.
     """
 
     def on_fit_start(self, run: Run) -> None:
-        """Called once, before the first step and the first evaluation. ``run.state`` is already restored."""
+        """Called once, before the first step and the first evaluation. If the run resumes, ``run.state`` has
+        the progress of the checkpoint already.
+        """
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
-        """Called after each optimizer step, including skipped ones, before its evaluation and checkpoint."""
+        """Called after each optimizer step, including steps that updated nothing (``record.skipped``). The
+        evaluation and the checkpoint of that step follow afterwards.
+        """
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
-        """Called after each complete evaluation."""
+        """Called for each evaluation set, after the evaluation of all sets is complete."""
 
     def on_spike(self, run: Run, spike: Spike) -> None:
-        """Called after a step that ``Engine.spike`` classified as a spike. If the run went back to a
-        checkpoint (``spike.to_step``), ``run.state`` is that of the checkpoint, and :meth:`load_state` has
-        been called."""
+        """Called after a step whose loss or gradient norm is a spike by the rules of ``Engine.spike``.
+
+        If the run went back to a checkpoint, ``spike.to_step`` is its step. ``run.state`` is then already the
+        checkpoint's, and :meth:`load_state` has been called.
+        """
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
-        """Called every ``Engine.straggler_freq`` steps if slow ranks cost the job more than 5 % of the step
-        time."""
+        """Called if slow ranks cost the job more than 5 % of the step time. Ranks are compared every
+        ``Engine.straggler_freq`` steps.
+        """
 
     def on_fit_end(self, run: Run) -> None:
-        """Called once at the end, whether the run finished, stopped or failed. Nothing is saved
-        afterwards."""
+        """Called once at the end of training, whether the run finished, was stopped or failed. No checkpoint
+        is saved after this call.
+        """
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state to save in each checkpoint, as JSON values. Called on every rank where the
-        callback runs; the state of rank 0 is saved."""
+        """Return what the callback needs to continue after a resume, as JSON values. It becomes part of each
+        checkpoint. Called on every rank where the callback runs, but only the state of rank 0 is saved.
+        """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state`. Called before ``on_fit_start`` on every rank where the
-        callback runs, even if the checkpoint was saved with another plan. Not called if the checkpoint has no
-        state for this callback."""
+        """Restore what :meth:`state` returned when the checkpoint was saved. Called before ``on_fit_start``,
+        on every rank where the callback runs. The checkpoint may have been saved under another parallel plan.
+        Not called if the checkpoint has no state for this callback.
+        """

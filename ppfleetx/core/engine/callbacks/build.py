@@ -1,4 +1,4 @@
-"""Create the callbacks of ``Engine.callbacks``, and save and restore their states."""
+"""Create the callbacks that ``Engine.callbacks`` names, and save and restore their states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _KEY = "Engine.callbacks"
 
 
 class CallbackList:
-    """The callbacks of this rank in order, each with the name under which its state is saved."""
+    """The callbacks that run on this rank, in the order of ``Engine.callbacks``. ``named`` has each callback
+    with the name under which its state is saved.
+    """
 
     def __init__(self, named: Sequence[tuple[str, Callback]] = ()) -> None:
         self.named = list(named)
@@ -28,8 +30,9 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """Return the non-empty states by name. Raises CheckpointError if a state is not made of JSON
-        values."""
+        """Return the state of each callback, by the name of the callback, without empty ones. Raises
+        CheckpointError if a state is not made of JSON values.
+        """
         states = {}
         for name, callback in self.named:
             try:  # a copy, because a background save writes it later
@@ -42,8 +45,9 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Restore the saved state of each callback. Callbacks without a saved state are unchanged. Raises
-        CheckpointError."""
+        """Restore the state of each callback from a checkpoint. A callback without a saved state is left as
+        it is. Raises CheckpointError if ``states`` is not a mapping.
+        """
         if not isinstance(states, Mapping):
             raise CheckpointError(f"the callbacks' states in the checkpoint are damaged: {shown(states)}")
         for name, callback in self.named:
@@ -52,8 +56,9 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Raise ConfigError for callbacks that could not be created, without creating any. Imports Paddle only if
-    a built-in callback has options."""
+    """Raise ConfigError if a callback could not be created, because its name or its options are wrong. No
+    callback is created. Paddle is imported only if one of our own callbacks has options.
+    """
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
         if item.options or not isinstance(target, str):
@@ -61,8 +66,9 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """Create the callbacks of ``Engine.callbacks`` that run on this rank. A collective. Raises ConfigError on
-    all ranks."""
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks must call it, and if one
+    of them cannot create a callback, all raise ConfigError.
+    """
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
         for name, item in _numbered(setup.cfg.Engine.callbacks):
@@ -100,7 +106,8 @@ def _checked(callback: Any, name: str) -> Callback:
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """Yield (name under which the state is saved, item) for each callback, with groups expanded.
+    """Yield each callback's entry in ``Engine.callbacks`` with the name under which its state is saved. A
+    name that stands for a group is replaced by the callbacks of the group.
 
     A name that occurs again with other options gets a number: ``csv``, ``csv#2``.
     """

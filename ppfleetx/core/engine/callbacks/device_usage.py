@@ -1,4 +1,4 @@
-"""Memory and time that a run needs on its devices, measured and predicted."""
+"""Log how much memory and time a run needs on its devices, both predicted and measured."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 
 
 def device_name(device: str) -> str:
-    """Return the driver's name for this process's card, or "" if Paddle does not know it."""
+    """Return the driver's name for the model of this process's card, such as ``NVIDIA A100-SXM4-80GB``.
+    Returns "" on a CPU, or if Paddle does not know the name.
+    """
     found = total_memory() if is_card(device) else None
     return "" if found is None else found[1]
 
 
 class MemoryLog(Callback):
-    """Logs the bytes of parameters and optimizer state after the first step, and the peak memory at the
-    end."""
+    """Logs memory: the bytes of parameters and optimizer state after the first step, and the process's peak
+    memory at the end.
+    """
 
     def __init__(self) -> None:
         self._said = False
@@ -79,8 +82,9 @@ _KEPT = 4096
 
 
 class Forecast(Callback):
-    """Warns before the first step if the run is predicted to need more memory than the card has. Logs
-    prediction and measurement in one line at the end."""
+    """Compares the planner's prediction with the run. Warns before the first step if the run will need more
+    memory than the card has. At the end, logs predicted and measured memory and step time in one line.
+    """
 
     def __init__(self, prediction: Prediction, *, named: bool) -> None:
         self._prediction, self._named = prediction, named
@@ -127,9 +131,10 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
-    """Return lines with each rank's position in the plan and its number of parameters. A collective.
+    """Return lines for the log with each rank's number of parameters and its position on the axes pp and mp.
+    All ranks must call it.
 
-    Ranks that differ only along dp, sharding and sep, and have the same number of parameters, share a line.
+    Ranks with the same position and number of parameters share a line.
     """
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)

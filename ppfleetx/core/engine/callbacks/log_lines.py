@@ -1,4 +1,6 @@
-"""The log line of each step in the formats of FleetX, Megatron-LM and MindSpeed, and the progress bar."""
+"""Callbacks that log a line for each reported step, in the format of FleetX, Megatron-LM or MindSpeed, and a
+progress bar.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from ppfleetx.utils.progress_bar import ProgressBar
 
 
 class Periodic(Callback):
-    """Base class of callbacks that report every ``logging_freq`` steps and after the last step. Times and
-    speeds are means since the last report."""
+    """Base class of callbacks that report every ``logging_freq`` steps and after the last step. Each report
+    has mean times and speeds since the previous one.
+    """
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -31,12 +34,12 @@ class Periodic(Callback):
             self._window = Window()
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
-        """Report the last step, and the means of ``window``."""
+        """Report the step in ``record``. ``window`` has mean times and speeds since the previous report."""
         raise NotImplementedError
 
 
 class TrainLog(Periodic):
-    """Logs the step in FleetX's format."""
+    """Logs steps and evaluations in the format of FleetX (PaddleFleetX), the default."""
 
     def on_fit_start(self, run: Run) -> None:
         if run.utilization is not None:
@@ -54,7 +57,9 @@ class TrainLog(Periodic):
 
 
 def eval_line(record: EvalRecord) -> str:
-    """Return the log line of an evaluation, with a language model's perplexity or a classifier's metrics."""
+    """Return the log line of an evaluation: its loss, and the perplexity of a language model or the metrics
+    of a classifier.
+    """
     what = "examples" if record.ppl is None else "tokens"
     numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
     listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
@@ -71,15 +76,20 @@ def sources_line(record: StepRecord) -> str:
 
 
 def metrics_line(record: StepRecord) -> str:
-    """Return the log line with the metrics of the task and of the model's layers. Metrics of single layers
-    (``expert_load/3``) are written only to the metrics file."""
+    """Return the log line with the metrics of the task and of the model's layers. Metrics of one layer, with
+    names like ``expert_load/3``, are left out; the metrics file has them.
+    """
     metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
     listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
     return f"metrics at global step {record.step}, {listed}"
 
 
 def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
-    """Return the log line of a step. Users parse this format. ``rates`` come from ``Utilization.rates``."""
+    """Return the log line of a step in FleetX's format. Do not change it: users' scripts parse it.
+
+    Args:
+        rates: TFLOP/s and MFU, from ``Utilization.rates``; None to leave them out.
+    """
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
@@ -99,8 +109,9 @@ _LARGEST_LOSS = 20.0  # Megatron-LM caps the loss at this value for the perplexi
 
 
 class MegatronLog(Periodic):
-    """Logs `` iteration N/ TOTAL | consumed samples: ... |`` and a line for each evaluation, as Megatron-LM
-    does."""
+    """Logs steps and evaluations in the format of Megatron-LM: `` iteration N/ TOTAL | consumed samples: ...
+    |``.
+    """
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         seconds = window.batch_cost
@@ -124,8 +135,9 @@ class MegatronLog(Periodic):
 
 
 class MindSpeedLog(Periodic):
-    """Prints ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms``, as MindSpeed does, without a log prefix.
-    The time is the mean of one step."""
+    """Prints steps in the format of MindSpeed, ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms``,
+    without the prefix of our log. ``Time`` is the mean time of a step since the previous line.
+    """
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         scale = "" if record.loss_scale is None else f", Loss_scale: {record.loss_scale:g}"
@@ -138,7 +150,7 @@ class MindSpeedLog(Periodic):
 
 
 class TrainProgress(Callback):
-    """A progress bar: steps done of ``max_steps``, time left, and the last loss."""
+    """Shows a progress bar during training: steps done of ``max_steps``, time left, and the last loss."""
 
     def __init__(self, show: bool | Literal["auto"]) -> None:
         self._show = show

@@ -1,4 +1,4 @@
-"""The ``Profiler`` section: a Chrome trace of some steps, and summary tables."""
+"""Profile some training steps with Paddle's profiler, as the section ``Profiler`` configures."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _VIEWS = {
 
 
 class ProfilerCallback(Callback):
-    """Profiles steps ``scheduler[0]`` (inclusive) to ``scheduler[1]`` (exclusive), counted from the run's
-    first step.
+    """Profiles the steps from ``scheduler[0]`` up to, but not including, ``scheduler[1]``. Steps are counted
+    from the first step of this process.
 
-    Writes the trace to ``profiler_log`` under the output directory and prints the tables.
+    Writes a Chrome trace to the directory ``profiler_log`` in the output directory, and prints Paddle's
+    summary tables.
     """
 
     def __init__(self, cfg: ProfilerConfig, output_dir: Path) -> None:

@@ -1,4 +1,6 @@
-"""Records of steps and evaluations, written to ``metrics.jsonl`` and to the writers of ``Engine.loggers``."""
+"""Write the results of steps and evaluations to ``metrics.jsonl`` and to the log writers that
+``Engine.loggers`` names.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,15 @@ from ppfleetx.utils.log import get_logger
 
 
 class Recorder(Periodic):
-    """Base class of callbacks that write a record for each report and each evaluation."""
+    """Base class of callbacks that write one record every ``logging_freq`` steps, and one for each
+    evaluation.
+    """
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
-        """Write a record of JSON values, which always has ``kind`` (``train`` or ``eval``) and ``step``."""
+        """Write one record. It consists of JSON values and always has ``kind`` (such as ``train`` or
+        ``eval``) and ``step``.
+        """
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         self.keep(train_record(run, record, window))
@@ -85,8 +91,9 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record by name: ``train/loss``, ``train/source/wiki/loss``,
-    ``eval/ppl``, and ``eval/wiki/ppl`` for an evaluation set named ``wiki``."""
+    """Flatten a record to its finite numbers, by name. Names are like ``train/loss``,
+    ``train/source/wiki/loss``, ``eval/ppl`` or, for an evaluation set named ``wiki``, ``eval/wiki/ppl``.
+    """
     where = "/".join(filter(None, (record["kind"], record.get("set"))))
     found: dict[str, Any] = {}
     for key, value in record.items():
@@ -101,7 +108,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> float | None:
-    """Return a number, or None for infinity and NaN, which JSON does not have."""
+    """Return ``value``, or None in place of infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -127,10 +134,10 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 class MetricsFile(Recorder):
-    """Appends one JSON object per line to ``metrics.jsonl``.
+    """Writes ``metrics.jsonl``, with one JSON object per line.
 
-    On resume, lines after the resumed step are dropped, so that the file is the same as for an uninterrupted
-    run. A new run renames an existing file.
+    When a run resumes, lines after the step of its checkpoint are dropped. So the file is the same as that of
+    an uninterrupted run. A new run renames an existing file.
     """
 
     def __init__(self, path: Path, logging_freq: int) -> None:
@@ -170,7 +177,9 @@ class MetricsFile(Recorder):
             )
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Append a complete line or nothing. A full disk is logged, and training continues."""
+        """Append the record to ``metrics.jsonl`` as one complete line; if that fails, append nothing. A write
+        error, such as a full disk, is logged, and training continues.
+        """
         line = (json.dumps(record) + "\n").encode()
         try:
             # Opened for each line, so that a killed run leaves complete lines.
@@ -184,10 +193,12 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop the records after ``step``, and an incomplete line left by a killed run.
+    """Drop the records after ``step`` from a metrics file. An incomplete line left by a killed run is dropped
+    too.
 
-    A spike that sent the run back to this step is dropped too if its samples start at ``consumed`` or later,
-    because a run that resumes here will reach it again.
+    Args:
+        consumed: the number of samples that the resumed run has used. A record of a loss spike is also
+            dropped if the samples that caused it come later, because the run will meet them again.
     """
     if not path.exists():
         return
@@ -212,8 +223,9 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """Create the writers of ``Engine.loggers``, by name, except loggers that are callbacks. Opens no files
-    yet. Raises ConfigError."""
+    """Create the log writers that ``Engine.loggers`` names, by name. Loggers that are implemented as
+    callbacks are left out. No file is opened yet. Raises ConfigError if the options of a writer are wrong.
+    """
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
     for item in cfg.Engine.loggers:
@@ -232,7 +244,9 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Passes the numbers of each record to all writers. ``writers`` are indexed by name."""
+    """Callback that passes the numbers of each record to all log writers. ``writers`` maps the name of each
+    writer, as in ``Engine.loggers``, to the writer.
+    """
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -247,8 +261,9 @@ class LogWriters(Recorder):
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """Create a writer for VisualDL only, when training, if VisualDL is installed and ``Engine.loggers``
-        does not name it."""
+        """Create the callback with VisualDL as its only writer. Returns None if the program does not train,
+        if VisualDL is not installed, or if ``Engine.loggers`` already names it.
+        """
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or not visual_dl_is_installed():
             return None
