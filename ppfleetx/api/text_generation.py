@@ -309,8 +309,8 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ResolvedModel:
-        """The model in the directory ``place``. Temporary files made for it are deleted together with this
-        trainer.
+        """Find the model in the directory ``place``. Temporary files made for it are deleted together with
+        this trainer.
         """
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)

@@ -51,8 +51,8 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """Merge ``tree`` over the files in its ``_base_``. ``tree`` was read from the last file in ``chain``,
-    which the files before it led to.
+    """Merge ``tree`` over the files that its ``_base_`` names. ``chain`` lists the files that are being read:
+    each is a base of the one before, and ``tree`` is from the last.
     """
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)

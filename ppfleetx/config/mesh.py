@@ -21,7 +21,7 @@ class View:
         axes: the axes, from the slowest to the fastest changing one in the global rank.
         tensor: the tensor-parallel axis, along which matrices are sliced. Parameters that are not sliced are
             equal on all its ranks.
-        replicas: the axes over which gradients are summed, all in one sum.
+        replicas: the axes over which gradients are summed, together in one reduction.
         owners: the axis along which ZeRO sharding distributes the parameters.
     """
 
@@ -79,11 +79,12 @@ def view_of(axes: Collection[str]) -> View:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a parallel plan, arranged as both grids: the dense view and the experts' view.
+    """The ranks of a parallel plan as two grids: one for dense parameters, one for the parameters of experts
+    (see :class:`View`).
 
     Raises:
-        ValueError: ep x emp (the ranks that share the experts of a layer) does not divide the number of ranks
-            of a pipeline stage.
+        ValueError: ep x emp (the ranks that hold one copy of a layer's experts) does not divide the number of
+            ranks of a pipeline stage.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)

@@ -220,8 +220,8 @@ def network(
 
 
 def first_difference(key: str, then: Any, now: Any) -> Change:
-    """Find the first key whose values ``then`` and ``now`` differ, at or below ``key``: if both are sections,
-    the first such key in them.
+    """Find the first difference between two values of ``key``: if both are sections, it is the first key in
+    them whose values differ, otherwise ``key`` itself.
     """
     while isinstance(then, Section) and isinstance(now, Section):
         name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))

@@ -78,7 +78,7 @@ class GlobalConfig(Section):
 
 
 class MixedPrecisionConfig(Section):
-    """Mixed precision: computation in 16 bits."""
+    """Mixed precision: which operations compute in 16 bits, and the loss scale."""
 
     enable: Literal["auto"] | Bool = False
     """Compute in `dtype` instead of float32; auto: do so if the device supports it. The log says which."""

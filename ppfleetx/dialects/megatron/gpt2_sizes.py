@@ -82,7 +82,7 @@ def request_of(argv: Sequence[str]) -> Request:
 
 def arguments_of(request: Request, *, evaluates: bool) -> list[str]:
     """Make the command line of ``pretrain_gpt.py`` for a parsed request. With ``evaluates``, the run is
-    evaluated every 1000 steps, otherwise never.
+    evaluated every 1000 steps (at its end if it is shorter), otherwise never.
     """
     size, data = SIZES[request.size], Path(request.data_path)
     freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
