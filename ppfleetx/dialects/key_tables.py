@@ -252,7 +252,7 @@ def _keys(row: Mapping[str, Any], prefix: str) -> Iterator[Key]:
     default = row.get("default")
     says = row.get("says", "") if is_mapped else row[column]
     if default is not None:
-        says = "; ".join(filter(None, [says, f"not given: {default}"]))
+        says = "; ".join(filter(None, [says, f"default: {default}"]))
     accepts = tuple(row["only"]) if "only" in row else None
     convert = _conversion(row) if column == "to" else None
     for name in row["key"].split():

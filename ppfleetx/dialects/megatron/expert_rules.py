@@ -177,7 +177,7 @@ def _losses(run: Translation, is_deepspeed: bool) -> None:
     kinds = "moe_router_load_balancing_type"
     kind = _only_one(run, kinds, "aux_loss")
     if kind not in _LOSSES:
-        raise run.error(kinds, f"must be one of {', '.join(_LOSSES)}; others are not built")
+        raise run.error(kinds, f"must be one of {', '.join(_LOSSES)}; others are not supported")
     top_k = run.integer("topk", 1)
     loss = ("gshard" if top_k > 1 else "switch") if is_deepspeed else _LOSSES[kind]
     if run.flag("seq_aux", False):

@@ -43,7 +43,8 @@ def _context(run: Translation) -> None:
         if size > 1 and name in run and run.value(name) != works:
             raise run.error(
                 name,
-                f"must be {works}: sequence parts are exchanged for heads; rings and hybrids are not built",
+                f"must be {works}, which exchanges parts of sequences for heads; rings and hybrids are not "
+                "supported",
             )
     degree = run.integer("ulysses_degree_in_cp", least=1)
     if degree is not None and degree != size:

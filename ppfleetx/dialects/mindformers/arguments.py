@@ -44,21 +44,26 @@ _OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_lo
 def _flag(name: str) -> Key:
     target = {**_FIRST, **_LAST}.get(name)
     if target is None:
-        target = f"train_dataset.{_OF_DATASET[name]} or eval_dataset.{_OF_DATASET[name]}, by the run mode"
+        own = _OF_DATASET[name]
+        target = f"train_dataset.{own} or eval_dataset.{own}, depending on the run mode"
     return Key(f"--{name}", Kind.MAPPED, says=f"sets {target}")
 
 
 FLAGS = KeyTable(
     [
-        Key("--config", Kind.MAPPED, says="the YAML file; needed"),
+        Key("--config", Kind.MAPPED, says="the YAML file; required"),
         *map(_flag, (*_FIRST, *_LAST, *_OF_DATASET)),
         Key(
             "--options",
             Kind.MAPPED,
-            says="block.key=value ..., each read as YAML reads it: True is true, [1,2] a list",
+            says="block.key=value ...; values are parsed as YAML: True is true, [1,2] is a list",
         ),
-        Key("--check", Kind.MAPPED, says="ours: print plan, parameters and batch sizes; run nothing"),
-        Key("--dataset_id", Kind.UNUSED, says="ModelArts passes it; there is none here"),
+        Key(
+            "--check",
+            Kind.MAPPED,
+            says="added by ppfleetx: print plan, parameters and batch sizes; run nothing",
+        ),
+        Key("--dataset_id", Kind.UNUSED, says="only for ModelArts"),
         Key("--help", Kind.FIXED, says="prints the flags"),
     ],
     normal=lambda name: f"--{normal_name(name)}",

@@ -99,7 +99,7 @@ def experts(run: Translation) -> None:
         run.unused.extend(run.given[name] for name in of_experts)
         return
     if other := [name for name in run.given if name.startswith("moe_config.") and name not in _EXPERTS]:
-        raise run.error(other[0], "is not built")
+        raise run.error(other[0], "is not supported")
     chosen, weight, factor, normalize = (f"moe_config.{name}" for name in _DECIDING)
     top_k = run.integer(chosen, 1, least=1)
     for key, value, name in (
@@ -138,7 +138,8 @@ def degrees(run: Translation) -> None:
         return
     if mode > 1:
         raise run.error(
-            "parallel.parallel_mode", "is not built; give 1 and say the degrees in parallel_config, or 0"
+            "parallel.parallel_mode",
+            "is not supported; give 1 with the degrees in parallel_config, or 0",
         )
     if mode == 0:
         if _divides_optimizer(run):
