@@ -50,7 +50,8 @@ class _AbandonedError(Exception):
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
     """Run ``generate`` in a background thread, and yield pieces of text while they are generated.
-    ``generate`` is called with a function ``on_text``, and must call it for each piece.
+    ``generate`` is called with a function ``on_text``, to which it must pass each piece: (index of the
+    prompt, index of its continuation, text).
 
     If generation fails, its error is raised after the last piece. When the iterator is closed or dropped,
     generation stops at the next token.
@@ -298,9 +299,8 @@ class GPT:
 
         Returns:
             For one prompt, a :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``,
-                ``finish_reason``, and ``logprobs`` or the ``score`` of beam search). If
-                ``num_return_sequences`` is above 1, a list of them. For a list of prompts, a list with such a
-                result for each.
+            ``finish_reason``, and ``logprobs`` or the ``score`` of beam search). If ``num_return_sequences``
+            is above 1, a list of them. For a list of prompts, a list with such a result for each.
 
         Raises:
             ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as

@@ -161,8 +161,8 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether ``node`` comes from the command line and ``present`` from a file. Then ``node`` wins, even if
-    the two use the old and the new name of a key.
+    """Whether the new value ``node`` comes from the command line and ``present``, the value already there,
+    from a file. Then ``node`` wins, even if the two use the old and the new name of a key.
     """
     return is_argument(node.place) and not is_argument(present.place)
 

@@ -53,8 +53,8 @@ class SwitchedOff:
 
 
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
-    """Make a rule from keys in one text: ``Section: key key ...`` or whole dotted keys. A section as a key
-    stands for all keys in it.
+    """Make a rule about ``keys`` in one text: ``Section: key key ...``, or dotted keys separated by spaces. A
+    section in the place of a key stands for all keys in it.
     """
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())

@@ -385,7 +385,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
     A change of dp counts as the smallest difference, because it does not cut the model differently. Plans
     that keep the other options of ``plan``, such as the sharding stage, are tried first. Of all
-    factorizations, only the nearest few thousand are tried, and at last pure data parallelism.
+    factorizations, only the nearest few thousand are tried, and finally pure data parallelism.
     """
     kept = {key: getattr(plan, key) for key in _OPTIONS}
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))

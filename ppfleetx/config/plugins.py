@@ -29,8 +29,8 @@ def imported_plugins() -> tuple[str, ...]:
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Raise ConfigError if ``Global.plugins`` of a configuration lists a plugin that the user has
-    not named.
+    """Raise ConfigError if ``Global.plugins`` of a configuration lists a plugin that the user has not named
+    with ``--plugin`` or in the environment.
     """
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None

@@ -201,8 +201,8 @@ def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[
 def network(
     model: ModelConfig, effects: Collection[Effect] = (Effect.SHAPE, Effect.FUNCTION)
 ) -> dict[str, Any]:
-    """The keys of section ``Model`` that determine which network it is, with their values. Adapters are left
-    out. Two models with equal results are the same network.
+    """The keys of section ``Model`` that determine the network, with their values. Adapters are left out. Two
+    models have the same network if this function returns equal mappings for them.
 
     A null is replaced by the value that it stands for. A key that has no effect on this network has the value
     None.

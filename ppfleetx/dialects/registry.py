@@ -82,10 +82,12 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """Find the dialect of a command line. Returns it with the arguments to pass to its ``of_arguments``.
+    """Find the dialect of a command line. Returns the dialect, and the arguments to pass to its
+    ``of_arguments``.
 
-    If the command line begins with a launcher that has options, these are all arguments, because the
-    launcher's options give the number of processes. Otherwise they are what follows the program's name.
+    If the command line begins with a launcher that has options, the whole command line is returned, because
+    the launcher's options give the number of processes. Otherwise only what follows the program's name is
+    returned.
     """
     refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]

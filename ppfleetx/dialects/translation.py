@@ -295,8 +295,8 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
-    """Raise ConfigError if the user gave an unsupported option. Of several, it is about the first in the
-    table, which begins with options that ask for another kind of network.
+    """Raise ConfigError if the user gave an unsupported option. If there are several, the error is about the
+    one that comes first in the table, which begins with options for other kinds of network.
     """
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:

@@ -245,7 +245,7 @@ class GenerationConfig(TokenOptions):
 
 
 class TensorRTConfig(Section):
-    """TensorRT for parts of an exported model (GPU)."""
+    """How TensorRT runs parts of an exported model on a GPU."""
 
     max_batch_size: PositiveInt = 1
     """Largest batch."""

@@ -1,5 +1,5 @@
-"""Translation of MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, with Megatron's arguments
-after it.
+"""Translation of MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, and Megatron arguments that follow
+it on the command line.
 """
 
 from __future__ import annotations
