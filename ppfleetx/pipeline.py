@@ -1,4 +1,6 @@
-"""``from ppfleetx.pipeline import pipeline``: the same import path as in MindFormers."""
+"""MindFormers' function ``pipeline`` under MindFormers' import path: ``from ppfleetx.pipeline import
+pipeline``.
+"""
 
 from ppfleetx.api.text_generation import TextGenerationPipeline, pipeline
 

@@ -1,4 +1,6 @@
-"""``from ppfleetx.trainer import Trainer``: MindFormers' trainer. ``ppfleetx.Trainer`` is our own."""
+"""MindFormers' trainer under MindFormers' import path: ``from ppfleetx.trainer import Trainer``. New programs
+should use ``ppfleetx.Trainer``.
+"""
 
 from ppfleetx.api.text_generation import Trainer
 

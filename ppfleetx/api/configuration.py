@@ -1,4 +1,6 @@
-"""Read configurations from Python: a file, a name or a mapping, with overrides."""
+"""Accept a configuration from Python: a YAML file, the name of a shipped configuration or a mapping, each
+with overrides.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ _PLACE = "argument config"
 
 
 def settings_of(overrides: Overrides | None) -> list[Override]:
-    """Read overrides from a mapping of dotted keys or sections, or from texts ``key=value``.
+    """Convert overrides to a list that :func:`~ppfleetx.config.loader.load_config` accepts. They are a
+    mapping of dotted keys or of sections, or a list of strings ``key=value``.
 
     Raises:
-        ConfigError: the overrides are in neither form.
+        ConfigError: the overrides have neither form.
     """
     if isinstance(overrides, Mapping):
         return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
@@ -46,7 +49,9 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def config_source(config: Configuration) -> ConfigSource:
-    """Convert a configuration to a form that :func:`~ppfleetx.config.loader.load_config` accepts."""
+    """Convert a configuration in any accepted form (path, shipped name, mapping or ``RunConfig``) to one that
+    :func:`~ppfleetx.config.loader.load_config` accepts.
+    """
     if isinstance(config, RunConfig):
         return Sections(without_derived(config), _PLACE)
     return Sections(_tree(config), _PLACE) if isinstance(config, Mapping) else config

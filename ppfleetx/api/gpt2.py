@@ -1,4 +1,4 @@
-"""``GPT2LMHeadModel`` and ``GPT2Tokenizer`` with MindFormers' methods.
+"""``GPT2LMHeadModel`` and ``GPT2Tokenizer`` with the methods that MindFormers' classes of these names have.
 
 docs/api.md lists where results differ from MindFormers'.
 """
@@ -29,7 +29,9 @@ _TENSORS = (None, "np", "pd", "ms")
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of the network under MindFormers' names. ``seq_length`` is the number of positions."""
+    """Sizes of a loaded network under MindFormers' names. ``seq_length`` is the length of the longest
+    sequence.
+    """
 
     seq_length: int
     vocab_size: int
@@ -39,8 +41,8 @@ class GPT2Config:
 
 
 class GPT2LMHeadModel:
-    """A model of :func:`ppfleetx.load` with MindFormers' methods. A call returns logits or, in training mode,
-    the loss.
+    """A loaded model with the methods of MindFormers' ``GPT2LMHeadModel``. A call returns logits or, in
+    training mode, the loss.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -57,8 +59,8 @@ class GPT2LMHeadModel:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load a model in our own, Hugging Face's or FleetX's format. Nothing is downloaded, and no weight is
-        initialized at random.
+        """Load a model from a directory in ppfleetx's, Hugging Face's or FleetX's format. All weights come
+        from there: none is left at random initial values.
 
         Raises:
             UserError: there is no model in the directory.
@@ -66,20 +68,20 @@ class GPT2LMHeadModel:
         return cls(GPT.from_pretrained(directory))
 
     def set_train(self, mode: bool = True) -> Self:
-        """Switch training mode on or off. In training mode, a call returns the loss, with dropout."""
+        """Switch training mode on or off. In training mode, a call returns the loss and uses dropout."""
         self._trains = mode
         self.model.train(mode)
         return self
 
     def __call__(self, input_ids: Tokens) -> paddle.Tensor:
-        """Logits ``[b, s, V]`` in float32 or, in training mode, the mean loss of ids ``[b, s + 1]``, a
-        scalar.
+        """Compute float32 logits ``[b, s, V]`` of token ids ``[b, s]`` (b sequences, s tokens, V vocabulary).
+        In training mode, compute the mean next-token loss of ids ``[b, s + 1]`` instead, a scalar.
 
-        Padding at the end of a sequence (the tokenizer's end-of-document token) does not count in the loss.
+        Padding at the end of a sequence (repeated end-of-document tokens) does not count in the loss.
 
         Raises:
-            DataError: ids are outside the model's vocabulary, there are more than ``seq_length``, or no token
-                counts in the loss.
+            DataError: an id is outside the model's vocabulary, a sequence is longer than ``seq_length``, or
+                no token counts in the loss.
         """
         if not self._trains:
             return self.model(input_ids)
@@ -101,16 +103,18 @@ class GPT2LMHeadModel:
         return None if self.model.tokenizer is None else self.model.tokenizer.eod_id
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """See :meth:`GPT.generate`."""
+        """Continue prompts; arguments and results are those of :meth:`GPT.generate`."""
         return self.model.generate(input_ids, **options)
 
     def save_pretrained(self, directory: str | Path) -> Path:
-        """See :meth:`GPT.save`."""
+        """Write the weights as a checkpoint into ``directory``; see :meth:`GPT.save`."""
         return self.model.save(directory)
 
 
 def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
-    """A mask ``[b, s]`` that is False for the padding at the end of each sequence."""
+    """Make a mask ``[b, s]`` of token ids that is False for the padding at the end of each sequence and True
+    elsewhere.
+    """
     if pad_id is None:
         return np.ones(ids.shape, bool)
     from_end = np.flip(ids != pad_id, axis=1)
@@ -118,15 +122,15 @@ def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
 
 
 class GPT2Tokenizer:
-    """A :class:`~ppfleetx.data.tokenizer.tokenizer.Tokenizer` with MindFormers' methods."""
+    """A tokenizer with the methods of MindFormers' ``GPT2Tokenizer``."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the tokenizer in a directory, or the tokenizer of the checkpoint in the directory. Nothing is
-        downloaded.
+        """Load the tokenizer files in a directory. If the directory has a model or a run instead, load the
+        model's tokenizer.
 
         Raises:
             DataError: there is no tokenizer.
@@ -159,16 +163,16 @@ class GPT2Tokenizer:
         truncation: bool = False,
         return_tensors: Literal["np", "pd", "ms"] | None = None,
     ) -> Encoded:
-        """Encode texts.
+        """Encode texts. Returns ``input_ids``, ``attention_mask`` and ``token_type_ids``, as in transformers.
 
         Args:
-            text: a text or a list of texts; for a list, the first dimension of every value is the batch.
+            text: a text or a list of texts. For a list, each result begins with a batch dimension.
             add_special_tokens: whether to put the end-of-document token before and after each text. The
-                default is transformers', not MindFormers'.
-            padding: ``max_length`` pads on the right up to ``max_length``.
-            max_length: the largest number of tokens.
-            truncation: whether to cut the ends of longer texts; otherwise a longer text is an error.
-            return_tensors: ``np`` for arrays, ``pd`` (or ``ms``) for Paddle tensors; None: lists.
+                default is that of transformers, which differs from MindFormers'.
+            padding: ``max_length`` pads each text at its end to ``max_length`` tokens; False does not pad.
+            max_length: the largest number of tokens of a text.
+            truncation: True cuts off the end of a longer text; False makes a longer text an error.
+            return_tensors: ``np`` for NumPy arrays, ``pd`` (or ``ms``) for Paddle tensors; None: lists.
 
         Raises:
             DataError: texts have different lengths and are not padded, a text is longer than ``max_length``,
@@ -214,12 +218,12 @@ class GPT2Tokenizer:
         return [self.pad_token_id, *ids, self.pad_token_id] if special else ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str | list[str]:
-        """Decode ids into a text, or a batch of ids into a list of texts."""
+        """Decode a sequence of token ids into a text, or a batch of sequences into a list of texts."""
         rows = np.asarray(ids)
         if rows.ndim <= 1:
             return self.tokenizer.decode(rows, skip_special_tokens=skip_special_tokens)
         return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the tokenizer's files."""
+        """Write the tokenizer's files into ``directory``."""
         self.tokenizer.save(directory)

@@ -1,6 +1,7 @@
-"""A trained GPT as an object: generate text, compute logits and loss, load and save.
+"""A trained GPT as a Python object: generate text, compute logits and loss, load and save.
 
-Paddle is imported only when a model is loaded. Shape letters: b sequences, s tokens, V vocabulary.
+Paddle is imported only when a model is loaded. In shapes, b is the number of sequences, s the number of
+tokens and V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ Piece = tuple[int, int, str]
 
 
 class _AbandonedError(Exception):
-    """The iterator of :func:`stream_of` was closed, so generation must stop."""
+    """Raised in the thread of :func:`stream_of` to end generation after the reader has closed
+    the iterator.
+    """
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """Run ``generate`` in a thread, and yield each piece of text that it passes to its argument, ``on_text``.
+    """Run ``generate`` in a background thread, and yield pieces of text while they are generated.
+    ``generate`` is called with a function ``on_text``, to which it must pass each piece: (index of the
+    prompt, index of its continuation, text).
 
     If generation fails, its error is raised after the last piece. When the iterator is closed or dropped,
     generation stops at the next token.
@@ -88,15 +93,16 @@ Tokens = "paddle.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]"
 
 
 class GPT:
-    """A model with its tokenizer; create one with :func:`load` or :meth:`from_pretrained`.
+    """A trained model with its tokenizer. Create one with :func:`load` or :meth:`from_pretrained`.
 
     Args:
-        checkpoint: the checkpoint that the weights were loaded from, if any.
+        checkpoint: the checkpoint that the weights were loaded from; None if they were trained in this
+            process.
 
     Attributes:
         cfg: the whole configuration.
         network: the Paddle layer; its ``state_dict`` has the parameters.
-        tokenizer: the model's tokenizer; None if the directory has none.
+        tokenizer: the model's tokenizer; None if it has none.
         generation: default options of :meth:`generate`.
         epoch, step: the epoch and step up to which the model was trained.
     """
@@ -130,12 +136,12 @@ class GPT:
         config: Configuration | None = None,
         overrides: Overrides | None = None,
     ) -> Self:
-        """Load a model: a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file. No weight is
-        initialized at random.
+        """Load a model from the output directory of a run, a checkpoint, a Hugging Face or FleetX model, or a
+        GGUF file. All weights come from there: none is left at random initial values.
 
         Args:
-            directory: the path of the model; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` for a model on
-                the Hugging Face hub, which is downloaded.
+            directory: the path of the model. ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` downloads a model
+                from the Hugging Face hub.
             config: a configuration to use instead of the checkpoint's own.
             overrides: changes of single values, e.g. ``{"Global.device": "cpu"}``.
 
@@ -179,16 +185,18 @@ class GPT:
 
     @property
     def config(self) -> ModelConfig:
-        """The ``Model`` section of the configuration."""
+        """The section ``Model`` of the model's configuration, with the sizes of the network."""
         return self.cfg.Model
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements of all parameters; a tied head counts once."""
+        """The total number of weights. An output head that shares the embedding's matrix counts once."""
         return sum(int(parameter.size) for parameter in self.network.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, paddle.Tensor]]:
-        """The parameters with their canonical names."""
+        """Iterate over all parameters as (name, tensor), with names such as
+        ``decoder.layers.0.mlp.fc1.weight``.
+        """
         return ((parameter.info.name, parameter) for parameter in self.network.parameters())
 
     def __repr__(self) -> str:
@@ -198,7 +206,7 @@ class GPT:
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Switch dropout on, for a training loop of your own."""
+        """Switch dropout on (``mode=True``) or off, for a training loop of your own."""
         self.network.train() if mode else self.network.eval()
         self._generator = None  # it holds copies of the weights, which training changes
         return self
@@ -208,7 +216,9 @@ class GPT:
         return self.train(False)
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
-        """Return a new object with the same network and another tokenizer. This object is not changed."""
+        """Return a new object with the same network and another tokenizer. The original object is not
+        changed.
+        """
         other = copy(self)
         other.tokenizer, other._generator = tokenizer, None
         return other
@@ -216,20 +226,22 @@ class GPT:
     # ---- computing with the model
 
     def __call__(self, tokens: Tokens) -> paddle.Tensor:
-        """Logits ``[b, s, V]`` in float32 after each token, without the columns of vocabulary padding.
+        """Compute float32 logits ``[b, s, V]``: for each token, the scores of the token that follows it.
+        Columns that only pad the vocabulary are cut off.
 
         Args:
             tokens: ids ``[b, s]``, or ``[s]`` for one sequence.
 
         Raises:
-            DataError: ids are outside the model's vocabulary, or there are more tokens than positions.
+            DataError: an id is outside the model's vocabulary, or a sequence is longer than the model's
+                positions.
         """
         logits_sbv = self.network(self._ids(tokens))
         return logits_sbv[..., : self.cfg.Model.vocab_size].astype("float32").transpose([1, 0, 2])
 
     def loss(self, tokens: Tokens) -> paddle.Tensor:
-        """The mean cross entropy (nats, a scalar) of all tokens but the first of each sequence ``[b, s]``. It
-        can be differentiated.
+        """Compute the mean next-token cross entropy, in nats, of sequences ``[b, s]``. The result is a scalar
+        that can be differentiated. Every token but the first of each sequence is predicted.
 
         Raises:
             DataError: as for calling the model, or a sequence has only one token.
@@ -272,27 +284,29 @@ class GPT:
     @overload
     def generate(self, prompts: Any, *, stream: Literal[False] = False, **options: Any) -> Any: ...
     def generate(self, prompts: Any, *, stream: bool = False, seed: int | None = None, **options: Any) -> Any:
-        """Continue prompts.
+        """Generate continuations of one or more prompts.
 
         Args:
             prompts: a text, token ids, or a list of these. A model without a tokenizer takes ids, and its
                 results have ids but no text.
-            stream: return an iterator over the text while it is generated: pieces of text for one prompt, or
-                ``(index of the prompt, index of its continuation, piece)`` for a list.
+            stream: True returns an iterator over the text while it is generated. For one prompt it yields
+                pieces of text; for a list, tuples (index of the prompt, index of the continuation, piece of
+                text).
             seed: seed for sampling; the same seed gives the same text. None: ``Generation.seed`` of the
                 model's configuration, or else its ``Global.seed``.
-            options: keys of the ``Generation`` section that replace the model's own, e.g.
-                ``max_dec_len=50, temperature=0.8, top_k=5``.
+            options: keys of the section ``Generation`` that replace the model's own, e.g. ``max_dec_len=50,
+                temperature=0.8, top_k=5``.
 
         Returns:
-            A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``, and
-            ``logprobs`` or the ``score`` of beam search) for one prompt, or a list of them if
-            ``num_return_sequences`` is above 1; for a list of prompts, a list of these.
+            For one prompt, a :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``,
+            ``finish_reason``, and ``logprobs`` or the ``score`` of beam search). If ``num_return_sequences``
+            is above 1, a list of them. For a list of prompts, a list with such a result for each.
 
         Raises:
             ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as
                 ``num_beams`` with sampling).
-            DataError: something is not a prompt, or a token id is outside the tokenizer's vocabulary.
+            DataError: a prompt is neither a text nor token ids, or a token id is outside the tokenizer's
+                vocabulary.
         """
         if seed is not None:
             options["seed"] = int(seed) if isinstance(seed, np.integer) else seed
@@ -328,8 +342,8 @@ class GPT:
 
     @property
     def generator(self) -> Any:
-        """The generator that :meth:`generate` uses. It has copies of the weights at the time of its first
-        use.
+        """The text generator behind :meth:`generate`. It copies the weights when it is first used;
+        :meth:`train` and :meth:`eval` discard the copy.
         """
         from ppfleetx.commands.generate import assistants_for
         from ppfleetx.generation.generator import Generator
@@ -343,9 +357,9 @@ class GPT:
     # ---- saving the model
 
     def save(self, directory: str | Path) -> Path:
-        """Write a checkpoint of the weights into ``directory``, for :func:`load` and all programs.
+        """Write the weights as a checkpoint below ``directory``. :func:`load` and all commands can read it.
 
-        Weights that were loaded from 16 bits are saved in 16 bits if every number is still exact in 16 bits.
+        Weights that were loaded in 16 bits are stored in 16 bits again, unless this would lose information.
 
         Returns:
             The directory of the checkpoint, ``directory/epoch_E_step_S``.
@@ -370,8 +384,9 @@ class GPT:
     def to_huggingface(self, directory: str | Path) -> Path:
         """Write the model and its tokenizer in Hugging Face's format (``AutoModelForCausalLM``).
 
-        Adapters are merged into their weights. A model that was loaded from Hugging Face's format keeps its
-        ``config.json``, its ``generation_config.json`` and, as in :meth:`save`, its element type.
+        Adapters are merged into the weights they belong to. A model that was loaded from Hugging Face's
+        format keeps its ``config.json``, its ``generation_config.json`` and, as in :meth:`save`, its element
+        type.
 
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.
@@ -389,12 +404,13 @@ class GPT:
 def load(
     directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
 ) -> GPT:
-    """Load a model, with the arguments and errors of :meth:`GPT.from_pretrained`."""
+    """Load a model. Arguments and errors are those of :meth:`GPT.from_pretrained`."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
 
 
 def ready(cfg: RunConfig) -> ParallelContext:
-    """Import Paddle and select the device. The states of random generators do not change.
+    """Prepare this process to run the model of ``cfg``: import Paddle and select the device. Random number
+    generators keep their states.
 
     Raises:
         ConfigError: there is no such device, or the model cannot run there.

@@ -1,4 +1,4 @@
-"""``build_module(cfg)``: build a model from its configuration, as in PaddleFleetX's programs.
+"""Build a model from its configuration with ``build_module(cfg)``, as PaddleFleetX's programs do::
 
 module = build_module(cfg)
 module.model.eval()
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class GenerationModule:
-    """A network whose weights are set later with ``model.set_state_dict``, under FleetX's names or our
-    own.
+    """A language model built without weights, as in PaddleFleetX. First call ``model.set_state_dict`` with
+    weights under FleetX's or ppfleetx's names, then :meth:`generate`.
     """
 
     def __init__(self, cfg: RunConfig, network: StagedModel) -> None:
@@ -34,7 +34,8 @@ class GenerationModule:
         network.set_state_dict = self._set_state_dict  # type: ignore[method-assign]
 
     def generate(self, text: str | Sequence[str], **options: Any) -> list[str]:
-        """Continue texts. Returns each prompt with its continuation, ``num_return_sequences`` times.
+        """Continue texts. Returns a list with each prompt and its continuation as one text. With
+        ``num_return_sequences`` above 1, there are that many entries for each prompt.
 
         Args:
             text: a prompt or a list of prompts.
@@ -58,8 +59,8 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Set all parameters. Returns two empty lists, in place of the missing and unexpected names of
-        Paddle's method.
+        """Set all parameters of the network; this replaces Paddle's ``set_state_dict``. A parameter that is
+        missing or unexpected is an error, so the two lists that Paddle returns for them are always empty.
 
         Raises:
             CheckpointError: a parameter is missing, unknown or of another shape.
@@ -93,7 +94,9 @@ class GenerationModule:
 
 
 def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> np.ndarray:
-    """Pad an embedding table to the model's number of rows. Other parameters must have the model's shape."""
+    """Fit the weight ``value`` to ``shape``. A word-embedding table may have another number of padding rows:
+    they are replaced by zeros. Any other difference is a CheckpointError.
+    """
     if list(value.shape) == shape:
         return value
     is_table = name.endswith("word_embeddings.weight") and value.ndim == 2 and value.shape[1] == shape[1]
@@ -105,10 +108,11 @@ def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> 
 
 
 def build_module(cfg: RunConfig) -> GenerationModule:
-    """Build the network of ``cfg`` (see ``ppfleetx.load_config``) without weights.
+    """Build the network of ``cfg`` (from ``ppfleetx.load_config``) in this process, without weights.
 
     Raises:
-        ConfigError: the network cannot run here or in one process, or it is not a language model.
+        ConfigError: the network cannot run on this machine, needs several processes, or is not a language
+            model.
     """
     if cfg.Model.task.classifies:
         raise cfg.error("Model.module", "a classifier has no next token")

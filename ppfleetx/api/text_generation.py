@@ -1,4 +1,4 @@
-"""``pipeline`` and ``Trainer`` with MindFormers' interface, for its task ``text_generation``."""
+"""``pipeline`` and ``Trainer`` with MindFormers' interface, for MindFormers' task ``text_generation``."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ _MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
 
 
 class TextGenerationPipeline:
-    """Continues texts; create one with :func:`pipeline`. ``options`` are defaults for each call."""
+    """A callable that continues texts, as in MindFormers; create one with :func:`pipeline`. ``options`` are
+    the defaults of every call.
+    """
 
     def __init__(self, model: GPT, options: dict[str, Any]) -> None:
         self.model, self._defaults = model, options
 
     def __call__(self, inputs: str | Sequence[str], **options: Any) -> list[dict[str, list[str]]]:
-        """Continue texts. Returns ``[{"text_generation_text": [prompt and continuation]}]``, one per prompt.
+        """Continue texts. Returns ``[{"text_generation_text": [prompt and continuation]}]``, one dict per
+        prompt.
 
         Args:
             inputs: a prompt or a list of prompts.
-            options: ``max_length`` (tokens of prompt and continuation together), ``do_sample`` (False: the
-                likeliest token), ``top_k``, ``top_p``, ``temperature``, ``repetition_penalty``,
+            options: ``max_length`` (tokens of prompt and continuation together), ``do_sample`` (False: always
+                take the most likely token), ``top_k``, ``top_p``, ``temperature``, ``repetition_penalty``,
                 ``eos_token_id``, ``seed``.
 
         Raises:
@@ -56,11 +59,12 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Drop sampling options from ``chosen`` if ``do_sample`` is False: MindFormers ignores them.
+        """Remove sampling options such as ``top_k`` from ``chosen`` if ``do_sample`` is False, with a
+        warning, because MindFormers ignores them then.
 
         Raises:
-            ConfigError: there is a sampling option, but ``do_sample`` is not given and the model does not
-                sample.
+            ConfigError: there is a sampling option, but ``do_sample`` is not given and the model's own
+                strategy is not sampling.
         """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
@@ -91,7 +95,9 @@ class TextGenerationPipeline:
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` if the pipeline knows all of them; otherwise raise ConfigError."""
+    """Return ``options`` unchanged, or raise ConfigError if the text-generation pipeline does not know one of
+    them.
+    """
     known = (*_OPTIONS, "do_sample", "max_length")
     for name in options:
         if name not in known:
@@ -108,10 +114,11 @@ def pipeline(
     """Create a callable that continues texts with a model.
 
     Args:
-        task: ``text_generation``.
-        model: a directory, or a loaded model.
-        tokenizer: the tokenizer to use instead of the model's own. A loaded model object keeps its own.
-        options: default options, as for calling the pipeline.
+        task: must be ``text_generation``.
+        model: the directory of a model, or a loaded model.
+        tokenizer: the tokenizer to use instead of the model's own. The object given as ``model`` is not
+            changed.
+        options: default options of every call; see :meth:`TextGenerationPipeline.__call__`.
 
     Raises:
         ConfigError: the task is another one, or an option is unknown.
@@ -144,16 +151,16 @@ def _tokenizer(tokenizer: GPT2Tokenizer | Tokenizer | str | Path) -> Tokenizer:
 
 
 class Trainer:
-    """MindFormers' trainer on :class:`ppfleetx.Trainer`.
+    """MindFormers' ``Trainer`` for the task ``text_generation``. It trains with :class:`ppfleetx.Trainer`.
 
     Args:
-        task: ``text_generation``.
-        model: a directory with the initial weights; or the name of a shipped configuration (``ppfleetx
-            configs``), whose model starts from random weights.
+        task: must be ``text_generation``.
+        model: a directory with the initial weights, or the name of a shipped configuration (``ppfleetx
+            configs`` lists them), whose model starts from random weights.
         train_dataset, eval_dataset: the data, as for ``train_data`` and ``eval_data`` of
             :class:`ppfleetx.Trainer`.
         tokenizer: tokenizer for the texts; None: the model's.
-        args: overrides of the configuration: a mapping or texts ``Section.key=value``.
+        args: changes of single values of the configuration: a mapping, or strings ``Section.key=value``.
         callbacks: as for :class:`ppfleetx.Trainer`.
         output_dir: directory of the run.
 
@@ -192,10 +199,11 @@ class Trainer:
             )
 
     def train(self, *, resume: bool = False) -> None:
-        """Train from the weights in the model's directory, or from random weights of a configuration.
+        """Train. If ``model`` is a directory, training starts from the weights in it; if it is the name of a
+        configuration, from random weights.
 
         Args:
-            resume: resume the run in ``output_dir``.
+            resume: continue the run in ``output_dir`` from its last checkpoint instead.
 
         Raises:
             UserError: there is no data, or the training run failed.
@@ -215,13 +223,14 @@ class Trainer:
         auto_trans_ckpt: bool | None = None,
         resume: bool = False,
     ) -> None:
-        """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. If the model
-        is a directory, the defaults are those of ``ppfleetx finetune``.
+        """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. If ``model``
+        is a directory, defaults such as the learning rate are those of the command ``ppfleetx finetune``.
 
         Args:
-            finetune_checkpoint: the directory of the checkpoint; None: the model's directory.
-            auto_trans_ckpt: has no effect, because a checkpoint loads under every plan.
-            resume: resume the run in ``output_dir``.
+            finetune_checkpoint: the directory of the checkpoint; None: the directory given as ``model``.
+            auto_trans_ckpt: only for compatibility: a checkpoint always loads under every parallel plan, so
+                True changes nothing and False is refused.
+            resume: continue the run in ``output_dir`` from its last checkpoint instead.
 
         Raises:
             UserError: there is no data or no checkpoint, or the training run failed.
@@ -242,12 +251,13 @@ class Trainer:
         self._fit(more, resume=resume)
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
-        """Evaluate on ``eval_dataset``, or on the share of ``train_dataset`` that is set aside. Returns
-        ``{"loss", "ppl"}``; of several evaluation sets, those of the first.
+        """Evaluate on ``eval_dataset`` or, without one, on the share of ``train_dataset`` that the
+        configuration sets aside. Returns ``{"loss", "ppl"}``; if there are several evaluation sets, only
+        those of the first.
 
         Args:
-            eval_checkpoint: the model to evaluate; None: the trained model, or else the model in the
-                directory.
+            eval_checkpoint: the directory of the model to evaluate; None: the model trained by this object,
+                or else the directory given as ``model``.
         """
         place = eval_checkpoint or (None if self._trainer is not None else self._place)
         overrides = [*self._args]
@@ -266,8 +276,8 @@ class Trainer:
         """Continue texts.
 
         Args:
-            predict_checkpoint: the directory of a checkpoint; None: the trained model, or else the model in
-                the directory.
+            predict_checkpoint: the directory of a checkpoint; None: the model trained by this object, or else
+                the directory given as ``model``.
             input_data: a prompt, a list of prompts, or a file with one prompt per line.
             options: as for :class:`TextGenerationPipeline`.
         """
@@ -299,7 +309,9 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ResolvedModel:
-        """The model in a directory. Its temporary files are removed with this trainer."""
+        """Find the model in the directory ``place``. Temporary files made for it are deleted together with
+        this trainer.
+        """
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

@@ -1,4 +1,4 @@
-"""Train from Python with a configuration and your own data, and get the trained model."""
+"""Train from Python with a configuration and your own data, and get the trained model as an object."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TEXT_COLUMN = "text"
 
 
 def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> str:
-    """Return the prefix of a ``.bin/.idx`` pair with ``data``, creating the pair in ``directory`` if
-    necessary.
+    """Make a token corpus, the files ``PREFIX.bin`` and ``PREFIX.idx``, from training data in any accepted
+    form, and return PREFIX. A corpus that exists already is used as it is.
 
     The name is derived from the contents, so that a resumed run finds the same corpus.
 
     Args:
-        data: the prefix of a pair, a text file or a folder of text files (also JSON lines), a list of texts,
-            or records with a text under ``text``, such as a ``datasets.Dataset``.
+        data: the prefix of an existing corpus, a text file or a folder of text files (also JSON lines), a
+            list of texts, or records with a text under ``text``, such as a ``datasets.Dataset``.
         tokenizer: encodes the texts; its end-of-document token ends each document.
         directory: the directory to write the corpus to.
 
@@ -61,10 +61,10 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
 
 
 def texts_of(data: Any) -> Iterator[str]:
-    """Yield the texts in ``data`` that are not empty.
+    """Yield the texts in ``data`` (in one of the forms of :func:`corpus_prefix`), without empty ones.
 
     Raises:
-        DataError: there are no texts, or something is not a text.
+        DataError: there are no texts, or an entry is not a text.
     """
     found = False
     for text in _entries(data):
@@ -100,7 +100,7 @@ _KEPT = ("step", "epoch", "loss", "lr", "grad_norm", "ppl")
 
 
 class Trainer:
-    """Trains the model of a configuration, as ``ppfleetx train`` does.
+    """Trains the model of a configuration, like the command ``ppfleetx train``.
 
     Args:
         config: a YAML file, the name of a shipped configuration, nested sections, or a ``RunConfig``.
@@ -109,11 +109,12 @@ class Trainer:
             file or folder (also JSON lines), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset``
             with a column ``text``. Texts are encoded into ``output_dir/data``.
         eval_data: the evaluation data in the same forms, or several by name: ``{"wiki": ..., "code": ...}``.
-            Without ``eval_data``, an evaluation set of the configuration uses its share of ``train_data``
-            (``Data.Eval.dataset.split``).
+            None: if the configuration has ``Data.Eval``, the share of ``train_data`` that
+            ``Data.Eval.dataset.split`` sets aside.
         tokenizer: tokenizer for the texts: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
-        callbacks: objects with hooks, see :class:`~ppfleetx.core.engine.callbacks.base.Callback`.
+        callbacks: objects whose methods the training loop calls, see
+            :class:`~ppfleetx.core.engine.callbacks.base.Callback`.
 
     Attributes:
         cfg: the whole configuration.
@@ -152,7 +153,8 @@ class Trainer:
         self.cfg = load_config(self._source, given, world_size=world_size(os.environ))
 
     def fit(self) -> Self:
-        """Train to ``Engine.max_steps``, evaluate and save as configured. Returns this trainer.
+        """Train to ``Engine.max_steps``, and evaluate and save on the way as configured. Returns this
+        trainer.
 
         Raises:
             UserError: the run cannot start or fails, e.g. because the output directory holds another run.
@@ -172,8 +174,9 @@ class Trainer:
         return self
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
-        """Evaluate the last checkpoint in ``output_dir`` (or ``ckpt_dir`` if the configuration sets it) on
-        ``Data.Eval``. Returns loss and perplexity; for several named sets, ``{name: record}``.
+        """Evaluate the last checkpoint in ``output_dir`` on ``Data.Eval``. If the configuration sets
+        ``Engine.save_load.ckpt_dir``, that checkpoint is evaluated instead. Returns a record with loss and
+        perplexity; for several named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -185,12 +188,15 @@ class Trainer:
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
-        """Continue prompts with the trained model, with the arguments of :meth:`GPT.generate`."""
+        """Continue prompts with the trained model. Arguments and results are those
+        of :meth:`GPT.generate`.
+        """
         return self.model.generate(prompts, **options)
 
     @property
     def model(self) -> GPT:
-        """The trained model: from memory after :meth:`fit`, or else loaded from the last checkpoint.
+        """The trained model: the one in memory after :meth:`fit`, or else the last checkpoint in
+        ``output_dir``, which is loaded.
 
         Raises:
             UserError: there is no trained model.
@@ -228,7 +234,9 @@ def _is_whole(plan: ParallelPlan) -> bool:
 
 
 def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
-    """The directory of the tokenizer's files. A tokenizer in memory is written into ``home``."""
+    """Return a directory with the tokenizer's files. A :class:`Tokenizer` object is first saved below
+    ``home``.
+    """
     if not isinstance(tokenizer, Tokenizer):
         return str(tokenizer)
     place = home / f"tokenizer-{tokenizer.fingerprint[:16]}"

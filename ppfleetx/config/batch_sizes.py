@@ -1,6 +1,8 @@
-"""Derive the batch sizes of a job from the configured ones.
+"""Derive the batch sizes that a configuration does not give from those that it gives.
 
-global = local x data_size; local = micro x accumulate_steps; data_size = dp x sharding.
+Sizes count sequences: global, per optimizer step of the whole job; local, per step of one data-parallel rank;
+micro, per forward pass. global = local x data_size; local = micro x accumulate_steps; data_size = dp x
+sharding.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ _RAMP = "Global.rampup_batch_size"
 
 @dataclass(frozen=True)
 class Ramp:
-    """Growth of the global batch size or of the sequence length in equal stages (Megatron-LM's
-    ``--rampup-batch-size``).
+    """A schedule in which the global batch size or the sequence length grows in equal stages, like
+    Megatron-LM's ``--rampup-batch-size``.
 
     Attributes:
         start: the size of the first steps.
-        increment: added at each stage.
-        samples: the number of sequences until the size is ``full``, the final size.
+        increment: what each stage adds.
+        samples: the number of training sequences after which the size is ``full``.
+        full: the final size.
     """
 
     start: int
@@ -35,16 +38,16 @@ class Ramp:
 
     @property
     def sizes(self) -> range:
-        """The sizes before ``full``, in ascending order."""
+        """The sizes of all stages before ``full``, in ascending order."""
         return range(self.start, self.full, self.increment)
 
     @property
     def reaches_full(self) -> bool:
-        """Whether adding increments to ``start`` gives exactly ``full``."""
+        """Whether ``start`` plus a whole number of increments is exactly ``full``."""
         return self.start < self.full and (self.full - self.start) % self.increment == 0
 
     def size_at(self, consumed: int) -> int:
-        """The size of the step that begins after ``consumed`` sequences."""
+        """The size of a step that begins when the run has consumed ``consumed`` sequences."""
         if consumed >= self.samples:
             return self.full
         return self.start + self.increment * (consumed * len(self.sizes) // self.samples)
@@ -52,11 +55,11 @@ class Ramp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch sizes of a training step, in sequences: of the whole job, of one data rank, and of one micro
-    batch.
+    """The batch sizes of a training step in sequences: of the whole job, of one data-parallel rank, and of
+    one forward pass.
 
     Attributes:
-        accumulate_steps: the number of micro batches per data rank.
+        accumulate_steps: the number of micro batches per data-parallel rank.
         ramp: how the batch grows to ``global_batch_size``; None: the size is constant.
         lengths: how the sequence length grows, in tokens; None: the length is constant.
     """
@@ -69,11 +72,13 @@ class BatchPlan:
     lengths: Ramp | None = None
 
     def size_at(self, consumed: int) -> int:
-        """Sequences of the step that begins after ``consumed`` sequences."""
+        """The number of sequences in a step that begins when the run has consumed ``consumed`` sequences."""
         return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """The number of sequences consumed ``steps`` steps after ``consumed`` sequences."""
+        """The total number of sequences that the run has consumed after ``steps`` more steps, if it has
+        consumed ``consumed`` now.
+        """
         while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
             consumed += self.ramp.size_at(consumed)
             steps -= 1
@@ -93,8 +98,8 @@ def resolve_batch(
 
     Args:
         global_size, local_size, micro_size, accumulate_steps: the configured values; None if unset.
-        data_size: number of data ranks, dp x sharding.
-        ramp: start, increment and samples of a :class:`Ramp`.
+        data_size: number of data-parallel ranks, dp x sharding.
+        ramp: the first three values of a :class:`Ramp` for a growing batch; None: the size is constant.
 
     Raises:
         RuleError: the sizes contradict each other or do not divide, or none is given.
@@ -118,8 +123,8 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
-    """Check Megatron-LM's rules: the increments lead to the full batch, and each size divides by
-    ``per_pass``.
+    """Check Megatron-LM's rules for a growing batch. The increments must lead exactly to the full size, and
+    each size must be a multiple of ``per_pass``, the sequences of one forward pass on all ranks.
     """
     if not ramp.reaches_full:
         raise RuleError(

@@ -1,4 +1,4 @@
-"""Errors that a user can fix: one message, no traceback, exit code 2.
+"""Errors that a user can fix. Commands print one message without a traceback and exit with code 2.
 
 Code that reads a configuration raises ConfigError for any mistake in it.
 """
@@ -25,9 +25,9 @@ _short.maxdict, _short.maxlevel, _short.maxlong = 6, 3, 40
 
 
 def shown(value: Any) -> str:
-    """Format ``value`` for a message like ``repr``, cut to a line or two.
+    """Format ``value`` for an error message like ``repr``, but no longer than a line or two.
 
-    A long text ends in ``...`` and its length. Long lists and mappings show their first few items.
+    A long text ends in ``...`` and its length. Long lists and mappings show only their first items.
     """
     if isinstance(value, PurePath):
         value = str(value)
@@ -37,18 +37,22 @@ def shown(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """Format a dotted key for a message: control characters escaped, the middle of a long key left out."""
+    """Format a dotted key for an error message: control characters are escaped, and the middle of a long key
+    is left out.
+    """
     text = key if key.isprintable() else repr(key)[1:-1]
     return text if len(text) <= _MAX_KEY else f"{text[: _MAX_KEY - 40]}...{text[-37:]}"
 
 
 class UserError(ValueError):
-    """A mistake in the user's input. Tools print its message and exit with code 2."""
+    """A mistake in the user's input. Commands print its message and exit with code 2."""
 
 
 @contextmanager
 def naming(option: str, value: object) -> Iterator[None]:
-    """Prefix the message of any CheckpointError raised inside with ``option`` and its value."""
+    """Context manager that puts ``option = value:`` in front of the message of a CheckpointError raised
+    inside, so that the user sees which option named the checkpoint.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -56,26 +60,28 @@ def naming(option: str, value: object) -> Iterator[None]:
 
 
 class OutOfMemoryError(RuntimeError):
-    """The host or the card is out of memory. Tools print the message and exit with code 5."""
+    """The host or the accelerator is out of memory. Commands print the message and exit with code 5."""
 
 
 class DeviceError(RuntimeError):
-    """The card has reported an error. Tools print its message and exit with code 6."""
+    """The accelerator has reported an error. Commands print its message and exit with code 6."""
 
 
 class PeerEndedError(RuntimeError):
-    """Another process of the job has ended, so this one cannot continue. That process reports the cause."""
+    """Another process of the job has ended, so this one cannot continue. The other process reports
+    the cause.
+    """
 
 
 class ConfigError(UserError):
-    """A wrong configuration.
+    """A mistake in the configuration. The message says what is wrong and where it was written.
 
     Args:
         rule: a sentence that says what is wrong and what would be right.
-        key: dotted key, e.g. ``Model.num_layers``.
+        key: the dotted key, e.g. ``Model.num_layers``.
         value: the wrong value, if there is one; the message shortens it.
-        place: the place where it was written, ``file:line`` or ``-o override 2``.
-        hint: advice, e.g. the nearest key.
+        place: where the value was written, ``file:line`` or ``-o override 2``.
+        hint: advice, e.g. the nearest known key.
     """
 
     def __init__(
@@ -101,12 +107,14 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Corpus, index or tokenizer files that are missing, damaged or too small."""
+    """Corpus, index or tokenizer files are missing, damaged or too small, or texts or token ids
+    are unusable.
+    """
 
 
 class MissingDataError(DataError):
-    """None of the data files exists."""
+    """The data that the user named do not exist at all, as opposed to being damaged."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged, or does not fit the model."""
+    """A checkpoint is missing or damaged, or does not fit the model."""

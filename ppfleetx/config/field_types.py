@@ -1,4 +1,4 @@
-"""Inspect the annotations of configuration fields, for parsing, messages and documentation."""
+"""Inspect the type annotations of configuration fields, for parsing, error messages and documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppfleetx.config.registry import Registered
 
 @cache
 def field_types(section: type[Section]) -> dict[str, Any]:
-    """Map each field of ``section`` to its annotation, including ``Annotated`` parts, in order of
+    """Map each field of the class ``section`` to its annotation (including ``Annotated`` parts), in order of
     declaration.
     """
     hints = get_type_hints(section, include_extras=True)
@@ -24,7 +24,7 @@ def field_types(section: type[Section]) -> dict[str, Any]:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; for any other annotation, the annotation itself."""
+    """The alternatives of a union type; any other type is returned alone."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(part for arg in get_args(annotation) for part in members(arg))
     return (annotation,)
@@ -35,7 +35,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section among the alternatives of ``annotation``, or None."""
+    """The section class that a field with this annotation may hold; None if it holds only values."""
     for part in members(annotation):
         if isinstance(part, type) and issubclass(part, Section):
             return part
@@ -43,7 +43,9 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 
 def item_type(annotation: Any) -> Any:
-    """The type of the items of the list (or values of the mapping) among the alternatives, or None."""
+    """The type of a list's items or of a mapping's values, if the annotation allows a list or a mapping;
+    otherwise None.
+    """
     for part in members(annotation):
         if get_origin(part) is tuple:
             return get_args(part)[0]
@@ -53,7 +55,9 @@ def item_type(annotation: Any) -> Any:
 
 
 def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
-    """The type of the field at ``path``; None if the schema has no such field."""
+    """The type of the field that ``path`` leads to, key by key from the section ``root``; None if there is no
+    such field.
+    """
     annotation: Any = root
     for part in path:
         section = section_in(annotation)
@@ -64,12 +68,14 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
 
 
 def is_mapping(annotation: Any) -> bool:
-    """Whether a mapping with free keys is among the alternatives."""
+    """Whether a field with this annotation may hold a mapping whose keys the user chooses."""
     return any(get_origin(part) is dict for part in members(annotation))
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether every scalar that the field accepts, except null, is a string."""
+    """Whether a field with this annotation accepts only strings (or null) as single values. An unquoted
+    ``007`` in YAML is then kept as text.
+    """
     scalars = []
     for part in members(annotation):
         bare = _bare(part)
@@ -81,7 +87,9 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Describe the accepted values in words: ``an integer of at least 1, or null``."""
+    """Describe in words which values a field with this annotation accepts, such as ``an integer of at least
+    1, or null``.
+    """
     words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
     if type(None) in members(annotation):
         words.append("null")
@@ -108,10 +116,11 @@ def _describe_one(part: Any) -> str:
 
 
 def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -> str:
-    """Write a sentence that suggests known keys similar to the unknown key ``path``.
+    """Write a sentence that suggests known keys similar to an unknown one.
 
     Args:
-        section: the innermost section on the path; it has no field of the last name.
+        path: the parts of the unknown key, e.g. ``["Model", "num_layer"]``.
+        section: the innermost section on the path, which has no field of the last name.
         root: the section that the path starts from.
     """
     prefix = ".".join(path[:-1])
@@ -131,7 +140,7 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
 
 @cache
 def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
-    """The dotted names of all keys below ``root``, sections included."""
+    """The dotted names of all keys below the section ``root``, including the names of sections."""
     keys: list[str] = []
     for name, annotation in field_types(root).items():
         keys.append(prefix + name)
@@ -143,11 +152,13 @@ def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
 
 @cache
 def names_of_others() -> dict[str, str]:
-    """Map key names of other toolkits to our dotted keys."""
+    """Map option names of other toolkits to the ppfleetx keys with the same meaning."""
     names_of_key = shipped_yaml(Path(__file__).with_name("foreign_names.yaml"))
     return {name: key for key, names in names_of_key.items() for name in names.split()}
 
 
 def our_key(name: str) -> str | None:
-    """Our dotted key for another toolkit's ``name``, also in the form ``--Tensor-Parallel-Size``, or None."""
+    """Find the ppfleetx key for another toolkit's option, such as ``tensor_parallel_size`` or
+    ``--Tensor-Parallel-Size``; None if unknown.
+    """
     return names_of_others().get(name.strip("-").replace("-", "_").lower())

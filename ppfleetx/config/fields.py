@@ -1,7 +1,7 @@
 """The base class of all configuration sections, and the types of their fields.
 
 The types are strict: an integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``. Each type carries a
-:class:`Says`, the words used in error messages, in ``docs/config.md`` and in tests.
+:class:`Says`, the description of its values for error messages, ``docs/config.md`` and tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAX_RANKS = 2**20
 
 
 class Section(BaseModel):
-    """A section of the configuration: typed, closed to unknown keys, and frozen after loading.
+    """A section of the configuration. Its fields are typed, unknown keys are errors, and its values cannot
+    change after loading.
 
     The string below each field documents the field; ``docs/config.md`` is generated from these strings.
     """
@@ -31,7 +32,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def violations(self) -> Iterator[RuleError]:
-        """Yield an error for each rule between keys that this section breaks. The first one is raised."""
+        """Yield an error for each rule that the values of this section break together. Subclasses override
+        this; loading raises the first error.
+        """
         return iter(())
 
     @model_validator(mode="after")
@@ -42,10 +45,11 @@ class Section(BaseModel):
 
 
 class RuleError(ValueError):
-    """Values that are each valid but do not fit together.
+    """Configuration values that are valid one by one but do not fit together.
 
-    ``keys`` are relative to the section that raises the error; the most likely wrong key is first. The loader
-    turns this error into a ``ConfigError`` with the value and place of each key.
+    ``keys`` are the dotted keys of these values within the section that raises the error; the most likely
+    wrong one is first. The loader turns this error into a ``ConfigError`` that shows the value and place of
+    each key.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:
@@ -55,20 +59,24 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True)
 class Says:
-    """A description of the values that an annotated type accepts."""
+    """The description of the values that a field type accepts, such as ``an integer of at least 1``."""
 
     words: str
 
 
 def _float_from_text(value: Any) -> Any:
-    """Accept ``'2e-5'``, which is a string in YAML 1.1 (no dot), as a number."""
+    """Validator that turns the string ``'2e-5'`` into a number. YAML 1.1 reads such a number without a dot as
+    a string.
+    """
     if isinstance(value, str) and FLOAT_TEXT.fullmatch(value.strip()):
         return float(value)
     return value
 
 
 def _never(value: Any) -> Any:
-    """Turn 0 and negative numbers, which FleetX uses for "never", into null."""
+    """Validator that turns 0 and negative numbers into None. FleetX uses them for "never" in keys that give
+    an interval.
+    """
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return None if is_number and value <= 0 else value
 
@@ -84,7 +92,7 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """Refuse booleans, because ``True == 1`` would pass in a choice of numbers."""
+    """Validator that refuses booleans. Otherwise ``True`` would be accepted where 1 is one of the choices."""
     if isinstance(value, bool):
         raise ValueError("(a boolean is not a number)")
     return value

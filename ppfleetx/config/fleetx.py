@@ -1,6 +1,7 @@
-"""Rewrite keys and values of earlier FleetX releases, with one warning each, and refuse unsupported features.
+"""Rewrite keys and values of PaddleFleetX configurations that ppfleetx has renamed, with one warning each,
+and refuse features that ppfleetx lacks.
 
-Keys in the tables below may contain ``*``, which matches any name.
+In the tables below, ``*`` in a key matches any name.
 """
 
 from __future__ import annotations
@@ -92,11 +93,12 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 
 
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Rewrite old FleetX keys and values in ``tree`` to the current ones. Also returns one warning for each.
+    """Rewrite FleetX's old keys and values in ``tree`` to the current ones. Returns the new tree and one
+    warning for each change.
 
     Args:
-        is_whole: whether bases and overrides are merged into ``tree``. Only then are rules applied that read
-            several sections.
+        is_whole: whether ``tree`` is a complete configuration, merged with its base files and overrides.
+            Rules that read several sections are only applied then.
     """
     tree = copy_tree(tree)
     warnings = [
@@ -112,7 +114,9 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
 
 
 def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
-    """Find all places in ``tree`` that match the key ``pattern``, as (mapping, name, full key)."""
+    """Yield every occurrence of the dotted key ``pattern`` (which may contain ``*``) in ``tree``, as (mapping
+    that contains it, its name there, its full key).
+    """
 
     def descend(node: Node, parts: list[str], path: tuple[str, ...]) -> Iterator[tuple[Node, str, str]]:
         if not isinstance(node.value, dict):
@@ -157,7 +161,9 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether only ``node`` is an override. An override replaces a file's value, even in another spelling."""
+    """Whether the new value ``node`` comes from the command line and ``present``, the value already there,
+    from a file. Then ``node`` wins, even if the two use the old and the new name of a key.
+    """
     return is_argument(node.place) and not is_argument(present.place)
 
 
@@ -220,8 +226,9 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set the task that the names of the datasets imply. In FleetX's later layout the program that is run
-    (``finetune/run.py``, ``offline-eval/run.py``) determines the task, not the file.
+    """Set ``Model.module`` to the task that the names of the datasets imply, and yield warnings. In FleetX's
+    later layout, a file does not name its task: the program that is run does (``finetune/run.py``,
+    ``offline-eval/run.py``).
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
@@ -240,7 +247,9 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Replace -1, which FleetX uses for "no limit" when it counts epochs."""
+    """Replace -1 in ``max_steps``, ``eval_iters`` and ``test_iters``, and yield warnings. In runs that count
+    epochs, FleetX uses it for "no limit".
+    """
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -280,7 +289,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def refuse_unsupported(tree: Node) -> None:
-    """Raise ConfigError if ``tree`` uses a FleetX feature that is not supported here."""
+    """Raise ConfigError if the configuration ``tree`` uses a FleetX feature that ppfleetx does not have."""
     for key, applies, rule in _UNSUPPORTED:
         node: Node | None = tree
         for part in key.split("."):
@@ -304,7 +313,7 @@ _UNUSED_MOE_KEYS = ("moe_eval_capacity_factor", "moe_min_capacity")
 
 
 def _rewrite_experts(tree: Node) -> list[str]:
-    """Rewrite a configuration's expert keys in place, and return warnings."""
+    """Rewrite FleetX's keys for mixtures of experts in place, and return warnings."""
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
     given, flat = (
         model.pop("moe_configs", None),
@@ -348,7 +357,7 @@ def _rewrite_experts(tree: Node) -> list[str]:
 
 
 def _checked_moe_keys(section: Node) -> dict[str, Node]:
-    """Return the keys of ``moe_configs``. Raises ConfigError for unknown ones."""
+    """Return the keys in FleetX's section ``Model.moe_configs``. Raises ConfigError for unknown ones."""
     keys = section.value
     if not isinstance(keys, dict):
         value = plain_value(section)
@@ -364,8 +373,8 @@ def _checked_moe_keys(section: Node) -> dict[str, Node]:
 
 
 def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
-    """Convert ``moe_configs`` to (Model.moe, ep_degree). In FleetX every layer then has experts, and the
-    number of experts is per rank.
+    """Convert FleetX's section ``moe_configs`` to (values of ``Model.moe``, expert-parallel degree). FleetX
+    gives the number of experts per rank, and every layer has experts.
     """
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:
@@ -393,7 +402,9 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
 
 
 def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert the expert keys with DeepSpeed's names, which are in section ``Model`` itself, to Model.moe."""
+    """Convert FleetX's expert keys with DeepSpeed's names to values of ``Model.moe``. FleetX has them
+    directly in section ``Model``.
+    """
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(
@@ -424,13 +435,17 @@ def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node
 
 
 def _section(tree: Node, name: str) -> dict[str, Node]:
-    """The keys of a section; for a missing section, an empty mapping that is not part of ``tree``."""
+    """The keys of the top-level section ``name``, in a dict that may be changed in place. For a missing
+    section, a new dict that is not part of ``tree``.
+    """
     node = tree.value.get(name)
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def _count(key: str, node: Node) -> int:
-    """Parse an integer of at least 1. One of FleetX's own files has a comma after the number."""
+    """Parse an integer of at least 1. A comma after it is accepted, because one of FleetX's own files has
+    one.
+    """
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(

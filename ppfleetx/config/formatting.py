@@ -8,9 +8,11 @@ _IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 
 
 def counted(count: int, noun: str, spec: str = "") -> str:
-    """Write ``count`` (formatted by ``spec``) with ``noun``, in the plural where needed.
+    """Write a number with its noun, in the plural where needed: ``1 process``, ``3 corpora``.
 
-    ``noun`` is in the singular and may have several words.
+    Args:
+        noun: the noun in the singular, which may have several words.
+        spec: the format of the number, as in a format string.
     """
     *before, last = noun.split(" ")
     if count != 1:
@@ -27,7 +29,9 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and last number of each run of consecutive numbers."""
+    """Group numbers into runs of consecutive ones: ``0, 1, 2, 5`` becomes ``[(0, 2), (5, 5)]``, the first and
+    last of each.
+    """
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

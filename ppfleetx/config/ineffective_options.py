@@ -1,4 +1,6 @@
-"""Find options that another key switches off, and keys and libraries that a run needs but lacks."""
+"""Find options that have no effect because of another key, and keys or libraries that a run needs
+but lacks.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """List the options that change nothing in this run, each with the reason in one sentence.
+    """List the options that change nothing in this run, as sentences with the reason.
 
-    Only keys that the user set in a file or with -o are listed, not keys set by a shipped file or by the
-    configuration of a checkpoint.
+    Only keys that the user set in a file or on the command line are listed, not keys set by a shipped file or
+    by the configuration of a checkpoint.
     """
     reasons, origins = [], cfg.origins
     for rule in SWITCHED_OFF:
@@ -41,8 +43,8 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A rule: if ``applies`` is true for a configuration, ``keys`` have no effect in it; ``why`` is the
-    reason.
+    """A rule about options without effect: if ``applies`` is true for a configuration, its ``keys`` change
+    nothing, for the reason ``why``.
     """
 
     keys: tuple[str, ...]
@@ -51,20 +53,22 @@ class SwitchedOff:
 
 
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
-    """A rule for keys written as ``Section: key key ...``. A section as a key means all its keys."""
+    """Make a rule about ``keys`` in one text: ``Section: key key ...``, or dotted keys separated by spaces. A
+    section in the place of a key stands for all keys in it.
+    """
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
     return SwitchedOff(dotted, why, applies)
 
 
 def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> SwitchedOff:
-    """A rule that applies while ``key`` has ``value``."""
+    """Make a rule that ``keys`` have no effect while ``key`` has ``value``."""
     why = f"{key} is {'null' if value is None else value}{consequence}"
     return _off(keys, why, lambda cfg: cfg.value_of(key) == value)
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
-    """All keys of section ``of`` except ``switch``, in the form that :func:`_off` reads."""
+    """All keys of the section class ``of`` except ``switch``, as the text that :func:`_off` reads."""
     return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
 
 
@@ -84,7 +88,9 @@ def _loads(cfg: RunConfig) -> bool:
 
 
 def _reads_records(cfg: RunConfig, mode: str) -> bool:
-    """Whether a split consists of records of a file and, for ``Train``, each pass has a new order."""
+    """Whether ``Data.<mode>`` reads records of a file instead of a token corpus and, for ``Train``, is
+    reordered in each pass. The sampler's ``shuffle`` has no effect then.
+    """
     split = getattr(cfg.Data, mode)
     traits = None if split is None else DATASETS.traits(split.dataset.name)
     return traits is not None and traits.kind != "corpus" and (mode != "Train" or traits.shuffled)
@@ -330,10 +336,10 @@ SWITCHED_OFF = (
 
 
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
-    """Whether the user set ``key`` or, for a section, any key in it.
+    """Whether the user set ``key`` or, if it is a section, any key in it.
 
-    A value in a file that equals the default does not count, because the ``config.yaml`` of a run holds every
-    key.
+    A value in a file that equals the default does not count, because the ``config.yaml`` that a run writes
+    has every key.
     """
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = cfg.value_of(key)
@@ -341,11 +347,13 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
         return False
     if any(map(is_argument, places)):
         return True
-    return value != _default(cfg, key) and not all(_is_given(place) for place in places)
+    return value != _default(cfg, key) and not all(_is_preset(place) for place in places)
 
 
-def _is_given(place: str) -> bool:
-    """Whether a place is in a shipped file, in a checkpoint's configuration or in a model's directory."""
+def _is_preset(place: str) -> bool:
+    """Whether a value came with a file that the user did not write: the place is in a shipped file, in the
+    configuration of a checkpoint or in a model's directory.
+    """
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
@@ -359,7 +367,7 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """List the keys that a run of ``cfg`` needs but does not set, each with the reason in one sentence."""
+    """List the keys that a run of ``cfg`` needs but that are not set, as sentences with the reason."""
     splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
@@ -368,7 +376,9 @@ def missing(cfg: RunConfig) -> list[str]:
 
 
 def absent_loggers(cfg: RunConfig) -> dict[str, str]:
-    """Map each logger whose library is not installed to what to install. Nothing is imported."""
+    """Find the configured loggers whose library is not installed. Returns, for each, what to install. Nothing
+    is imported.
+    """
     found = {}
     for item in cfg.Engine.loggers:
         traits = LOGGERS.traits(item.name)
@@ -378,7 +388,9 @@ def absent_loggers(cfg: RunConfig) -> dict[str, str]:
 
 
 def refuse_absent(cfg: RunConfig) -> None:
-    """Raise ConfigError for the first logger whose library is not installed, with what to install."""
+    """Raise ConfigError if the library of a configured logger is not installed. The message says what to
+    install.
+    """
     for name, wanted in absent_loggers(cfg).items():
         place = cfg.origins.get("Engine.loggers")
         raise ConfigError(f"needs {wanted}", key="Engine.loggers", value=name, place=place)

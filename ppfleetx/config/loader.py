@@ -1,5 +1,5 @@
-"""Load a configuration: read the file and its bases, apply overrides, rewrite old spellings, check types,
-fill in derived values, check rules.
+"""Load a configuration: read the file and the base files it names, apply overrides, rewrite old spellings,
+check types, fill in derived values, check rules between keys.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ppfleetx.config.validate import validate
 
 
 def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path`` merged over its ``_base_`` files; the last one of a list takes precedence. Also returns
-    warnings.
+    """Read a configuration file, merged over the files in its ``_base_``. If that is a list, later files
+    override earlier ones. Also returns warnings about old spellings.
 
-    Old spellings are rewritten file by file, so that an old spelling in a file replaces a new one in its
-    base.
+    Old spellings are rewritten in each file before merging, so that an old key in a file overrides the new
+    key in its base.
 
     Raises:
         ConfigError: a file cannot be read, or the files form a circle.
@@ -38,11 +38,11 @@ def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
 
 
 def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path`` merged over its bases.
+    """Read ``path``, merged over its base files.
 
     Args:
-        chain: the files whose ``_base_`` entries lead here.
-        entry: the key, value and place of the ``_base_`` entry that names ``path``.
+        chain: the files that led here, each through the ``_base_`` of the one before.
+        entry: the key, value and place of the ``_base_`` entry that names ``path``, for error messages.
     """
     if path.resolve() in map(Path.resolve, chain):
         names = " -> ".join(one.name for one in (*chain, path))
@@ -51,7 +51,9 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """Merge ``tree``, read from the last file of ``chain``, over the files in its ``_base_``."""
+    """Merge ``tree`` over the files that its ``_base_`` names. ``chain`` lists the files that are being read:
+    each is a base of the one before, and ``tree`` is from the last.
+    """
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)
     merged: Node | None = None
@@ -95,9 +97,10 @@ def load_config(
         path: the YAML file; its ``_base_`` files are read relative to it. For a directory, such as an output
             directory or a converted model's, the ``config.yaml`` in it is read. If there is no such file, the
             path may be the name of a shipped configuration (:mod:`ppfleetx.config.shipped`).
-        overrides: ``Section.key=value`` texts or typed settings, applied in order after the files.
-        world_size: the number of processes of the job. The product of the degrees must equal it, and an unset
-            ``dp_degree`` is derived from it; with None, an unset ``dp_degree`` is 1.
+        overrides: strings ``Section.key=value`` or :class:`Setting` objects, applied in order after the
+            files.
+        world_size: the number of processes of the job. The product of the parallel degrees must equal it, and
+            an unset ``dp_degree`` is derived from it. None: unknown, and an unset ``dp_degree`` is 1.
 
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.
@@ -107,11 +110,12 @@ def load_config(
 
 
 def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Check a translated configuration and fill in derived values, with the errors of :func:`load_config`.
+    """Check a configuration that was translated from another toolkit, and fill in derived values. Errors are
+    those of :func:`load_config`.
 
     Args:
-        tree: sections and keys in the current spelling; places are in the original file.
-        warnings: warnings about the translation, for tools to log.
+        tree: sections and keys of ppfleetx; the place of each value is in the original file.
+        warnings: warnings about the translation, for commands to log.
         world_size: as in :func:`load_config`.
     """
     cfg, origins = validate(tree, RunConfig)
@@ -121,7 +125,8 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """Read a configuration without derived values. Also returns the place of every value, and warnings.
+    """Read and check a configuration without filling in derived values. Returns the configuration, the place
+    of every value by dotted key, and warnings.
 
     Each section is checked by itself; rules between sections are not. The arguments are those of
     :func:`load_config`.
@@ -141,8 +146,8 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Add the plugins of ``--plugin`` to ``Global.plugins`` of ``cfg``, which may use names that they
-    register.
+    """Add the plugins that the user named with ``--plugin`` to ``Global.plugins``, because ``cfg`` may use
+    names that these plugins register.
     """
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
@@ -161,7 +166,9 @@ _ADVICE = (
 
 
 def _refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
-    """Raise ConfigError if ``tree`` has keys of another toolkit and none of our sections."""
+    """Raise ConfigError if ``tree`` is a configuration of another toolkit: it has known options of others,
+    and no section of ppfleetx.
+    """
     if not sections.isdisjoint(tree.value):
         return
     known = {key: ours for key in _all_keys(tree) if (ours := our_key(key)) is not None}

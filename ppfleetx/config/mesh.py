@@ -1,4 +1,6 @@
-"""The ranks of a job as grids with named axes: one grid for dense parameters, one for experts."""
+"""The ranks of a job as grids with named axes: one grid for dense parameters, one for the parameters of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from ppfleetx.config.plan import AXES, ParallelPlan
 
 @dataclass(frozen=True)
 class View:
-    """One arrangement of the ranks as a grid. Each parameter belongs to one view.
+    """One arrangement of a job's ranks as a grid with named axes. There is one for dense parameters and one
+    for those of experts.
 
     Attributes:
         axes: the axes, from the slowest to the fastest changing one in the global rank.
-        tensor: the axis along which matrices are sliced. Parameters that are not sliced are kept equal along
-            it.
-        replicas: the axes over which gradients are summed, in a single sum.
-        owners: the axis along which sharding distributes parameters.
+        tensor: the tensor-parallel axis, along which matrices are sliced. Parameters that are not sliced are
+            equal on all its ranks.
+        replicas: the axes over which gradients are summed, together in one reduction.
+        owners: the axis along which ZeRO sharding distributes the parameters.
     """
 
     axes: tuple[str, ...]
@@ -44,10 +47,12 @@ Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """The groups for a two-level exchange among ``ranks``: first the groups of ranks with the same position
-    on every node, then the groups of ranks on one node, both in rank order.
+    """Divide ``ranks`` into groups for a collective in two levels, within nodes and between nodes. Returns
+    (groups between nodes, groups within a node), both in rank order. A group between nodes has the ranks with
+    the same position on every node.
 
-    Returns None unless there are several nodes with the same number of ``ranks``, at least two.
+    Returns None if two levels are of no use: ``ranks`` are on one node, or nodes have one or unequal numbers
+    of them.
 
     Args:
         per_node: the number of the job's ranks on each node. Ranks are numbered node by node.
@@ -61,7 +66,7 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
 
 
 def view_of(axes: Collection[str]) -> View:
-    """The view whose axes include all of ``axes``; the dense view if both do.
+    """The view (dense or experts) that has all of ``axes``; the dense one if both have them.
 
     Raises:
         ValueError: neither view has all of them.
@@ -74,10 +79,12 @@ def view_of(axes: Collection[str]) -> View:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Both views of the ranks of a plan.
+    """The ranks of a parallel plan as two grids: one for dense parameters, one for the parameters of experts
+    (see :class:`View`).
 
     Raises:
-        ValueError: ep x emp does not divide the number of ranks of a pipeline stage.
+        ValueError: ep x emp (the ranks that hold one copy of a layer's experts) does not divide the number of
+            ranks of a pipeline stage.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -93,7 +100,9 @@ class Mesh:
         return getattr(self.plan, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of ``rank`` along each axis of both views."""
+        """The position of the global rank ``rank`` along each axis, both those of the dense view and those of
+        the experts' view.
+        """
         at = self.plan.coordinates(rank)
         within = 0
         for axis in (axis for axis in AXES if axis != "pp"):
@@ -103,11 +112,13 @@ class Mesh:
         return at
 
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The groups of global ranks that differ only along ``axes``, all of which belong to one view."""
+        """All groups of global ranks whose positions differ only along ``axes``. The axes must belong to one
+        view.
+        """
         return _groups_over(self, axes)
 
     def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The group in :meth:`groups_over` that contains ``rank``."""
+        """The ranks of the group over ``axes`` that ``rank`` belongs to; see :meth:`groups_over`."""
         return next(group for group in self.groups_over(axes) if rank in group)
 
 

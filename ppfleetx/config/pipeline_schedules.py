@@ -1,4 +1,6 @@
-"""The order of forward and backward passes on a pipeline rank, for the runner, the planner and the docs."""
+"""The order of forward and backward passes on a pipeline rank. Training, the planner and the documentation
+share it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ Part = Literal["F", "B", "W"]
 
 
 class Pass(NamedTuple):
-    """One pass of one micro batch on one pipeline rank.
+    """One unit of work on a pipeline rank, for one micro batch.
 
     Attributes:
-        part: ``F`` forward pass; ``B`` the gradients of inputs; ``W`` the gradients of weights.
+        part: ``F``: the forward pass; ``B``: backward, the gradients of inputs; ``W``: backward, the
+            gradients of weights.
         micro: the index of the micro batch, from 0.
     """
 
@@ -21,20 +24,21 @@ class Pass(NamedTuple):
 
 
 def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """The order of the passes on pipeline rank ``stage``. In ``1f1b`` (Narayanan et al. 2021), B is the whole
-    backward pass and there is no W.
+    """List the passes of one step on pipeline rank ``stage``, in order. In the schedule ``1f1b`` (Narayanan
+    et al. 2021), ``B`` is the whole backward pass, and there is no ``W``.
     """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
 
 
 def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """The order of ZB-H1 on pipeline rank ``stage`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023,
-    section 2.2).
+    """List the passes of one step on pipeline rank ``stage`` in the schedule ZB-H1 (Qi et al., "Zero Bubble
+    Pipeline Parallelism", 2023, section 2.2).
 
-    F and B run in the order of 1F1B. W follows ``stage`` micro batches later, to fill the time at the end in
-    which 1F1B waits. At most ``num_stages - stage`` micro batches are between F and B, and ``stage`` between
-    B and W: no more activations than on the first rank of 1F1B.
+    The order of forward passes (F) and input gradients (B) is that of 1F1B. The weight gradients (W) of a
+    micro batch follow ``stage`` micro batches after its B, and fill the time at the end in which 1F1B waits.
+    At most ``num_stages - stage`` micro batches are between F and B, and ``stage`` between B and W. So no
+    rank holds the activations of more micro batches than the first rank of 1F1B.
     """
     ahead = min(num_stages - 1 - stage, micro_batches)
     order = [Pass("F", micro) for micro in range(ahead)]

@@ -1,6 +1,7 @@
-"""Parallel plans, and the single table of rules that a legal plan satisfies.
+"""Parallel plans (the degree of each kind of parallelism), and the single table of rules that a legal plan
+satisfies.
 
-Loading, the planner, the documentation and the test matrix all use this table.
+Loading a configuration, the planner, the documentation and the test matrix all use this table.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ PLAN_WORDS = (*DEGREE_WORDS, "micro", "sp", "offload", "zb", "recompute")
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The degree of each kind of parallelism.
+    """The degree of each kind of parallelism in a job.
 
     Attributes:
-        pp_layers: the number of layers of each chunk of the model; None: equal chunks.
+        pp_layers: the number of layers of each pipeline chunk (see :attr:`num_chunks`); None: equal chunks.
         ep: the number of ranks among which the experts of a layer are divided. These are ranks of one
             pipeline stage, so ``ep`` adds no processes to the job.
-        expert_mp: the number of ranks that slice the matrices of one expert; None: ``mp``.
+        expert_mp: the tensor-parallel degree within an expert: the number of ranks that slice its matrices;
+            None: ``mp``.
     """
 
     dp: int = 1
@@ -83,7 +85,9 @@ class ParallelPlan:
 
     @property
     def emp(self) -> int:
-        """The number of ranks that slice the matrices of one expert."""
+        """The tensor-parallel degree within an expert: the number of ranks that slice each of
+        its matrices.
+        """
         return self.mp if self.expert_mp is None else self.expert_mp
 
     @property
@@ -98,41 +102,47 @@ class ParallelPlan:
 
     @property
     def data_size(self) -> int:
-        """The number of ranks that read different samples: dp x sharding."""
+        """The number of data-parallel ranks, which read different samples: dp x sharding."""
         return self.dp * self.sharding
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks that the model is cut into: pp x virtual_pp_degree."""
+        """The number of chunks into which the pipeline cuts the model: pp x virtual_pp_degree."""
         return self.pp * self.virtual_pp_degree
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """The number of layers of each chunk, in model order. Chunk c runs on pipeline stage ``c % pp``."""
+        """The number of layers of each pipeline chunk, in model order. Chunk c runs on pipeline stage ``c %
+        pp``; with virtual stages, each stage has several.
+        """
         return self.pp_layers or (num_layers // self.num_chunks,) * self.num_chunks
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of the global rank ``rank`` along each axis."""
+        """The position of the global rank ``rank`` along each axis (dp, pp, sharding, sep, mp)."""
         position = {}
         for axis in reversed(AXES):
             rank, position[axis] = divmod(rank, getattr(self, axis))
         return {axis: position[axis] for axis in AXES}
 
     def data_rank(self, rank: int) -> int:
-        """The index, from 0 to ``data_size`` - 1, of the part of a batch that global rank ``rank`` reads."""
+        """The part of each batch that the global rank ``rank`` reads, as an index from 0 to ``data_size`` -
+        1.
+        """
         at = self.coordinates(rank)
         return at["dp"] * self.sharding + at["sharding"]
 
     def knows_loss(self, rank: int) -> bool:
-        """Whether ``rank`` is the first rank of the last pipeline stage, where the loss is computed."""
+        """Whether ``rank`` is the rank that reports the loss: the first rank of the last pipeline stage,
+        which computes it.
+        """
         at = self.coordinates(rank)
         return at["pp"] == self.pp - 1 and all(at[axis] == 0 for axis in AXES if axis != "pp")
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The groups of global ranks that communicate along ``axis``, as one list per group."""
+        """All groups of global ranks that communicate along ``axis``, each as a list."""
         return [list(group) for group in self.iter_groups(axis)]
 
     def iter_groups(self, axis: str) -> Iterator[range]:
-        """Yield :meth:`groups` one by one."""
+        """Yield the groups of :meth:`groups` one by one, each as a range."""
         stride = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
         length = stride * getattr(self, axis)
         for block in range(0, self.world_size, length):
@@ -153,7 +163,8 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of a model and its batches that a plan must divide. None means unknown and is not checked.
+    """The sizes of a model and its batches that a parallel plan must divide evenly, such as heads, layers and
+    vocabulary. None means unknown, and rules that need it are skipped.
 
     ``num_experts`` of a dense model is 0.
     """
@@ -171,11 +182,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class PlanRule:
-    """One condition on a plan.
+    """One condition that a legal parallel plan satisfies for a workload.
 
     Attributes:
-        reads: fields of plan and workload, the most likely wrong one first. If a field of the workload is
-            None, the rule is skipped.
+        reads: the fields of plan and workload that the condition needs, the most likely wrong one first. If a
+            field of the workload is None, the rule is skipped.
+        holds: the condition.
         sentence: the condition in words, with format fields for the numbers.
     """
 
@@ -292,14 +304,16 @@ LEGAL: tuple[PlanRule, ...] = (
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule: the configuration keys involved (the most likely wrong one first) and a sentence."""
+    """A rule that a plan breaks: the dotted configuration keys involved, the most likely wrong one first, and
+    a sentence for the user.
+    """
 
     keys: tuple[str, ...]
     sentence: str
 
 
 def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
-    """Return the rules of :data:`LEGAL` that ``plan`` breaks for ``work``."""
+    """Return the rules in :data:`LEGAL` that ``plan`` breaks for the sizes in ``work``."""
     found, work = [], work or Workload()
     for rule in LEGAL:
         values = {key: getattr(plan if hasattr(plan, key) else work, key) for key in rule.reads}
@@ -311,11 +325,12 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
-    """List the legal plans of ``world_size`` processes (for ``work``, if given).
+    """List all legal parallel plans of ``world_size`` processes; if ``work`` is given, only those that fit
+    its sizes.
 
     Each factorization into degrees is combined with every sharding stage, with and without sequence
     parallelism, and with one or two virtual stages. Offload is combined with fewer plans (:func:`_offloads`).
-    Explicit ``pp_layers`` and expert parallelism are left out.
+    Plans with ``pp_layers`` or expert parallelism are not listed.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -350,10 +365,11 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether :func:`enumerate_plans` also lists ``plan`` with offload: sharding stage 2 or 3, dp = sep = 1,
-    sequence parallelism if mp > 1, virtual stages if pp > 1.
+    """Whether :func:`enumerate_plans` also lists ``plan`` with offload to host memory.
 
     Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
+    These have sharding stage 2 or 3, dp = sep = 1, sequence parallelism if mp > 1, and virtual stages if pp >
+    1.
     """
     return (
         plan.sharding_stage > 1
@@ -364,11 +380,12 @@ def _offloads(plan: ParallelPlan) -> bool:
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Find the legal plan of ``world_size`` processes whose degrees differ least from those of ``plan``, or
-    None.
+    """Find the legal plan of ``world_size`` processes whose degrees are closest to those of ``plan``. None if
+    there is no legal plan.
 
-    Changing dp costs least, because it does not cut the model differently. Plans with the options of ``plan``
-    are tried first. Only the nearest few thousand factorizations, and data parallelism alone, are tried.
+    A change of dp counts as the smallest difference, because it does not cut the model differently. Plans
+    that keep the other options of ``plan``, such as the sharding stage, are tried first. Of all
+    factorizations, only the nearest few thousand are tried, and finally pure data parallelism.
     """
     kept = {key: getattr(plan, key) for key in _OPTIONS}
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
@@ -388,7 +405,9 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return ``plan`` with the highest legal ep, up to that of ``like``."""
+    """Return ``plan`` with the highest degree of expert parallelism that is legal and not above that of
+    ``like``.
+    """
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))
@@ -396,8 +415,8 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
 
 
 def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> float:
-    """The weighted distance between ``degrees`` (dp, mp, pp, sharding, sep) and those of ``plan``, in
-    doublings.
+    """How far ``degrees`` (dp, mp, pp, sharding, sep) are from those of ``plan``: the weighted number of
+    doublings or halvings.
     """
     costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
     return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)

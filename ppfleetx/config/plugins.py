@@ -1,8 +1,8 @@
-"""Record which plugins the user has named, and refuse a configuration that needs others.
+"""Keep the list of plugins that the user has named, and refuse a configuration that needs other plugins.
 
 Importing a plugin runs its code, so only the command line and the environment can name plugins to import
-(``ppfleetx/utils/plugins.py`` imports them). ``Global.plugins`` of a YAML file or a checkpoint's
-configuration is only compared with these names.
+(``ppfleetx/utils/plugins.py`` imports them). ``Global.plugins`` in a YAML file or a checkpoint's
+configuration never imports anything: it is only compared with these names.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ _imported: dict[str, None] = {}
 
 
 def note_plugin(module: str) -> None:
-    """Record that the user named the plugin ``module`` and that it is imported."""
+    """Record that the user has named the plugin ``module`` and that it has been imported."""
     _imported[module] = None
 
 
 def imported_plugins() -> tuple[str, ...]:
-    """The imported plugins, in the order in which the user named them."""
+    """The names of the imported plugins, in the order in which the user gave them."""
     return tuple(_imported)
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Raise ConfigError if the configuration needs a plugin that the user has not named."""
+    """Raise ConfigError if ``Global.plugins`` of a configuration lists a plugin that the user has not named
+    with ``--plugin`` or in the environment.
+    """
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
     if wanted is None or not isinstance(wanted.value, list):
@@ -48,6 +50,6 @@ def refuse_unnamed(tree: Node) -> None:
 
 
 def plugins_text(names: Iterable[str]) -> str:
-    """Write names as ``the plugin a`` or ``the plugins a, b``."""
+    """Write plugin names for a message: ``the plugin a`` or ``the plugins a, b``."""
     listed = list(names)
     return f"the plugin{'s' if len(listed) > 1 else ''} {', '.join(listed)}"

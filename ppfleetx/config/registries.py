@@ -1,7 +1,8 @@
-"""All registries, with the built-in parts. ``docs/extending.md`` shows how to add to each.
+"""The registries of the parts that a configuration names (optimizers, datasets, norms, ...), with the
+built-in parts. ``docs/extending.md`` shows how to add your own.
 
-A configuration is validated before Paddle is imported. So built-in parts are registered as text and imported
-when they are used; facts that are needed earlier are traits.
+A configuration is validated before Paddle is imported. So a built-in part is registered as the text of its
+import path, and imported when it is used. Facts about it that are needed earlier are its traits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ppfleetx.config.registry import Registry
 
 @dataclass(frozen=True)
 class CallbackTraits:
-    """Traits of a callback.
+    """What must be known about a callback of the training loop before it is imported.
 
     Attributes:
         ranks: the ranks that the callback runs on. ``main``: only rank 0, which writes files. ``loss``: also
@@ -29,13 +30,14 @@ class CallbackTraits:
 
 @dataclass(frozen=True)
 class LoggerTraits:
-    """Traits of a log writer.
+    """What must be known about a writer of metrics (such as TensorBoard's) before it is imported.
 
     Attributes:
         package: the library that the writer imports, or None.
-        extra: the extra of this program that installs the library.
-        options: the option names that the writer accepts; None: it checks them itself when it is made.
-        callback: the callback that writes, for a logger that is not a ``LogWriter``.
+        extra: the pip extra of ppfleetx that installs the library.
+        options: the option names that the writer accepts; None: the writer checks them itself when it is
+            created.
+        callback: the callback that does the writing, for a logger that is not a ``LogWriter``.
     """
 
     package: str | None = None
@@ -46,20 +48,20 @@ class LoggerTraits:
 
 @dataclass(frozen=True)
 class ModuleTraits:
-    """Traits of a task.
+    """What must be known about a task (``Model.module``) before its code is imported.
 
     Attributes:
-        trains: whether ppfleetx train can run the task.
+        trains: whether ``ppfleetx train`` can run the task.
         continues_text: whether the network scores the next token, so that it can generate, and be exported
             and served.
         classifies: whether the task is a GLUE task: the network ends in a head of ``Model.num_classes``
-            outputs instead of a vocabulary, and predictions, also for Data.Test, are written to a file.
+            outputs instead of a vocabulary, and predictions, also for ``Data.Test``, are written to a file.
         has_metrics: whether an evaluation computes metrics besides the loss. Their mean may choose the best
             checkpoint (``Engine.save_load.keep_best: metric``).
-        offline_evaluation: whether ppfleetx eval uses the task for section ``Offline_Eval``.
+        offline_evaluation: whether ``ppfleetx eval`` uses the task for section ``Offline_Eval``.
         for_generation: whether configurations of the task are for generation, so that
-            ``Generation.max_dec_len`` must fit.
-        refused_axes: the axes of a plan that the task does not support, e.g. ``("pp", "sep")``.
+            ``Generation.max_dec_len`` must fit into the model's positions.
+        refused_axes: the axes of a parallel plan that the task does not support, e.g. ``("pp", "sep")``.
         measure: deprecated, use ``BasicModule.evaluator``: a function, or its ``package.module:attribute``,
             that is called with ``(module, ctx, has_labels=...)`` and returns an evaluator.
     """
@@ -76,14 +78,14 @@ class ModuleTraits:
 
 @dataclass(frozen=True)
 class ArchitectureTraits:
-    """Traits of an architecture.
+    """What must be known about a network architecture (``Model.name``) before it is imported.
 
     Attributes:
-        spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
-            (``ppfleetx/models/gpt/spec.py``) from the ``Model`` section; None: GPT's.
+        spec: a function, or its ``package.module:attribute``, that makes the ``ModelSpec``
+            (``ppfleetx/models/gpt/spec.py``) from the section ``Model``; None: the one of GPT.
         metrics: the names of the metrics that the layers report (``ppfleetx/nn/aux_loss.py``).
-        layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer,
-            ``{name: ParamSpec}`` or ``{name: global shape}``.
+        layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer, ``{name:
+            ParamSpec}`` or ``{name: global shape}``.
     """
 
     spec: str | Callable[[Any], Any] | None = None
@@ -93,10 +95,11 @@ class ArchitectureTraits:
 
 @dataclass(frozen=True)
 class NormTraits:
-    """Traits of a norm.
+    """What must be known about a normalization layer before it is imported.
 
     Attributes:
-        parameters: the parameters of the norm, out of ``weight`` and ``bias``; each has the normalized width.
+        parameters: which of the parameters ``weight`` and ``bias`` the norm has. Each is a vector of the
+            normalized width.
         zero_centered: whether the gain is ``1 + weight``.
     """
 
@@ -106,11 +109,11 @@ class NormTraits:
 
 @dataclass(frozen=True)
 class ActivationTraits:
-    """Traits of an activation.
+    """What must be known about an activation function before it is imported.
 
     Attributes:
-        gated: whether the activation combines pairs of gate and up, so that the MLP's first linear is twice
-            as wide.
+        gated: whether the activation multiplies one projection (up) by a function of another (gate), as
+            SwiGLU does. The MLP's first linear layer is then twice as wide.
     """
 
     gated: bool = False
@@ -118,13 +121,13 @@ class ActivationTraits:
 
 @dataclass(frozen=True)
 class PositionTraits:
-    """Traits of a position encoding.
+    """What must be known about a position encoding before it is imported.
 
     Attributes:
         has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added to the
             embeddings.
         rotates: whether attention rotates queries and keys, which needs an even head width.
-        biases: whether attention scores get linear biases.
+        biases: whether attention scores get biases that are linear in the distance (ALiBi).
     """
 
     has_table: bool = False
@@ -134,13 +137,13 @@ class PositionTraits:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """Traits of an optimizer.
+    """What must be known about an optimizer before it is imported.
 
     Attributes:
-        states: the largest number of float32 tensors of the parameter's shape kept for each parameter.
-        matrix_states: the same for the matrices of the blocks; None: ``states``.
-        reads: the keys that the optimizer reads, out of beta1, beta2, epsilon and weight_decay of section
-            ``Optimizer``.
+        states: the number of float32 tensors that the optimizer keeps for each parameter, each of the
+            parameter's shape (2 for AdamW's moments).
+        matrix_states: the same for the weight matrices of the transformer blocks, if it differs.
+        reads: which of the keys beta1, beta2, epsilon and weight_decay in section ``Optimizer`` it uses.
         options: the names that it accepts in ``Optimizer.options``.
     """
 
@@ -152,10 +155,10 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """Traits of a learning-rate schedule.
+    """What must be known about a learning-rate schedule before it is imported.
 
     Attributes:
-        decays: whether the rate is ``min_lr`` after ``decay_steps``; otherwise the schedule has no end.
+        decays: whether the rate falls to ``min_lr`` at ``decay_steps``; False: the schedule has no end.
     """
 
     decays: bool = True
@@ -163,15 +166,16 @@ class ScheduleTraits:
 
 @dataclass(frozen=True)
 class DatasetTraits:
-    """Traits of a dataset.
+    """What must be known about a dataset class before it is imported.
 
     Attributes:
-        kind: the kind of data. ``corpus``: samples are cut from token files, and Train repeats them in the
-            dataset's own order. ``texts``: records of text files in one directory, encoded by
-            ``Data.tokenizer``. ``own``: anything else; the dataset decides what ``input_dir`` and ``split``
-            mean. Eval and Test of ``texts`` and ``own`` are read whole.
-        shuffled: whether each pass over Train of ``texts`` and ``own`` has a random order, which takes 8
-            bytes per sample; otherwise samples are read by ascending index.
+        kind: the kind of data. ``corpus``: samples are cut from files of token ids; the dataset itself
+            decides their order and repeats them for training. ``texts``: samples are records of text files in
+            one directory, encoded by ``Data.tokenizer``. ``own``: anything else; the dataset decides what
+            ``input_dir`` and ``split`` mean. Evaluation and test sets of ``texts`` and ``own`` are read to
+            their end.
+        shuffled: for ``texts`` and ``own``, whether each pass over the training data has a new random order,
+            which takes 8 bytes per sample; False: samples are read by ascending index.
         num_outputs: the number of classes of a GLUE task (1 if it predicts a number); None for everything
             else.
         options: the names that the dataset accepts in ``dataset.options``.
@@ -337,12 +341,16 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """List the modules that have a trait, for messages: ``GPTModule, GPTGenerationModule``."""
+    """List the tasks (``Model.module``) that have a trait, for messages:
+    ``GPTModule, GPTGenerationModule``.
+    """
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 
 def unknown_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...]) -> Iterator[RuleError]:
-    """Yield an error for each option that is not in ``takes``, the options that the part ``name`` accepts."""
+    """Yield an error for each key of ``options`` that is not in ``takes``, the options that the registered
+    part ``name`` accepts.
+    """
     for option in options:
         if option not in takes:
             listed = f"it takes {', '.join(takes)}" if takes else "it takes none"

@@ -1,4 +1,5 @@
-"""Registries: the names that a configuration may use for parts of the program.
+"""Registries map the names that a configuration may use to parts of the program, such as optimizers and
+datasets.
 
 There is one :class:`Registry` for each kind of part, in ``ppfleetx/config/registries.py``. Built-in parts and
 plugins both register with :meth:`Registry.register`. A part may be registered as the text
@@ -27,19 +28,21 @@ PartT = TypeVar("PartT")
 
 @dataclass(frozen=True)
 class Entry(Generic[TraitsT]):
-    """A registered part (or its ``package.module:attribute``) and its traits."""
+    """A registered part (or the text ``package.module:attribute`` that names it) with its traits, the facts
+    needed before it is imported.
+    """
 
     target: Any
     traits: TraitsT
 
 
 class Registry(Generic[TargetT, TraitsT]):
-    """Parts of one kind, by name. Looking up an unknown name raises a ConfigError that suggests the nearest
-    names.
+    """All registered parts of one kind, such as all optimizers, by name. Looking up an unknown name raises a
+    ConfigError that suggests the nearest names.
 
     Args:
-        what: the kind of parts, for messages: ``an optimizer``.
-        key: the configuration key that holds the name of such a part.
+        what: the kind of part, for messages: ``an optimizer``.
+        key: the configuration key whose value is the name of such a part.
         default: the traits of a part that is registered without traits.
     """
 
@@ -56,11 +59,11 @@ class Registry(Generic[TargetT, TraitsT]):
     ) -> Callable[[PartT], PartT]: ...
 
     def register(self, name: str, target: Any = None, *, traits: TraitsT | None = None) -> Any:
-        """Register a part under a name. Without ``target`` this is a decorator.
+        """Register a part, such as an optimizer class, under a name. Without ``target`` this is a decorator.
 
         Args:
             name: the name of the part in configurations.
-            target: the part, or ``package.module:attribute``.
+            target: the part, or the text ``package.module:attribute`` that names it.
             traits: facts about the part that the configuration needs before it is imported.
 
         Raises:
@@ -81,23 +84,25 @@ class Registry(Generic[TargetT, TraitsT]):
         return target
 
     def names(self) -> tuple[str, ...]:
-        """All names, in the order they were registered."""
+        """All registered names, in the order of registration."""
         return tuple(self._entries)
 
     def traits(self, name: str) -> TraitsT:
-        """The traits of a part. Nothing is imported."""
+        """The traits of the part with this name. Nothing is imported."""
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """The registered part, or the text that names it. Nothing is imported."""
+        """What was registered under this name: the part itself, or the text that names it. Nothing is
+        imported.
+        """
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """Return the part, imported if it was registered as text."""
+        """Return the part with this name. If it was registered as text, it is imported."""
         return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
-        """Call the part and return its result.
+        """Call the part with this name and return the result, e.g. an optimizer object.
 
         Args:
             name: the name of the part.
@@ -136,12 +141,14 @@ class Registry(Generic[TargetT, TraitsT]):
         return ConfigError(f"was registered as {what}, which {which}", key=self.key, value=name)
 
     def choices(self) -> str:
-        """The names for messages: ``one of A, B``."""
+        """All registered names, as text for messages: ``one of A, B``."""
         names = self.names()
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def hint(self, name: str) -> str:
-        """A hint for the message about an unknown name, with the nearest known names."""
+        """The end of a message about an unknown name: the nearest known names, and how to make a plugin's
+        name known.
+        """
         near = difflib.get_close_matches(name, self.names(), n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         return f"({meant}a name of your own is known when --plugin names the module that registers it)"
@@ -154,7 +161,7 @@ class Registry(Generic[TargetT, TraitsT]):
 
 @dataclass(frozen=True)
 class Registered:
-    """Marks a text field of the configuration as a name in ``registry``: ``Annotated[str,
+    """Annotation of a configuration field whose value is a name in ``registry``: ``Annotated[str,
     Registered(NORMS)]``.
     """
 
@@ -187,8 +194,8 @@ def _described(part: Any) -> str:
 
 
 def load_target(target: Any) -> Any:
-    """Import the object that ``package.module:attribute`` names (``attribute`` may have dots). A value that
-    is not text is returned unchanged.
+    """Import the object that the text ``package.module:attribute`` names (``attribute`` may have dots). A
+    ``target`` that is not text is returned unchanged.
 
     Raises:
         ConfigError: there is no such module or attribute, or the text has another form.

@@ -1,4 +1,6 @@
-"""Fill in derived values of a configuration, and check the rules between sections."""
+"""Fill in the derived values of a configuration, such as batch sizes, and check the rules between its
+sections.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ def resolve(
     """Return ``cfg`` with derived values filled in, after checking all rules between sections.
 
     Args:
-        origins: the place of each value that was set, by key.
-        warnings: warnings from reading the configuration.
+        origins: where each value was written, by dotted key.
+        warnings: warnings from reading the configuration, which the result keeps.
         world_size: the number of processes of the job; None: unknown.
 
     Raises:
-        ConfigError: a rule is broken, or the plan does not fit ``world_size``.
+        ConfigError: a rule is broken, or the parallel plan does not fit ``world_size``.
     """
     given = cfg
     try:
@@ -54,8 +56,8 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """Yield the keys whose values were derived: values that differ from the given ones, or that are not the
-    default although no source set them.
+    """Yield the dotted keys whose values were derived. These differ between ``given`` and ``resolved``, or
+    differ from the default although no file or option set them.
     """
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
@@ -101,7 +103,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
 
 
 def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
-    """Write the ``-o`` overrides that turn ``plan`` into ``near``."""
+    """Write the ``-o`` options that change the degrees of ``plan`` into those of ``near``."""
     changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
     values = {axis: getattr(near, axis) for axis in changed}
     return " ".join(f"-o {CONFIG_KEYS[a]}={'null' if v is None else v}" for a, v in values.items())
@@ -119,7 +121,9 @@ def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
 
 
 def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple[str, ...]]:
-    """Return the batch sizes, and a warning if they override a file's ``accumulate_steps``, as in FleetX."""
+    """Return the batch sizes, and warnings. If ``accumulate_steps`` in a file contradicts the other sizes,
+    these win, as in FleetX, and there is a warning.
+    """
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
     if sizes.rampup_batch_size is not None:
@@ -195,7 +199,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Reduce each ``max_seq_len`` that is not set to the number of positions of the model."""
+    """Limit each ``max_seq_len`` that no file or option sets to the number of positions of the model."""
     longest = cfg.Model.max_position_embeddings
     for mode in ("Train", "Eval", "Test"):
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

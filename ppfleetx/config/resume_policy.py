@@ -1,4 +1,4 @@
-"""The effect of each configuration key, which decides whether a resumed run may change the key.
+"""What each configuration key affects, and so whether a resumed run may change it.
 
 A test checks that the table covers every key.
 """
@@ -17,7 +17,9 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 class Effect(Enum):
-    """The effect of a key. The text of each member says what happens when a resumed run changes the key."""
+    """What a configuration key affects. The text of each member also says what happens when a resumed run
+    changes such a key.
+    """
 
     SHAPE = "Which parameters there are. Weights that do not fit are refused."
     FUNCTION = (
@@ -158,7 +160,8 @@ _OUTSIDE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_bas
 @dataclass(frozen=True)
 class Change:
     """A changed key with its old and new value. A whole section is named only if it is null on one side;
-    otherwise its changed keys are named."""
+    otherwise the changed keys in it are named.
+    """
 
     key: str
     then: Any
@@ -169,7 +172,7 @@ class Change:
 
 
 def effect_of(key: str) -> Effect:
-    """The effect of the dotted ``key``. Raises KeyError if the table does not contain it."""
+    """What the dotted ``key`` affects. Raises KeyError if the table does not contain the key."""
     found: str | None = key
     while found:
         if found in _EFFECTS:
@@ -179,12 +182,14 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """The keys with this effect. A section stands for all its keys that have no entry of their own."""
+    """The keys with this effect. A section in the list stands for all keys in it that have no entry of their
+    own.
+    """
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
 def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys that hold a value rather than a section."""
+    """Yield the dotted names of all keys below ``section`` that hold a value rather than a section."""
     for name, annotation in field_types(section).items():
         inner = section_in(annotation)
         if inner is None:
@@ -196,9 +201,11 @@ def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[
 def network(
     model: ModelConfig, effects: Collection[Effect] = (Effect.SHAPE, Effect.FUNCTION)
 ) -> dict[str, Any]:
-    """The keys of ``Model`` that determine the network, except adapters, and their values.
+    """The keys of section ``Model`` that determine the network, with their values. Adapters are left out. Two
+    models have the same network if this function returns equal mappings for them.
 
-    A null is replaced by the value that it stands for. None marks a key without effect on this network.
+    A null is replaced by the value that it stands for. A key that has no effect on this network has the value
+    None.
     """
     without_effect = set()
     if not model.positions.rotates:
@@ -213,7 +220,9 @@ def network(
 
 
 def first_difference(key: str, then: Any, now: Any) -> Change:
-    """The first key below ``key`` whose values differ; ``key`` itself unless both values are sections."""
+    """Find the first difference between two values of ``key``: if both are sections, it is the first key in
+    them whose values differ, otherwise ``key`` itself.
+    """
     while isinstance(then, Section) and isinstance(now, Section):
         name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
         key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)
@@ -221,12 +230,13 @@ def first_difference(key: str, then: Any, now: Any) -> Change:
 
 
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
-    """List the keys with these effects whose values differ between a checkpoint's configuration and ``cfg``.
+    """List the configuration keys that differ between a checkpoint and ``cfg``, out of the keys with the
+    given effects.
 
     Args:
-        saved: the configuration in the checkpoint's manifest. Missing keys had their defaults.
+        saved: the configuration in the checkpoint's manifest. A key that it lacks had its default.
         cfg: a loaded configuration.
-        effects: the effects to look for.
+        effects: which keys to compare, by what they affect.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)
@@ -234,7 +244,9 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """Both values of ``key``; if the section around it is null on one side, both values of that section."""
+    """The saved and the current value of ``key``. If a section around it is null on one side, the pair is
+    about that section instead.
+    """
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

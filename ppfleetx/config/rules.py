@@ -1,4 +1,6 @@
-"""Rules between sections: finetuning, sequence lengths, compression, fused products."""
+"""Configuration rules that involve several sections: finetuning, sequence lengths, compression, fused
+operators.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 def glue_task(cfg: RunConfig) -> str | None:
-    """The GLUE task of the configuration; None if no section of Data names one."""
+    """The GLUE task that the datasets of the configuration name; None if none of them is a GLUE task."""
     return next((dataset.name for _, dataset in _datasets(cfg) if dataset.is_glue), None)
 
 
 def num_outputs(cfg: RunConfig) -> int:
-    """The number of outputs of the classification head: ``Model.num_classes``, or else the GLUE task's
-    number.
+    """The number of outputs of the classification head: ``Model.num_classes`` if it is set, or else that of
+    the GLUE task.
     """
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
 
@@ -85,7 +87,7 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """The tokens per sequence of every dataset that the run reads, by configuration key.
+    """The sequence length in tokens of every dataset that the run reads, by configuration key.
 
     ``Data.Test`` is read only for a GLUE task, and an offline evaluation reads only its own file.
     """
@@ -105,10 +107,10 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 
 
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
-    """The sizes of model and data that a plan must divide.
+    """The sizes of a run's model and data that a parallel plan must divide evenly.
 
-    ``seq_len`` is the greatest common divisor of all sequence lengths: a degree that divides it divides each
-    length.
+    ``seq_len`` is the greatest common divisor of all sequence lengths in the run: a degree that divides it
+    divides each of them.
     """
     model = cfg.Model
     return Workload(
@@ -124,26 +126,30 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
 
 def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
-    """The sizes of a mixture of experts that a plan must divide."""
+    """The sizes of a mixture of experts that a parallel plan must divide, as arguments
+    of :class:`Workload`.
+    """
     if model.moe is None:
         return {"num_experts": 0}
     return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """The tokens of a training sequence; without a training set, the model's number of positions."""
+    """The number of tokens in a training sequence; without training data, the model's number of positions."""
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 
 def expert_message_bytes(cfg: RunConfig) -> float:
-    """The mean bytes of hidden states that a rank sends to each expert-parallel rank in one layer."""
+    """The mean number of bytes of hidden states that a rank sends to each expert-parallel rank in
+    one layer.
+    """
     model, plan = cfg.Model, cfg.plan
     rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
-    """Yield the rules on sequence lengths that ``plan`` breaks, for every length that the run uses."""
+    """Check ``plan`` against every sequence length that the run uses, and yield the rules it breaks."""
     written_as = CONFIG_KEYS["seq_len"]
     for key, length in used_lengths(cfg).items():
         for broken in violations(plan, Workload(seq_len=length)):
@@ -153,7 +159,9 @@ def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]
 
 
 def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Yield an error for each sequence, read or generated, that is longer than the model's positions."""
+    """Yield an error for each sequence length, of data or of generated text, that exceeds the model's
+    positions.
+    """
     longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
     for key, length in used_lengths(cfg).items():
         if length > longest:
@@ -229,8 +237,8 @@ Reason = tuple[tuple[str, ...], str]
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """The fused operators for products with weights that a 16-bit run cannot use on any device, with the
-    reason.
+    """The fused operators for matrix products that a 16-bit run with this configuration cannot use on any
+    device. Each has the keys that are the cause, and an explanation.
     """
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
@@ -259,7 +267,7 @@ def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
 
 
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Yield an error for each fused operator that is listed although the run would not use it."""
+    """Yield an error for each operator listed in ``Model.fused_ops`` that the run could not use."""
     listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
     for name, (keys, why) in unusable_fused_ops(cfg).items():
         if name in listed:

@@ -1,4 +1,6 @@
-"""The configuration files shipped with the package, by name: ``gpt/pretrain_gpt_345M_single_card``."""
+"""The configuration files that ship with ppfleetx. Each has a name, such as
+``gpt/pretrain_gpt_345M_single_card``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that a user may w
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """The shipped files by name, sorted, except those in ``_base_``."""
+    """All configuration files that ship with ppfleetx, as ``{name: path}`` sorted by name. Files in
+    ``_base_``, which others build on, are left out.
+    """
     names = {}
     for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
         place = path.relative_to(CONFIGS)
@@ -29,10 +33,12 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str | Path) -> Path:
-    """Find the file given by ``-c``: ``given`` if it exists, else the shipped file with that name.
+    """Find the configuration that the user gave with ``-c``: an existing file or directory, or else the
+    shipped file with that name.
 
-    A name may include folders and ``.yaml``, and may leave out ``gpt/``. A path that is absolute or ends in
-    ``.yaml`` is returned even if it does not exist.
+    The name may be the path of the file or leave out its folder (``gpt/``) and ``.yaml``. If nothing is
+    found, a path that is absolute or ends in ``.yaml`` is returned all the same, and reading it reports that
+    it does not exist.
 
     Raises:
         ConfigError: no shipped file has this name.
@@ -62,7 +68,7 @@ def find_config(given: str | Path) -> Path:
 
 
 def purpose(path: Path) -> str:
-    """The first sentence of a shipped file's leading comment."""
+    """What a shipped configuration is for: the first sentence of the comment at the top of the file."""
     lines = []
     for line in path.read_text("utf-8").splitlines():
         if not line.startswith("#"):
@@ -75,7 +81,8 @@ def purpose(path: Path) -> str:
 
 
 def copy_config(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped file and its bases into ``directory``, and return the files that were written.
+    """Copy a shipped configuration file and the ``_base_`` files that it builds on into ``directory``.
+    Returns the files that were written; equal files that exist already are not among them.
 
     Raises:
         ConfigError: the file is not a shipped one, a target exists with other content, or writing failed.
@@ -103,7 +110,9 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """The texts of a file and of all its bases, by the paths that they get in the copy."""
+    """The texts of a configuration file and of all its ``_base_`` files, by the path that each gets in a
+    copy. ``_base_`` entries name the new paths.
+    """
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]

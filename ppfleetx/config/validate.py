@@ -1,4 +1,6 @@
-"""Validate a tree of YAML values: return the typed configuration, or raise errors in plain words."""
+"""Validate a configuration that was read from YAML: return it as typed sections, or raise errors in plain
+words.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, str]]:
-    """Build the typed configuration from ``tree``. Also returns the place of every value.
+    """Build the typed configuration from ``tree``. Also returns where every value was written, by dotted key.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong. The message lists up to 8 errors.
@@ -42,10 +44,12 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
-    """Build one section from values that do not come from a configuration file.
+    """Build one configuration section from values that were not read from a file, such as arguments in
+    Python.
 
     Raises:
-        ConfigError: as in :func:`validate`; keys are relative to the section, and there are no places.
+        ConfigError: as in :func:`validate`, but keys in the message are relative to the section, and it names
+            no file.
     """
     try:
         return section.model_validate(values)
@@ -54,7 +58,7 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError that shows every key concerned with its value and place."""
+    """Turn ``violation`` into a ConfigError that shows every key concerned, with its value and place."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 
@@ -73,7 +77,9 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
-    """Convert ``node`` to Python values for a field of type ``annotation``. Adds places to ``origins``."""
+    """Convert ``node`` to plain Python values for a field of type ``annotation``. The place of each value is
+    stored in ``origins`` under its dotted key.
+    """
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):
@@ -124,7 +130,7 @@ def _config_error(
 
 
 def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
-    """The dotted key that a pydantic error is about."""
+    """The dotted configuration key that a pydantic error is about."""
     path = _follow(detail["loc"], root)[2]
     cause = detail.get("ctx", {}).get("error")
     return ".".join([*path, *cause.keys[:1]] if isinstance(cause, RuleError) else path)
@@ -155,8 +161,8 @@ def _one_error(
 
 
 def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[Section], Any, list[str]]:
-    """Follow the location of a pydantic error. Returns the innermost section, the field's type, and the parts
-    of the key. Pydantic's labels of union members are left out.
+    """Follow the location in a pydantic error. Returns the innermost section class, the field's type, and the
+    parts of the dotted key. Class names that pydantic inserts for unions are skipped.
     """
     section: type[Section] = root
     annotation: Any = root
@@ -186,7 +192,7 @@ def _value_at(values: Any, key: str) -> Any:
 
 
 def _place_of(key: str, origins: dict[str, str]) -> str | None:
-    """The place of ``key`` or of the nearest mapping around it."""
+    """Where ``key`` or, if that is unknown, the nearest section around it was written."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
     return origins.get(key)

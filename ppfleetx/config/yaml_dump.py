@@ -1,5 +1,7 @@
-"""Write a configuration as YAML with every key. Derived values are written as comments, so that other inputs
-derive other values.
+"""Write a loaded configuration as YAML with every key.
+
+Derived values are written as comments. So they are computed again when the file is used with other values or
+another number of processes.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Stands for a derived value while the YAML is written."""
+    """Marks the position of a derived value until the YAML text is finished, when a comment replaces it."""
 
     number: int
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that also writes placeholders."""
+    """A YAML dumper that can write a :class:`_Placeholder`."""
 
 
 def _represent(dumper: yaml.SafeDumper, one: _Placeholder) -> yaml.Node:
@@ -43,14 +45,16 @@ _Dumper.add_representer(_Placeholder, _represent)
 
 
 def run_record(cfg: RunConfig) -> str:
-    """The text of a run's ``config.yaml``. Training from this file resumes the run."""
+    """The text of the ``config.yaml`` that a run writes into its output directory. Training from this file
+    resumes the run.
+    """
     save_load = cfg.Engine.save_load.model_copy(update={"resume": "auto", "overwrite": False})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return _HEAD + dump_config(cfg.model_copy(update={"Engine": engine}))
 
 
 def dump_config(cfg: RunConfig) -> str:
-    """Write ``cfg`` as YAML with every key. Derived values are written as comments.
+    """Write ``cfg`` as YAML with every key. Derived values become comments.
 
     Loading the YAML for the same number of processes gives an equal configuration.
     """
@@ -61,7 +65,7 @@ def dump_config(cfg: RunConfig) -> str:
 
 
 def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for everything in nested mappings. An empty mapping is a value."""
+    """Yield (dotted key, value) for every value in nested mappings. An empty mapping counts as a value."""
     if not isinstance(tree, dict) or (prefix and not tree):
         yield prefix, tree
         return
@@ -70,13 +74,13 @@ def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_derived(cfg: RunConfig) -> dict[str, Any]:
-    """The plain values of ``cfg`` without derived ones, which are derived again on loading."""
+    """Convert ``cfg`` to nested plain values without the derived ones, which loading computes again."""
     return _tree(cfg, "", cfg, None)
 
 
 def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any] | None) -> dict[str, Any]:
-    """Convert ``section`` to plain values. Derived values are moved to ``derived``, or left out if it is
-    None.
+    """Convert ``section`` to nested plain values. Derived values are left out or, if ``derived`` is a list,
+    appended to it and replaced by placeholders.
     """
     plain = section.model_dump()
     for name in type(section).model_fields:

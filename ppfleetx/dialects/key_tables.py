@@ -1,18 +1,20 @@
-"""Key tables: the keys of a dialect (another toolkit's options) and their translations, read from
-``keys.yaml``.
+"""Key tables: how ppfleetx translates each option of another toolkit, read from the toolkit's ``keys.yaml``.
+The documentation pages of the toolkits are generated from them.
 
-The same tables appear on the dialect's documentation page. Each row has one key, or several separated by
-spaces, and one of these fields:
+Each row has one option, or several separated by spaces, under ``key``, and one of these fields ("native"
+means of ppfleetx's configuration):
 
-- ``to``: the native keys that get the value, unchanged, converted ``by`` one of `CONVERSIONS`, or mapped by
-  ``choices``. ``default`` is the value if none of the row's keys is given.
-- ``joint``: the native keys that a Python rule computes from this key and others.
-- ``fixed``: the key has no effect, for this reason. ``only`` lists the accepted values, if not all are.
-- ``unused``: the key has no meaning here, for this reason.
-- ``refused``: the key is an error, for this reason.
+- ``to``: the native keys that get the option's value: unchanged, or converted by the function that ``by``
+  names in `CONVERSIONS`, or looked up in ``choices``. ``default`` is the value if none of the row's options
+  is given.
+- ``joint``: the native keys that a Python rule computes from this option and others.
+- ``fixed``: why the option has no effect: ppfleetx always does the same. ``only`` lists the accepted values,
+  if others would ask for something else.
+- ``unused``: why the option has no meaning in ppfleetx.
+- ``refused``: why the option is an error.
 
-``says`` is a note for the page. ``*`` matches one part of a dotted key, and ``**`` at the end one or more
-parts.
+``says`` is a note for the documentation page. In an option's dotted name, ``*`` matches one part, and ``**``
+at the end one or more parts.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a dialect.
+    """One option of another toolkit, and how it is translated.
 
     Attributes:
         name: the dotted name, which may contain ``*`` and ``**``.
-        kind: how the key is treated.
-        to: the native keys that it sets, alone or with other keys.
-        convert: converts its value; None if the key sets nothing, or a rule of the dialect reads it.
-        accepts: the values that a fixed key may have; None: any.
-        default: the value to use if the key is not given; None: no default.
+        kind: what becomes of the option: translated, without effect, without meaning, or refused.
+        to: the keys of ppfleetx that it sets, alone or together with other options.
+        convert: converts its value; None if it sets nothing, or if a rule in Python translates it.
+        accepts: the values that an option without effect may have; None: any.
+        default: the value to use if the option is not given; None: no default.
         says: a note on the conversion, the reason, or what to do instead, without a final period.
     """
 
@@ -63,7 +65,9 @@ class Key:
     default: Any = None
 
     def natives(self, value: Any) -> Mapping[str, Any]:
-        """Convert ``value`` to native keys and values. None leaves a native key unset. Raises ValueError."""
+        """Convert the option's ``value`` to ``{key of ppfleetx: value}``. A value of None leaves that key
+        unset. Raises ValueError if the option cannot have this value.
+        """
         found = self.convert(value)
         return found if isinstance(found, Mapping) else dict.fromkeys(self.to, found)
 
@@ -73,9 +77,9 @@ def same(value: Any) -> Any:
 
 
 class KeyTable:
-    """The keys of a dialect, in the order of the documentation.
+    """The options of another toolkit that ppfleetx knows, in the order of the documentation.
 
-    ``normal`` converts a name as users write it to the name in the table.
+    ``normal`` converts a name as users write it (``--num-layers``) to the name in the table (``num_layers``).
     """
 
     def __init__(self, keys: Iterable[Key], normal: Callable[[str], str] = same) -> None:
@@ -87,7 +91,9 @@ class KeyTable:
             raise ValueError("a key occurs twice in the table")
 
     def find(self, name: str) -> Key | None:
-        """Look up a name; None if it is unknown. Exact names win over patterns."""
+        """Look up an option by its name; None if it is unknown. An exact name takes precedence over a pattern
+        with ``*``.
+        """
         name = self._normal(name)
         if name in self._exact:
             return self._exact[name]
@@ -95,7 +101,7 @@ class KeyTable:
         return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
 
     def is_block(self, name: str) -> bool:
-        """Whether ``name`` is a mapping that contains keys of the table."""
+        """Whether ``name`` is that of a mapping in the toolkit's files, i.e. other options are inside it."""
         prefix = f"{self._normal(name)}."
         parts = prefix.split(".")[:-1]
         return any(key.name.startswith(prefix) for key in self.keys) or any(
@@ -104,14 +110,14 @@ class KeyTable:
         )
 
     def nearest(self, name: str) -> str:
-        """A sentence that suggests known keys for an unknown key."""
+        """Write a sentence that suggests known options similar to the unknown option ``name``."""
         return nearest_names(
             self._normal(name), [key.name for key in self.keys if not key.name.endswith("**")]
         )
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """A sentence that suggests names from ``known`` for the unknown ``name``."""
+    """Write a sentence that suggests names in ``known`` that are similar to the unknown ``name``."""
     last = name.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == last]
     near += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
@@ -143,8 +149,9 @@ _WINDOW = re.compile(r"\s*[(\[]?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*[)\]]?\s*",
 
 
 def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Make a conversion from a table of values. It raises ValueError, listing the allowed values, for
-    others."""
+    """Make a conversion that looks a value up in ``words``. For a value that is not in it, the conversion
+    raises ValueError with the allowed ones.
+    """
 
     def convert(value: Any) -> Any:
         for word, meaning in words.items():
@@ -156,7 +163,7 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int | None = None) -> int:
-    """Check that ``value`` is an integer of at least ``least``. Raises ValueError, like all conversions."""
+    """Return ``value`` if it is an integer of at least ``least``, and raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("must be an integer")
     return _at_least(value, least)
@@ -181,8 +188,10 @@ def flag(value: Any) -> bool:
 
 
 def _window(value: Any) -> dict[str, Any]:
-    """Convert the window ``(left, right)``. The right side is ignored for a causal model; a left side of -1
-    means no window."""
+    """Convert an attention window ``(left, right)``, the numbers of visible positions before and after each
+    position. The right side is ignored, because a causal model sees nothing ahead; a left side of -1 means no
+    window.
+    """
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
@@ -225,8 +234,9 @@ def read_file(dialect: str) -> dict[str, Any]:
 def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
-    """Build the tables of a file from its lists of rows, by name. ``prefixes`` are added to all keys of a
-    table."""
+    """Build the key tables in the parsed ``content`` of a ``keys.yaml``, by name. ``prefixes`` gives, for
+    some tables, the prefix of all their options.
+    """
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
         for name, rows in content.items()
@@ -242,7 +252,7 @@ def _keys(row: Mapping[str, Any], prefix: str) -> Iterator[Key]:
     default = row.get("default")
     says = row.get("says", "") if is_mapped else row[column]
     if default is not None:
-        says = "; ".join(filter(None, [says, f"not given: {default}"]))
+        says = "; ".join(filter(None, [says, f"default: {default}"]))
     accepts = tuple(row["only"]) if "only" in row else None
     convert = _conversion(row) if column == "to" else None
     for name in row["key"].split():

@@ -1,4 +1,6 @@
-"""The registry of dialects, and how to recognize the dialect of a file or a command line."""
+"""The other toolkits whose configurations ppfleetx translates (their "dialects"), and how to recognize the
+toolkit of a file or a command line.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,18 @@ _MODULES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Dialect:
-    """The configuration language of another toolkit.
+    """The configuration language of another toolkit, such as Megatron's command line, with its translation.
 
     Attributes:
-        name: the name of its module, and the value of ``--dialect``.
-        title: its name in messages.
-        tables: its key tables, by heading in ``docs/dialects/{name}.md``.
-        of_file: translates a file, given also the remaining command-line arguments.
-        of_arguments: translates a command line without the program's name; None if not supported.
+        name: the value of ``--dialect``, and the name of the package in ``ppfleetx/dialects``.
+        title: the toolkit's name in messages.
+        tables: the key tables of its options, by their heading in ``docs/dialects/{name}.md``.
+        of_file: a function that translates a file, given its path and further command-line arguments.
+        of_arguments: a function that translates a command line without the program's name; None if only files
+            are supported.
         programs: file names of the toolkit's programs, to recognize a command line.
         keys_of_files: top-level keys of its files, to recognize a file.
-        options: normalized names of its options, to recognize a command line.
+        options: names of its options (lower case, with underscores), to recognize a command line.
     """
 
     name: str
@@ -48,13 +51,13 @@ class Dialect:
 
 
 def dialects() -> dict[str, Dialect]:
-    """All dialects, by name."""
+    """All dialects that ppfleetx translates, by name."""
     found = [import_module(f"{__package__}.{name}").DIALECT for name in _MODULES]
     return {one.name: one for one in found}
 
 
 def dialect_named(name: str) -> Dialect:
-    """The dialect ``name``. Raises ConfigError if there is none."""
+    """Find the dialect with this name. Raises ConfigError if there is none."""
     known = dialects()
     if name not in known:
         raise ConfigError(f"must be one of {', '.join(known)}", key="--dialect", value=name)
@@ -62,8 +65,9 @@ def dialect_named(name: str) -> Dialect:
 
 
 def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
-    """The dialect with the most of the top-level ``keys`` of the file ``path``. Raises ConfigError if no
-    dialect has any."""
+    """Find the dialect of the file ``path``: the one that knows most of the file's top-level ``keys``. Raises
+    ConfigError if none knows any.
+    """
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
     if best is None or scores[best] == 0:
@@ -78,9 +82,12 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """Find the dialect of a command line. Returns it and the arguments to pass to its ``of_arguments``.
+    """Find the dialect of a command line. Returns the dialect, and the arguments to pass to its
+    ``of_arguments``.
 
-    These are the whole command line if the launcher has options, otherwise the words after the program.
+    If the command line begins with a launcher that has options, the whole command line is returned, because
+    the launcher's options give the number of processes. Otherwise only what follows the program's name is
+    returned.
     """
     refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]
@@ -104,7 +111,9 @@ def _runs(dialect: Dialect, text: str) -> bool:
 
 
 def _score(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """The number of given options that only this dialect has, and the number that it has."""
+    """How well ``dialect`` fits the ``options`` of a command line: (the number that only it knows, the number
+    that it knows). The highest pair fits best.
+    """
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

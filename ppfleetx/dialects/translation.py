@@ -1,7 +1,7 @@
-"""Translate another toolkit's options to our configuration, using a key table and rules.
+"""Translate the options of another toolkit to ppfleetx's configuration, with a key table and rules.
 
-Each native value remembers the user's values it came from. All functions of the dialects raise ConfigError
-with the key, value and place that the user wrote.
+Each translated value records the user's values that it came from. So a ConfigError can name the option, its
+value and its place as the user wrote them; all functions of the dialects raise it like this.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DEFAULT = "its default"
 
 @dataclass(frozen=True)
 class Native:
-    """A value of our configuration.
+    """A translated value of ppfleetx's configuration.
 
     Attributes:
         value: the plain Python value.
-        origins: the user's values it was derived from; empty if the dialect always sets it.
+        origins: the user's values that it was derived from; empty if every translation sets it.
         why: an explanation for the comment in the YAML output.
     """
 
@@ -43,25 +43,27 @@ class Native:
 
     @property
     def comment(self) -> str:
-        """The origins and the explanation, as a comment for the YAML output."""
+        """The comment on this value in the YAML output: which of the user's values it came from, and why."""
         return "; ".join([*(one.origin for one in self.origins), *filter(None, [self.why])])
 
 
 @dataclass
 class Translation:
-    """The user's values, and the native values they translate to.
+    """The result of a translation: the user's values, and the values of ppfleetx's configuration derived from
+    them.
 
-    Rules read the user's values with :meth:`integer` and similar methods. These return a default if a key is
-    missing or has no value, and raise ConfigError, with key, value and place, if the type is wrong.
+    Rules read the user's values with :meth:`integer`, :meth:`flag`, :meth:`text` and similar methods. These
+    return a default if an option is missing or has no value, and raise ConfigError, with option, value and
+    place, if the value has the wrong type.
 
     Attributes:
         dialect: the toolkit's name, such as "MindFormers".
         place: the file or command line that was translated.
-        native: the values of our configuration, by dotted key.
-        fixed: given keys that have no effect.
-        unused: given keys that have no meaning here.
-        notes: deliberate differences from a run of the toolkit, which are logged.
-        given: all given values, by their names in the key table.
+        native: the values of ppfleetx's configuration, by dotted key.
+        fixed: options that the user gave but that have no effect, because ppfleetx always does the same.
+        unused: options that the user gave but that have no meaning in ppfleetx.
+        notes: messages about deliberate differences from a run of the toolkit, which are logged.
+        given: all the user's values, by the option's name in the key table.
     """
 
     dialect: str
@@ -73,12 +75,13 @@ class Translation:
     given: dict[str, Given] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set a native value; None leaves the key unset. Raises ConfigError if the key already has another
-        value.
+        """Set the key ``key`` of ppfleetx's configuration; None leaves it unset. Raises ConfigError if it
+        already has another value.
 
         Args:
-            sources: the user's values, or their names, that it is derived from. Names that are not given are
-                ignored; if none is given, the value counts as the toolkit's default.
+            sources: what the value was derived from: values of the user, or names of options. Options that
+                the user did not give are ignored; if none was given, the value counts as the toolkit's
+                default.
             why: an explanation for the comment in the YAML output.
         """
         if value is None:
@@ -95,12 +98,12 @@ class Translation:
         self.native[key] = new
 
     def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set a native value, replacing any earlier one."""
+        """Set a key of ppfleetx's configuration like :meth:`put`, but replace any earlier value."""
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
 
     def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
-        """Set a native value to null, for keys whose default is not null."""
+        """Set a key of ppfleetx's configuration to null. This is for keys whose default is another value."""
         self.native[key] = Native(None, self._given(sources), why)
 
     def _given(self, sources: Sequence[str | Given]) -> tuple[Given, ...]:
@@ -114,26 +117,26 @@ class Translation:
         return key in self.given and self.given[key].value is not None
 
     def origins(self, *keys: str) -> tuple[Given, ...]:
-        """The given values among ``keys``."""
+        """The user's values of the options ``keys``, without those that were not given."""
         return tuple(self.given[key] for key in keys if key in self)
 
     def value(self, key: str, default: Any = None) -> Any:
         return self.given[key].value if key in self else default
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
-        """Read an integer of at least ``least``."""
+        """The user's value of the option ``key``, which must be an integer of at least ``least``."""
         return self._read(key, default, partial(integer, least=least))
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
-        """Read a finite number of at least ``least``."""
+        """The user's value of the option ``key``, which must be a finite number of at least ``least``."""
         return self._read(key, default, lambda value: float(number(value, least=least)))
 
     def flag(self, key: str, default: Any = None) -> Any:
-        """Read true or false."""
+        """The user's value of the option ``key``, which must be true or false."""
         return self._read(key, default, flag)
 
     def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """Read one of ``choices``."""
+        """The user's value of the option ``key``, which must be one of ``choices``."""
         return self._read(key, default, choice({one: one for one in choices}))
 
     def _read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
@@ -145,7 +148,7 @@ class Translation:
             raise self.error(key, str(error)) from None
 
     def text(self, key: str, default: Any = None) -> Any:
-        """Read a non-empty text, exactly as the user wrote it."""
+        """The user's value of the option ``key`` as text, exactly as it was written. It must not be empty."""
         if key not in self:
             return default
         one = self.given[key]
@@ -155,12 +158,14 @@ class Translation:
         return value
 
     def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
-        """Create an error about a given key."""
+        """Make a ConfigError about an option that the user gave, with its value and place."""
         one = self.given[key]
         return ConfigError(rule, key=one.key, value=one.value, place=one.place, hint=hint)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
-        """Create an error about several keys, starting with the first given one."""
+        """Make a ConfigError about several options that do not fit together. Those that the user gave are
+        shown with value and place.
+        """
         first, *others = self.origins(*keys)
         also = ", ".join(f"{one.key} = {shown(one.value)} ({one.place})" for one in others)
         return ConfigError(
@@ -169,13 +174,17 @@ class Translation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Messages to log: the notes, and one line with the keys that have no meaning here."""
+        """The messages to log: the notes, and one line that lists the user's options without meaning in
+        ppfleetx.
+        """
         names = ", ".join(dict.fromkeys(one.key for one in self.unused))
         line = [f"keys of {self.dialect} that have no meaning here: {names}"] if names else []
         return (*self.notes, *line)
 
     def tree(self) -> Node:
-        """The native values as a tree, whose places name the user's files, lines and keys."""
+        """The translated configuration as a tree that the loader can check. The places in it name the user's
+        files, lines and options, so error messages do too.
+        """
         root = Node({}, self.place)
         for key, native in self.native.items():
             node = node_of(native.value, native.place)
@@ -184,7 +193,9 @@ class Translation:
         return root
 
     def yaml(self) -> str:
-        """The native configuration as YAML, with a comment for each key."""
+        """The translated configuration as YAML text. A comment on each line says where the value
+        came from.
+        """
         return "\n".join([*self._head(), *_yaml_lines(self.native)]) + "\n"
 
     def _head(self) -> Iterator[str]:
@@ -200,7 +211,9 @@ class Translation:
 
 
 def _as_written(native: Native) -> str | None:
-    """The user's spelling of an unchanged value, so that a text field gets ``007`` and not 7."""
+    """The text of a value as the user wrote it, if the translation left it unchanged, else None. A text field
+    then gets ``007`` and not 7.
+    """
     if len(native.origins) != 1 or isinstance(native.value, str):
         return None
     one = native.origins[0]
@@ -208,7 +221,7 @@ def _as_written(native: Native) -> str | None:
 
 
 def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
-    """Yield YAML lines, with sections in the order of our configuration's documentation."""
+    """Yield the lines of a YAML configuration. Sections are in the order of ppfleetx's documentation."""
     order = {name: index for index, name in enumerate(RunConfig.model_fields)}
     tree: dict[str, Any] = {}
     for key in sorted(native, key=lambda name: order.get(name.split(".")[0], len(order))):
@@ -247,10 +260,11 @@ Rule = Callable[[Translation], None]
 def translate(
     dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
 ) -> Translation:
-    """Translate all given values to native values.
+    """Translate all options that the user gave to ppfleetx's configuration.
 
-    If a name occurs several times in ``given``, the last value is used. Rules run in order, after the keys
-    that are translated individually. Raises ConfigError for unknown and unsupported keys.
+    First ``table`` translates options one by one; then ``rules`` run in order and translate those that depend
+    on each other. If an option occurs several times in ``given``, its last value is used. Raises ConfigError
+    for unknown and unsupported options.
     """
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
@@ -281,8 +295,9 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
-    """Raise ConfigError for the first unsupported key, in the order of the table, which starts with the kind
-    of network."""
+    """Raise ConfigError if the user gave an unsupported option. If there are several, the error is about the
+    one that comes first in the table, which begins with options for other kinds of network.
+    """
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

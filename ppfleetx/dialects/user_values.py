@@ -1,4 +1,6 @@
-"""Read the values of a file or a command line as the user wrote them, and split off the launcher."""
+"""Read options from another toolkit's file or command line as the user wrote them, and strip the launcher
+from a command line.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ class Given:
     """One value as the user gave it to another toolkit.
 
     Attributes:
-        key: the dotted name as the user wrote it (``parallel_config.data_parallel``, ``--num-layers``). For a
-            list of mappings it contains the item's index: ``callbacks.0.type``.
+        key: the dotted name as the user wrote it (``parallel_config.data_parallel``, ``--num-layers``). In a
+            list of mappings it contains the index of the item: ``callbacks.0.type``.
         value: the plain Python value; None if the key has no value.
-        place: ``file:line`` or ``argument 3``.
+        place: where it was written: ``file:line`` or ``argument 3``.
         text: the value as the user wrote it, for plain scalars.
     """
 
@@ -35,10 +37,11 @@ class Given:
 
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
-    """All values in ``tree``, with dotted keys, in file order.
+    """Yield all values in a configuration tree with their dotted keys, in file order. ``prefix`` is put
+    before each key.
 
-    Mappings and lists of mappings are flattened; every other list is one value. An empty mapping becomes
-    None.
+    Mappings and lists of mappings are flattened; every other list is one value. An empty mapping becomes the
+    value None.
     """
     for key, node in tree.value.items():
         name = f"{prefix}{key}"
@@ -56,8 +59,9 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
 
 
 def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -> Iterator[Given]:
-    """All values in a YAML or JSON file. ``prefix`` is added to keys; ``named`` is the user's value that
-    named the file."""
+    """Yield all values in a YAML or JSON file with their dotted keys. ``prefix`` is put before each key.
+    ``named`` is the user's value that gives the path of the file, for error messages.
+    """
     entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
     # JSON may be indented with tabs, which YAML forbids. JSON strings cannot contain raw tabs.
     text = read_text(path, **entry).replace("\t", " ")
@@ -75,14 +79,16 @@ def given_arguments(
     *,
     first: int = 1,
 ) -> Iterator[Given]:
-    """All options of a command line: ``--name value``, ``--name=value``, or a flag without a value.
+    """Yield the options of a command line: ``--name value``, ``--name=value``, or a flag without a value.
 
     Args:
         argv: the arguments, without the program's name.
-        flags: normalized names (:func:`normal_name`) of options without a value; their value is True.
-        many: normalized names of options that take all following values, as a list.
-        known: normalized names of all options; None: unknown. An option that is not in it may be a flag.
-        first: the number of ``argv[0]`` in error messages.
+        flags: names of options without a value; they become True. Here and below, names are in the form of
+            :func:`normal_name`.
+        many: names of options that take all words up to the next option, as a list.
+        known: names of all options; None: unknown. An option that is not among them and has no value counts
+            as a flag.
+        first: the number of ``argv[0]`` on the whole command line, for error messages.
     """
     seen: dict[str, Given] = {}
     position = 0
@@ -123,8 +129,9 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split a list of corpora into names and weights, if each has a number before it: ``0.3 a 0.7 b``.
-    Weights are None otherwise."""
+    """Split a list of corpora into names and weights: ``0.3 a 0.7 b`` gives ``["a", "b"]`` and ``[0.3,
+    0.7]``. If there is not a number before each name, the weights are None.
+    """
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
@@ -133,8 +140,9 @@ def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | Non
 
 
 def normal_name(name: str) -> str:
-    """Normalize an option's name to lower case with underscores and no leading dashes, such as
-    ``num_layers``."""
+    """Normalize the name of an option to lower case with underscores and no leading dashes, such as
+    ``num_layers``.
+    """
     return name.lstrip("-").replace("-", "_").lower()
 
 
@@ -145,10 +153,11 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Split off the launcher, everything up to the first ``*.py``.
+    """Strip a launcher such as ``torchrun`` from a command line: everything up to the first ``*.py``, which
+    is the program.
 
-    Returns the number of processes that the launcher starts (None if unknown), the arguments after the
-    program, and the number of the first of these arguments.
+    Returns the number of processes that the launcher starts (None if unknown), the program's arguments, and
+    the number of the first of them on the command line.
     """
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
@@ -174,7 +183,9 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
 
 
 def refuse_other_models(argv: Sequence[str]) -> None:
-    """Raise ConfigError for a Megatron program that trains another model than GPT."""
+    """Raise ConfigError if the command line runs one of Megatron's programs for models other than GPT
+    (``pretrain_*.py``).
+    """
     for text in argv:
         name = text.rpartition("/")[2]
         if name.startswith("pretrain_") and name.endswith(".py") and name != "pretrain_gpt.py":
@@ -188,8 +199,9 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """The number of processes of the job, from the launcher's environment variables; None without a
-    launcher."""
+    """The number of processes of the job, from the environment variables that launchers set; None without a
+    launcher.
+    """
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

@@ -502,7 +502,10 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--num-experts 8 --moe-apply-probs-on-input", "can only be False: weights multiply what comes out"),
+        (
+            "--num-experts 8 --moe-apply-probs-on-input",
+            "can only be False: the router's weights always multiply the outputs",
+        ),
         (
             "--num-experts 8 --moe-layer-freq [x]*4",
             "--moe-layer-freq = '[x]*4' (argument 25): must be an integer",
@@ -532,10 +535,10 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
         ("--tensor-modell-parallel-size 2", "Did you mean tensor_model_parallel_size"),
         ("--num-layers 6", "is already given (argument 1)"),
         ("--rampup-batch-size 16 16 100", "Global.rampup_batch_size"),
-        ("--lr-decay-tokens 1000", "count steps: give --train-iters"),
+        ("--lr-decay-tokens 1000", "lengths are given in steps: use --train-iters"),
         ("--fp16 --bf16", "a run computes in one precision"),
         ("--bf16 --fp32-residual-connection", "adds the branches of a block in 16 bits too"),
-        ("--fp16-lm-cross-entropy", "the loss is computed in float32"),
+        ("--fp16-lm-cross-entropy", "the loss is always computed in float32"),
         ("--position-embedding-type yarn", "must be learned_absolute, rope, alibi or none"),
         ("--use-alibi-position-embeddings", "biases of layer n are n times as steep"),
         ("--position-embedding-type alibi --use-rotary-position-embeddings", "alibi and rope positions"),
@@ -580,7 +583,7 @@ def test_deepspeeds_file_is_refused_by_line_and_key(tmp_path):
     assert "ds.json:7)" in message
     assert "Did you mean deepspeed_config.fp16.enabled" in message
     ds = deepspeed_file(tmp_path, optimizer={"type": "Adam", "params": {"lr": 1}})
-    assert "take it out of this file" in refusal(f"--deepspeed --deepspeed_config {ds}")
+    assert "remove this block from the file" in refusal(f"--deepspeed --deepspeed_config {ds}")
 
 
 def curriculum(tmp_path: Path, **other) -> str:

@@ -239,7 +239,7 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
             "model.model_config.num_layers=x",
             "Model.num_layers = 'x' (argument 3, model.model_config.num_layers)",
         ),
-        ("parallel.parallel_mode=2", "parallel.parallel_mode = 2 (argument 3): is not built"),
+        ("parallel.parallel_mode=2", "parallel.parallel_mode = 2 (argument 3): is not supported"),
         ("parallel_config.expert_parallel=2", "moe_config.expert_num is 1, and there are no experts"),
         ("model.model_config.compute_dtype=int8", "must be one of 'float32'"),
         ("context.device_target=TPU", "must be one of 'Ascend', 'GPU', 'CPU'"),

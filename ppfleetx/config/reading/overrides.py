@@ -1,4 +1,6 @@
-"""Overrides of values in files: ``-o Section.key=value``, and values of other options."""
+"""Values that replace those in a configuration file: ``-o Section.key=value``, other options, and arguments
+in Python.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, pla
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a key, given by an option other than ``-o`` or by an argument in Python.
+    """A value for a configuration key that an option other than ``-o``, or an argument in Python, gives.
 
     Attributes:
         key: the dotted key.
@@ -50,10 +52,10 @@ class _Read:
 
 
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
-    """Return a copy of ``tree`` with the overrides applied in order.
+    """Return a copy of the configuration ``tree`` with the overrides applied in order.
 
-    A later override may repeat or extend an earlier one. Unknown keys are not an error here: validation finds
-    them.
+    A later override may repeat or extend an earlier one, but not contradict it. Unknown keys are found later,
+    when the configuration is validated.
 
     Raises:
         ConfigError: an override is malformed or contradicts an earlier one.
@@ -113,7 +115,7 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether the value of ``later`` still contains the value of ``earlier``."""
+    """Whether the value that the override ``earlier`` sets is still there after the override ``later``."""
     node: Node | None = later.node
     for part in earlier.path[len(later.path) :]:
         inner = node.value if node is not None else None

@@ -1,4 +1,4 @@
-"""Parse YAML files to a tree of nodes that record their file and line."""
+"""Parse YAML files to trees of nodes that record the file and line of each value."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OF_A_MODEL = "the model in "
 
 @dataclass(frozen=True)
 class Sections:
-    """A configuration given as nested sections, without a file.
+    """A configuration given as nested sections instead of a file.
 
     Attributes:
-        values: plain Python values.
-        place: the origin of the values, for messages.
+        values: the sections as plain Python values.
+        place: where the values come from, for messages.
     """
 
     values: Mapping[str, Any]
@@ -34,21 +34,23 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """The place recorded for values that come from a model's directory."""
+    """The text that is recorded as the place of values read from a model's directory: ``the model in
+    DIRECTORY``.
+    """
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether ``place`` was made by :func:`model_in`."""
+    """Whether ``place`` is that of a value read from a model's directory (see :func:`model_in`)."""
     return place.startswith(_OF_A_MODEL)
 
 
 def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: str | None = None) -> str:
-    """Read the UTF-8 text of ``path``.
+    """Read the UTF-8 text of the configuration file ``path``.
 
     Args:
-        key, value, place: the configuration entry that names the file, for error messages. Without an entry,
-            messages name the path.
+        key, value, place: the configuration entry that names the file, for error messages. None: messages
+            name the path instead.
 
     Raises:
         ConfigError: the file cannot be read, is too large or is not UTF-8.
@@ -87,8 +89,9 @@ def shown_path(path: Path) -> str:
 
 @cache
 def shipped_yaml(path: Path) -> Any:
-    """Load a YAML file of this package, whose values must not be changed. Uses libyaml, if PyYAML has it:
-    the parser in Python takes a tenth of a program's start."""
+    """Load a YAML file that is part of this package. The result is cached, so callers must not change it. It
+    uses libyaml if PyYAML has it, because the parser in Python would take a tenth of a program's start.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(path.read_text("utf-8"), loader)  # noqa: S506 - safe, both of them
 
@@ -107,11 +110,11 @@ def read_yaml(
     place: str | None = None,
     is_ours: bool = True,
 ) -> Node:
-    """Read the mapping in the file ``path``.
+    """Read a YAML file that contains a mapping, as a tree of nodes.
 
     Args:
-        key, value, place: the entry that names the file; see :func:`read_text`.
-        is_ours: see :func:`parse_yaml`.
+        key, value, place: the configuration entry that names the file; see :func:`read_text`.
+        is_ours: whether it is a file of ppfleetx; see :func:`parse_yaml`.
 
     Raises:
         ConfigError: the file cannot be read, or its content is no mapping.
@@ -129,20 +132,21 @@ def read_yaml(
 
 
 def made_sections(path: Path, place: str) -> Sections:
-    """Read the sections of a generated file. The user has never seen the file, so messages name ``place``,
-    the origin of its values.
+    """Read the sections in a configuration file that ppfleetx generated. The user has never seen this file,
+    so error messages name ``place`` instead, from which it was generated.
     """
     return Sections(plain_value(read_yaml(path)), place)
 
 
 def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool = True) -> Node | None:
-    """Parse one YAML document; None if it is empty.
+    """Parse the text of one YAML document to a tree of nodes; None if it is empty.
 
     Args:
-        place: the source of the text, for messages and nodes.
-        with_lines: whether to add line numbers to places.
-        is_ours: whether to apply the rules of this program's files. In files of other toolkits, a key may
-            contain dots or be repeated with an equal value, and ``<<`` merges mappings.
+        place: where the text comes from (a file or an option), for messages and nodes.
+        with_lines: whether to add line numbers to the places of nodes.
+        is_ours: True applies the rules of ppfleetx's own files: no dots in keys, no repeated keys, no merge
+            keys. False is for files of other toolkits: a key may contain dots or be repeated with an equal
+            value, and ``<<`` merges mappings.
 
     Raises:
         ConfigError: the text is not valid YAML or breaks a rule.
@@ -166,8 +170,8 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that leaves unquoted scalars as text: :func:`plain_scalar` decides their values, not YAML
-    1.1.
+    """A YAML loader that leaves unquoted scalars as text. :func:`plain_scalar` parses them later, because the
+    rules of YAML 1.1 differ.
     """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
@@ -176,14 +180,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Tree:
-    """Converts PyYAML nodes to a tree of :class:`Node`."""
+    """Converts the nodes of PyYAML to :class:`Node`, which record file and line."""
 
     def __init__(self, place: str, with_lines: bool, is_ours: bool) -> None:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """Convert ``node`` and everything below it. ``path`` holds the keys and indices that lead to
-        ``node``.
+        """Convert ``node`` and everything below it. ``path`` holds the keys and indices that lead to it, for
+        messages.
         """
         where = self._where(node)
         if node.tag not in _TAGS:
@@ -231,7 +235,7 @@ def _refuse(rule: str, path: tuple[str, ...], place: str) -> NoReturn:
 
 
 def key_problem(key: str, *, is_ours: bool = True) -> str | None:
-    """The reason why ``key`` cannot be the key of a mapping; None if it can."""
+    """The reason why ``key`` is not allowed as a key in a mapping; None if it is allowed."""
     if not key.strip():
         return "a key must be a plain word, and this one is empty"
     if is_ours and key == "<<":

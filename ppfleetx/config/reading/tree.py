@@ -1,4 +1,6 @@
-"""A tree of configuration values that record where they were written: scalars, comparison, merging."""
+"""Trees of configuration values that record where each value was written: parsing scalars, comparing,
+merging.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _WORDS = {
 
 @dataclass(slots=True)
 class Node:
-    """A value of the configuration. A dict or list contains further nodes.
+    """A value in a configuration tree. A dict or list contains further nodes.
 
     Attributes:
         place: where the value was written, e.g. ``file:line``.
@@ -38,8 +40,8 @@ class Node:
 
 
 def plain_scalar(text: str) -> Any:
-    """Parse an unquoted scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and ``1:30`` is
-    text.
+    """Parse an unquoted YAML scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and ``1:30``
+    is text.
     """
     if text in _WORDS:
         return _WORDS[text]
@@ -51,17 +53,18 @@ def plain_scalar(text: str) -> Any:
 
 
 def is_index(text: str) -> bool:
-    """Whether ``text`` is the index of a list item (``str.isdigit`` accepts more than ``int`` does)."""
+    """Whether ``text`` can be the index of a list item, i.e. consists of a few ASCII digits."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def is_argument(place: str) -> bool:
-    """Whether a value with this place was given on the command line or in Python, not in a file."""
+    """Whether ``place`` is that of a value given on the command line or in Python, not in a file."""
     return place.startswith("-") or place.isidentifier()
 
 
 def node_of(value: Any, place: str, key: str | None = None) -> Node:
-    """Convert Python values to a tree. ``key`` is the dotted key of ``value``, for messages.
+    """Convert plain Python values to a tree of nodes, all with the same ``place``. ``key`` is the dotted key
+    of ``value``, for error messages.
 
     Raises:
         ConfigError: a value has a type that a configuration cannot hold.
@@ -82,7 +85,7 @@ def node_of(value: Any, place: str, key: str | None = None) -> Node:
 
 
 def copy_tree(node: Node) -> Node:
-    """Copy ``node`` and everything below it, for functions that change trees in place."""
+    """Copy ``node`` and everything below it, so that the copy can be changed in place."""
     if isinstance(node.value, dict):
         return Node({key: copy_tree(child) for key, child in node.value.items()}, node.place, node.text)
     if isinstance(node.value, list):
@@ -91,7 +94,8 @@ def copy_tree(node: Node) -> Node:
 
 
 def put(tree: Node, path: Sequence[str], node: Node) -> None:
-    """Put a copy of ``node`` at ``path`` in ``tree``. Missing mappings on the path are created.
+    """Store a copy of ``node`` in ``tree``, at the keys and indices in ``path``. Missing mappings on the way
+    are created.
 
     Raises:
         ConfigError: the path leads through a single value, or an index is not in its list.
@@ -118,7 +122,7 @@ def put(tree: Node, path: Sequence[str], node: Node) -> None:
 
 
 def plain_value(node: Node) -> Any:
-    """Convert ``node`` to plain Python values."""
+    """Convert a tree of nodes to plain Python values."""
     if isinstance(node.value, dict):
         return {key: plain_value(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -127,7 +131,7 @@ def plain_value(node: Node) -> Any:
 
 
 def same_value(one: Node, other: Node) -> bool:
-    """Whether two nodes have equal values. ``1`` equals ``1.0``; ``true`` equals neither."""
+    """Whether two nodes have equal values. ``1`` equals ``1.0``, but ``true`` equals neither."""
     a, b = one.value, other.value
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_value(node, b[key]) for key, node in a.items())
@@ -137,10 +141,11 @@ def same_value(one: Node, other: Node) -> bool:
 
 
 def merge(base: Node, top: Node, path: str = "") -> Node:
-    """Merge ``top`` over ``base``: mappings are merged key by key, everything else is replaced.
+    """Merge the tree ``top`` over ``base``. Mappings are merged key by key; any other value of ``top``
+    replaces that of ``base``.
 
-    ``_inherited_: False`` in a mapping of ``top`` drops the base's mapping there. ``path`` is the dotted key
-    of both nodes, followed by a dot, for messages.
+    A mapping in ``top`` with ``_inherited_: False`` replaces the mapping in ``base`` instead of being merged
+    with it. ``path`` is the dotted key of both nodes with a final dot, for error messages.
     """
     if not isinstance(top.value, dict) or not isinstance(base.value, dict):
         return strip_marks(top)
@@ -163,7 +168,9 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
 
 def strip_marks(node: Node) -> Node:
-    """Remove ``_inherited_`` keys, which mean nothing without a base."""
+    """Remove the keys ``_inherited_`` from a tree. They control merging, and mean nothing in a file without a
+    base.
+    """
     if isinstance(node.value, dict):
         items = {key: strip_marks(child) for key, child in node.value.items() if key != "_inherited_"}
         return Node(items, node.place, node.text)

@@ -1,4 +1,4 @@
-"""Section ``Compress``: quantization, pruning and distillation."""
+"""Configuration section ``Compress``: quantization, pruning and distillation."""
 
 from __future__ import annotations
 
@@ -40,13 +40,16 @@ _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
 def is_of_quantizer(name: str) -> bool:
-    """Whether the parameter with this canonical name stores how a linear is quantized."""
+    """Whether the parameter with this name belongs to the quantizer of a linear layer: it holds a scale or a
+    clipping bound, not a weight.
+    """
     return f".{QUANTIZER}." in name
 
 
 class QuantizationConfig(Section):
-    """Quantization-aware training of the linears of the blocks. Weights and inputs are rounded to a grid of
-    `2^bits - 1` numbers; gradients pass as if nothing were rounded.
+    """Quantization-aware training of the linear layers in the transformer blocks. The forward pass rounds
+    their weights and inputs to `2^bits - 1` levels; the backward pass computes gradients as if nothing were
+    rounded.
 
     Embeddings, norms, biases and the head are not quantized.
     """
@@ -83,7 +86,9 @@ class QuantizationConfig(Section):
     """Do not train the embeddings."""
 
     def quantizes(self, name: str, kind: str) -> bool:
-        """Whether the linear with this canonical name, of a kind in :data:`LINEAR_KINDS`, is quantized."""
+        """Whether the linear layer ``name`` is quantized in training. ``kind`` says how tensor parallelism
+        divides it, a name in :data:`LINEAR_KINDS`.
+        """
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
         if name.endswith("attention.kv_up"):  # decoding multiplies queries by this weight, not its own input
@@ -99,8 +104,8 @@ class QuantizationConfig(Section):
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
     def unknown_layers(self, num_layers: int, names: Sequence[str]) -> Iterator[RuleError]:
-        """Yield an error for each skipped layer that the model does not have, and for each pattern that
-        matches none of ``names``, the canonical names of the linears.
+        """Yield an error for each block in ``skip_tensor_map`` that the model does not have, and for each
+        pattern in ``skip_layers`` that matches none of ``names``, the names of the model's linear layers.
         """
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
@@ -133,13 +138,14 @@ class QuantizationConfig(Section):
 
 @dataclass(frozen=True)
 class Form:
-    """The storage format of a quantized matrix.
+    """The storage format of a quantized weight matrix.
 
     Attributes:
         bits: bits per element, 8 or 4.
         group_size: the number of input features that share a scale; None: all.
-        activation_bits: 8 if inputs are rounded to 8 bits before the product; None if not.
-        asymmetric: whether each group also has an offset.
+        activation_bits: 8 if the layer's inputs are rounded to 8 bits before the product; None if they are
+            not.
+        asymmetric: whether each group has an offset besides its scale.
     """
 
     bits: int
@@ -149,11 +155,11 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """The storage of the weights of a quantized checkpoint. `ppfleetx quantize` writes this section; do not
-    write it by hand.
+    """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section; do not write it
+    by hand.
 
-    Linears of the blocks have `bits` bits; the word embedding and the head have 8 bits. Without `asymmetric`,
-    each row of the embedding and each output of the head has one scale.
+    The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. Without
+    `asymmetric`, each row of the embedding and each output of the head has one scale.
     """
 
     bits: Literal[8, 4] = 8
@@ -171,7 +177,7 @@ class WeightsConfig(Section):
     `*.mlp.fc2`."""
 
     def form_of(self, name: str) -> Form | None:
-        """The storage format of the layer with this canonical name; None: not quantized."""
+        """The storage format of the weight matrix of layer ``name``; None if it is not quantized."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return None
         if not name.startswith("decoder."):
@@ -187,11 +193,12 @@ class WeightsConfig(Section):
 
 class PruneConfig(Section):
     """Structured pruning during training: the attention heads (key/value heads with their query heads) and
-    feed-forward units with the smallest weights are set to zero, the same number in each layer, and stay
-    zero. `ppfleetx prune` removes them from the checkpoint.
+    feed-forward units with the smallest weights are set to zero and stay zero. Each layer loses the same
+    number. `ppfleetx prune` removes them from the checkpoint afterwards.
 
-    Without a schedule, all are removed before the first step. With one, the share removed after t steps is
-    `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta, 2017).
+    Without a schedule (`end_step: null`), all are set to zero at once after `begin_step` steps. With one, the
+    share after t steps is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta,
+    2017).
     """
 
     enable: Bool = False
@@ -213,17 +220,19 @@ class PruneConfig(Section):
 
     @property
     def last_step(self) -> int:
-        """The step after which the whole ratio is removed."""
+        """The number of steps after which the whole share ``ratio`` is removed."""
         return self.begin_step if self.end_step is None else self.end_step
 
     def is_due(self, step: int) -> bool:
-        """Whether heads or units are removed after ``step`` steps."""
+        """Whether the schedule removes heads or units after ``step`` optimizer steps."""
         if step == self.last_step:
             return True
         return self.begin_step <= step < self.last_step and (step - self.begin_step) % self.frequency == 0
 
     def share_after(self, step: int) -> float:
-        """The share removed after ``step`` steps, from 0 to ``ratio``."""
+        """The share of heads or units that the schedule has removed after ``step`` optimizer steps, from 0 to
+        ``ratio``.
+        """
         if step >= self.last_step:
             return self.ratio
         if step < self.begin_step:
@@ -242,16 +251,18 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """``share`` of ``total``, rounded down: the number of heads, units or experts to remove."""
+    """How many of ``total`` heads, units or experts to remove for this ``share``, rounded down."""
     return int(total * share + 1e-9)
 
 
 class DistillConfig(Section):
-    """Distillation: the model learns from the outputs of a teacher as well as from the text (Hinton et al.,
-    2015).
+    """Distillation: the model (the student) learns from the outputs of a teacher model as well as from the
+    text (Hinton et al., 2015).
 
     The loss of a token is `hard_weight` times its cross entropy plus `soft_weight` times `temperature^2`
-    times the divergence of the student's distribution from the teacher's, both at `temperature`."""
+    times the divergence of the student's distribution from the teacher's. Both distributions are computed at
+    `temperature`.
+    """
 
     teacher: PathText
     """Checkpoint of the teacher, of any plan and size, with the same tokenizer."""
@@ -268,7 +279,7 @@ class DistillConfig(Section):
 
 
 class CompressConfig(Section):
-    """Quantization, pruning and distillation, for smaller models."""
+    """Quantization, pruning and distillation, which make a model smaller."""
 
     Quantization: QuantizationConfig | None = None
     """Quantization-aware training; null: none."""
@@ -281,12 +292,12 @@ class CompressConfig(Section):
 
     @property
     def quantization(self) -> QuantizationConfig | None:
-        """The settings of quantization in training; None if it is off."""
+        """The section ``Quantization`` if it is enabled, else None."""
         return self.Quantization if self.Quantization is not None and self.Quantization.enable else None
 
     @property
     def pruning(self) -> PruneConfig | None:
-        """The settings of pruning in training; None if it is off."""
+        """The section ``Prune`` if it is enabled, else None."""
         return self.Prune if self.Prune is not None and self.Prune.enable else None
 
     def violations(self) -> Iterator[RuleError]:

@@ -1,4 +1,4 @@
-"""Section ``Data``: corpora, sampling, loading and the tokenizer."""
+"""Configuration section ``Data``: datasets, the order of samples, loading and the tokenizer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", 
 
 
 def split_shares(split: str | Sequence[float]) -> tuple[float, ...]:
-    """Parse a corpus's ``split``, ``"949,50,1"`` or ``[949, 50, 1]``, to numbers."""
+    """Parse a corpus's ``split`` to numbers: the shares of training, evaluation and test, ``"949,50,1"`` or
+    ``[949, 50, 1]``.
+    """
     return tuple(map(float, re.split(r"[,/\s]+", split.strip()) if isinstance(split, str) else split))
 
 
@@ -127,17 +129,17 @@ class DatasetConfig(Section):
 
     @property
     def is_corpus(self) -> bool:
-        """Whether samples are cut from token corpora, not read from records of text files."""
+        """Whether samples are cut from corpora of token ids, rather than being records of text files."""
         return DATASETS.traits(self.name).kind == "corpus"
 
     @property
     def is_texts(self) -> bool:
-        """Whether samples are records of text files, which a tokenizer encodes."""
+        """Whether samples are records of text files (such as JSON lines) that ``Data.tokenizer`` encodes."""
         return DATASETS.traits(self.name).kind == "texts"
 
     @property
     def is_glue(self) -> bool:
-        """Whether this is a GLUE task."""
+        """Whether the dataset is that of a GLUE task."""
         return DATASETS.traits(self.name).num_outputs is not None
 
     def _is_set(self, key: str) -> bool:
@@ -163,7 +165,7 @@ class DatasetConfig(Section):
 
 
 class SamplerConfig(Section):
-    """The order of samples."""
+    """The order in which samples are read, and what becomes of an incomplete last batch."""
 
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
     """Continues after the consumed samples, with the same global batches under every parallel plan."""
@@ -176,14 +178,14 @@ class SamplerConfig(Section):
 
 
 class LoaderConfig(Section):
-    """Loading of batches."""
+    """How batches are prepared ahead of time."""
 
     num_workers: CountInt = 1
     """Threads that prepare batches ahead of time; 0: the training thread itself."""
 
 
 class DataSplitConfig(Section):
-    """One of the sections Train, Eval and Test."""
+    """The data of training (`Data.Train`), evaluation (`Data.Eval`) or test (`Data.Test`)."""
 
     dataset: DatasetConfig = DatasetConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -191,17 +193,17 @@ class DataSplitConfig(Section):
 
     @property
     def shuffles_for_training(self) -> bool:
-        """Whether each pass over Train has a new random order."""
+        """Whether each pass over these data, as training data, has a new random order."""
         traits = DATASETS.traits(self.dataset.name)
         return self.sampler.shuffle or (traits.kind != "corpus" and traits.shuffled)
 
     def key_of(self, mode: str, name: str) -> str:
-        """The dotted key of the dataset's field ``name`` in the section ``Data.<mode>``."""
+        """The dotted key that sets the dataset's field ``name`` in ``Data.<mode>``, for messages."""
         return f"Data.{mode}.dataset.{name}"
 
 
 class EvalSetConfig(Section):
-    """One of several evaluation sets: the keys that replace those of `Data.Eval.dataset`."""
+    """One of several evaluation sets. Its keys replace those of `Data.Eval.dataset`."""
 
     SAYS: ClassVar[str] = "a path, or a mapping with input_dir, weights, split and options"
 
@@ -220,7 +222,7 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Return ``dataset`` with the values of this set.
+        """Return a copy of ``dataset`` in which the keys that this set gives are replaced.
 
         Raises:
             RuleError: the result breaks a rule of datasets.
@@ -262,7 +264,7 @@ class EvalConfig(DataSplitConfig):
                 yield RuleError(keys, violation.rule)
 
     def of_set(self, name: str) -> EvalConfig:
-        """The evaluation section for the set ``name`` alone."""
+        """A copy of this section with only the evaluation set ``name``."""
         one = self.model_copy(update={"dataset": self.sets[name].over(self.dataset), "sets": {}})
         one._set = name
         return one
@@ -274,7 +276,9 @@ class EvalConfig(DataSplitConfig):
 
 
 class TokenizerConfig(Section):
-    """Byte-level BPE files: `dir`, or `tokenizer_file`, or `vocab_file` with `merges_file`."""
+    """The tokenizer: byte-level BPE files, given by `dir`, or by `tokenizer_file`, or by `vocab_file` with
+    `merges_file`.
+    """
 
     name: Annotated[str, Registered(TOKENIZERS)] = "BPE"
     """BPE reads the files below; another name is a tokenizer of your own (docs/extending.md)."""
@@ -314,8 +318,8 @@ class DataConfig(Section):
     it."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
-        """Yield the sections among ``modes`` (``Train``, ``Eval``, ``Test``) that are set, as (mode,
-        section). Each evaluation set is a separate section.
+        """Yield (mode, section) for each of ``modes`` (``Train``, ``Eval``, ``Test``) that is set. If there
+        are several evaluation sets, each of them is yielded as a separate section.
         """
         for mode in modes:
             section = getattr(self, mode)

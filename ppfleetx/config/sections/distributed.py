@@ -1,4 +1,4 @@
-"""Section ``Distributed``: the degrees of each kind of parallelism."""
+"""Configuration section ``Distributed``: the degree of each kind of parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppfleetx.config.pipeline_schedules import PipelineSchedule
 
 
 class ShardingConfig(Section):
-    """Optimizer states, gradients and parameters divided over the sharding ranks (ZeRO)."""
+    """ZeRO sharding: optimizer states, gradients and parameters are divided over the sharding ranks."""
 
     sharding_degree: Degree = 1
     """Ranks that share one copy of the states; they also split the batch."""
@@ -28,8 +28,9 @@ class ShardingConfig(Section):
 
 
 class DistributedConfig(Section):
-    """World size = dp x mp x pp x sharding x sep. Experts divide the ranks of a pipeline stage
-    independently."""
+    """The degrees of parallelism. The number of processes is dp x mp x pp x sharding x sep. The experts of a
+    layer are divided among the ranks of a pipeline stage independently of the other degrees.
+    """
 
     dp_degree: Degree | None = None
     """Data-parallel replicas; null: the world size divided by the other degrees (1 if it is not known)."""
@@ -76,14 +77,14 @@ class DistributedConfig(Section):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """The size of a gradient bucket that is sent during the backward pass; None if gradients are sent
-        after the pass.
+        """The size in bytes of the buckets in which gradients are sent during the backward pass; None if they
+        are sent after it.
         """
         return self.packed_bytes if self.sharding.reduce_overlap else None
 
     @property
     def packed_bytes(self) -> int:
-        """The bytes of gradients packed into messages at a time."""
+        """The number of bytes of gradients that are packed into messages at a time (``bucket_size``)."""
         return int(self.bucket_size * 2**20)
 
     def violations(self) -> Iterator[RuleError]:
@@ -108,8 +109,8 @@ class DistributedConfig(Section):
                 yield RuleError(("noop_layers",), f"place {repeated[0]} is named twice")
 
     def layers_of_chunks(self, num_layers: int, virtual_pp_degree: int) -> tuple[int, ...] | None:
-        """The number of layers of each chunk in model order; None if neither ``pp_layers`` nor
-        ``noop_layers`` is set.
+        """The number of layers of each pipeline chunk in model order, as ``pp_layers`` or ``noop_layers``
+        give it. None if neither is set, so that all chunks are equal.
         """
         if self.pp_layers is not None:
             rows = (row if isinstance(row, tuple) else (row,) for row in self.pp_layers)

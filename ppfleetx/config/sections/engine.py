@@ -1,4 +1,6 @@
-"""Sections ``Global``, ``Engine`` and ``Profiler``: the run itself."""
+"""Configuration sections ``Global``, ``Engine`` and ``Profiler``: device, batch sizes, training loop,
+profiling.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ class GlobalConfig(Section):
 
 
 class MixedPrecisionConfig(Section):
-    """Mixed precision: computation in 16 bits."""
+    """Mixed precision: which operations compute in 16 bits, and the loss scale."""
 
     enable: Literal["auto"] | Bool = False
     """Compute in `dtype` instead of float32; auto: do so if the device supports it. The log says which."""
@@ -200,7 +202,9 @@ class SpikeConfig(Section):
 
 
 class _NamedPart(Section):
-    """A registered part with options. In YAML, a name alone is a part without options."""
+    """A registered part, such as a callback, with its options. In YAML, a name alone stands for the part
+    without options.
+    """
 
     SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 
@@ -211,7 +215,7 @@ class _NamedPart(Section):
 
 
 class CallbackConfig(_NamedPart):
-    """One callback."""
+    """One callback of the training loop."""
 
     name: Annotated[str, Registered(CALLBACKS)]
     """A built-in name, or one that a plugin has registered."""
@@ -236,7 +240,7 @@ class LoggerConfig(_NamedPart):
 
 
 class EngineConfig(Section):
-    """The training loop."""
+    """The training loop: its length, logging, evaluation, checkpoints and checks."""
 
     max_steps: PositiveInt = 500000
     """Optimizer steps of the run; it ends with a checkpoint."""
@@ -297,7 +301,7 @@ class EngineConfig(Section):
 
 
 class ProfilerSummaryConfig(Section):
-    """Tables printed at the end of the profile."""
+    """Which tables are printed at the end of a profile."""
 
     overview: Bool = True
     """Time by kind of event."""

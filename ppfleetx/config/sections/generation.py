@@ -1,4 +1,6 @@
-"""Sections ``Generation``, ``Inference``, ``Offline_Eval`` and ``Serve``: using a trained model."""
+"""Configuration sections ``Generation``, ``Inference``, ``Offline_Eval`` and ``Serve``: using a trained
+model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ READ_BY = {
 
 
 def _id_of_text(value: Any) -> Any:
-    """Convert a token id written as text, as in the keys of a JSON object, to a number."""
+    """Validator that converts a token id in quotes to a number. Keys of JSON objects are always strings."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
@@ -45,7 +47,7 @@ JsonSchema = Annotated[dict[str, Any], Says("a JSON schema (a mapping)")]
 
 
 class StructuredOutputs(Section):
-    """The format that a continuation must have; give exactly one key. It needs the package llguidance (`pip
+    """The format that generated text must have; give exactly one key. It needs the package llguidance (`pip
     install 'ppfleetx[structured]'`).
     """
 
@@ -75,7 +77,9 @@ class StructuredOutputs(Section):
 
 
 class TokenOptions(Section):
-    """The choice of each token: keys of section `Generation`, and fields of the server's requests."""
+    """How each next token is chosen. These keys are in section `Generation`, and requests to the server may
+    give them as well.
+    """
 
     temperature: NonNegativeFloat = 1.0
     """Sampling: logits are divided by this; 0: the most likely token."""
@@ -117,7 +121,7 @@ class TokenOptions(Section):
 
 
 class GenerationConfig(TokenOptions):
-    """Generation of text."""
+    """How text is generated: strategy, lengths, end, prompts."""
 
     decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
     """Take the most likely token, sample a token, or run beam search."""
@@ -172,12 +176,13 @@ class GenerationConfig(TokenOptions):
 
     @property
     def end_ids(self) -> tuple[int, ...] | None:
-        """`eos_token_id` as a tuple without repetitions."""
+        """The ids in ``eos_token_id`` as a tuple without duplicates; None if it is null."""
         given = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
         return None if given is None else tuple(dict.fromkeys(given))
 
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """Return the first of ``keys`` that is set but used only by another strategy, with that strategy.
+        """Find the first of ``keys`` that is set although only another strategy than ``decode_strategy`` uses
+        it. Returns (key, that strategy), or None.
 
         A seed does not count: without sampling, every seed gives the same result.
         """
@@ -240,7 +245,7 @@ class GenerationConfig(TokenOptions):
 
 
 class TensorRTConfig(Section):
-    """TensorRT subgraphs of the exported model (GPU)."""
+    """How TensorRT runs parts of an exported model on a GPU."""
 
     max_batch_size: PositiveInt = 1
     """Largest batch."""
@@ -267,8 +272,9 @@ class TensorRTConfig(Section):
 
 
 class InferenceConfig(Section):
-    """How `ppfleetx infer` runs an exported model. Keys that the `Generation` section does not set are taken
-    from the export."""
+    """How `ppfleetx infer` runs an exported model. Options of generation that section `Generation` does not
+    set are taken from the export.
+    """
 
     model_dir: PathText = "./output"
     """The output directory of `ppfleetx export`, or `rank_0` in it."""
@@ -336,8 +342,9 @@ API_KEY_VARIABLE = "PPFLEETX_API_KEY"
 
 
 class ServeConfig(Section):
-    """The HTTP server of `ppfleetx serve`. Each request brings its own options for generation, with the
-    defaults of OpenAI's interface. Of section `Generation`, only `eos_token_id` is used."""
+    """The HTTP server of `ppfleetx serve`. Each request brings its own options of generation, with the
+    defaults of OpenAI's API. Of section `Generation`, the server uses only `eos_token_id`.
+    """
 
     host: Name = "127.0.0.1"
     """Address to listen on; `0.0.0.0` is every address of the machine."""

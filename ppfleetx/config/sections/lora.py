@@ -1,4 +1,6 @@
-"""Section ``Model.lora``: low-rank adapters beside frozen weights."""
+"""Configuration section ``Model.lora``: low-rank adapters that are trained while the model's weights are
+frozen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ BLOCK_LINEARS = (
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al., 2021): a linear `x W` becomes `x W + alpha / rank * x A B`.
+    """Low-rank adapters (Hu et al., 2021): the product `x W` of a linear layer becomes `x W + alpha / rank *
+    x A B`.
 
     A and B are trained, and so is a new classification head; everything else is frozen. A `[in, rank]` starts
     as N(0, 1 / in) and B `[rank, out]` as 0, so the model does not change at first.
@@ -45,12 +48,13 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """Whether the linear with this canonical name has an adapter."""
+        """Whether the linear layer ``name``, such as ``decoder.layers.0.attention.qkv``, has an adapter."""
         return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
     def unmatched_targets(self, names: Sequence[str]) -> Iterator[RuleError]:
-        """Yield an error, relative to section ``Model``, for each pattern that matches none of ``names``, the
-        canonical names of the linears. The default patterns are not checked.
+        """Yield an error for each pattern in ``targets`` that matches none of ``names``, the names of the
+        model's linear layers. Keys in the errors are relative to section ``Model``. The default patterns are
+        not checked, because no model has all the layers that they name.
         """
         if self.targets != LoraConfig.model_fields["targets"].default:
             yield from unmatched("lora.targets", self.targets, names)
@@ -61,8 +65,8 @@ class LoraConfig(Section):
 
 
 def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[RuleError]:
-    """Yield an error for ``key`` for each pattern that matches none of ``names``, the canonical names of
-    linears.
+    """Yield an error about ``key`` for each of its ``patterns`` that matches none of ``names``, the names of
+    the model's linear layers.
     """
     for pattern in patterns:
         if not any(map(_any_of((pattern,)).match, names)):
@@ -76,5 +80,5 @@ def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterat
 
 @lru_cache
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """A regular expression that matches whole names that match one of the patterns."""
+    """Compile a regular expression that matches a name if one of the patterns matches all of it."""
     return re.compile("|".join(map(translate, patterns)))

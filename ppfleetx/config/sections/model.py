@@ -1,4 +1,4 @@
-"""Section ``Model``: the network and its computation."""
+"""Configuration section ``Model``: the sizes and variants of the network, and how it is computed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ _LAYER_LISTS = ("attention_window_layers", "rotary_layers", "recompute_layers", 
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
-    Keys and values of all heads are computed from one compressed vector per position. Another part of each
-    key, shared by all heads, carries the position. Decoding caches only these two vectors.
+    Keys and values of all heads are computed from one compressed vector per position. A second vector per
+    position, shared by all heads, is the part of each key with rotary positions. Decoding caches only these
+    two vectors.
     """
 
     q_rank: Size | None = None
@@ -73,7 +74,7 @@ class LatentAttentionConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head's query and key."""
+        """The width of a head's query and key: the parts with and without positions together."""
         return self.nope_head_dim + self.rope_head_dim
 
     def violations(self) -> Iterator[RuleError]:
@@ -82,7 +83,9 @@ class LatentAttentionConfig(Section):
 
 
 class ModelConfig(Section):
-    """The GPT and its computation. Lengths are in tokens, widths in features."""
+    """The network: its sizes, its variants, and how it is computed. Lengths are in tokens, widths in
+    features.
+    """
 
     module: Annotated[str, Registered(MODULES)] = "GPTModule"
     """The task of the model: pretraining, offline evaluation, generation or finetuning, or a task of your own
@@ -260,22 +263,28 @@ class ModelConfig(Section):
 
     @property
     def task(self) -> ModuleTraits:
-        """The traits of the task named by `module`."""
+        """The traits of the task that ``module`` names, such as whether the task classifies."""
         return MODULES.traits(self.module)
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP's activation has a gate, which makes the first linear twice as wide."""
+        """Whether the MLP's activation has a gate (SwiGLU), which makes the first linear layer twice
+        as wide.
+        """
         return ACTIVATIONS.traits(self.hidden_act).gated
 
     @property
     def positions(self) -> PositionTraits:
-        """The traits of the position encoding."""
+        """The traits of the position encoding that ``position_embedding_type`` names, such as whether it has
+        a table.
+        """
         return POSITIONS.traits(self.position_embedding_type)
 
     @property
     def padded_vocab_size(self) -> int:
-        """The rows of the embedding table: `vocab_size` rounded up to the divisible unit."""
+        """The number of rows of the embedding table: ``vocab_size`` rounded up to a multiple of
+        ``vocab_size_divisible_unit``.
+        """
         unit = self.vocab_size_divisible_unit
         return -(-self.vocab_size // unit) * unit
 
@@ -290,27 +299,27 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """The width of one head; with latent attention, of its query and key."""
+        """The width of one attention head. With latent attention, the width of its query and key."""
         if self.latent_attention is not None:
             return self.latent_attention.head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_size(self) -> int:
-        """The features of each head that rotary positions rotate."""
+        """The number of features in each head that rotary positions rotate."""
         if self.latent_attention is not None:
             return self.latent_attention.rope_head_dim
         return int(self.head_size * self.rotary_percent)
 
     @property
     def embedding_std(self) -> float:
-        """The standard deviation of the initial embeddings."""
+        """The standard deviation of the initial values of the embeddings."""
         given = self.embedding_initializer_range
         return self.initializer_range if given is None else given
 
     @property
     def ffn_size(self) -> int:
-        """The inner width of the MLP; with a gate, the width of gate and up each."""
+        """The inner width of the MLP. In a gated MLP, both projections (gate and up) have this width."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.is_gated:
@@ -319,7 +328,9 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """The keys of `moe` that affect the output of given weights."""
+        """The section ``moe`` reduced to what affects the output of given weights, for comparing networks;
+        None for a dense model.
+        """
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -339,7 +350,9 @@ class ModelConfig(Section):
         return bool(self.add_head_bias)
 
     def block_linears(self) -> list[str]:
-        """The canonical names of the linears of all blocks."""
+        """The names of all linear layers in the transformer blocks, such as
+        ``decoder.layers.0.attention.qkv``.
+        """
         attention = ["qkv"]
         if self.latent_attention is not None:
             attention = ["q_up", "kv_down", "kv_up"]
@@ -358,7 +371,9 @@ class ModelConfig(Section):
 
     @property
     def width_multiplier(self) -> float:
-        """``hidden_size / mup_base_width``; 1 without muP."""
+        """How much wider the model is than the base width of muP: ``hidden_size / mup_base_width``; 1 without
+        muP.
+        """
         return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
@@ -367,18 +382,24 @@ class ModelConfig(Section):
 
     @property
     def matrix_std(self) -> float:
-        """Standard deviation of the initial matrices of blocks, before `scale_output_init` is applied."""
+        """The standard deviation of the initial weight matrices in the blocks. ``scale_output_init`` then
+        lowers that of the output projections.
+        """
         return self.initializer_range / self.width_multiplier**0.5
 
     @property
     def head_normalization(self) -> str:
-        """The norm of queries and keys, a value of `normalization`."""
+        """The kind of norm that ``qk_layernorm`` applies to queries and keys, as a value of
+        ``normalization``.
+        """
         without_bias = self.qk_layernorm == "each_head" and self.normalization == "LayerNorm"
         return "LayerNormNoBias" if without_bias else self.normalization
 
     @property
     def not_pruned(self) -> tuple[str, str] | None:
-        """A key that prevents pruning of the network, and the reason; None if it can be pruned."""
+        """Why heads and MLP units of this network cannot be pruned, as (configuration key, reason); None if
+        they can.
+        """
         reasons = {
             "moe": "of mixtures of experts only whole experts are pruned (ppfleetx prune --part experts)",
             "latent_attention": "such layers cannot be pruned",
@@ -397,11 +418,11 @@ class ModelConfig(Section):
         return None
 
     def is_recomputed(self, layer: int) -> bool:
-        """Whether layer ``layer`` (0-based, over the whole model) is recomputed in the backward pass."""
+        """Whether the backward pass recomputes layer number ``layer`` (from 0, over the whole model)."""
         return layer in self.recomputed_layers()
 
     def recomputed_layers(self) -> Collection[int]:
-        """The layers (0-based, over the whole model) that are recomputed in the backward pass."""
+        """The numbers of the layers (from 0, over the whole model) that the backward pass recomputes."""
         if not self.use_recompute:
             return ()
         chosen = self.recompute_layers
@@ -529,7 +550,9 @@ class ModelConfig(Section):
             )
 
     def window_of(self, layer: int) -> int | None:
-        """The attention window of layer ``layer`` (0-based, over the whole model); None: no window."""
+        """The sliding attention window of layer number ``layer`` (from 0, over the whole model); None: it
+        sees all positions before.
+        """
         chosen = self.attention_window_layers
         return self.attention_window if chosen is None or layer in chosen else None
 

@@ -1,4 +1,4 @@
-"""Section ``Model.moe``: mixtures of experts in place of feed-forward blocks."""
+"""Configuration section ``Model.moe``: mixtures of experts instead of ordinary MLPs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ BATCH_LOSSES = ("switch", "gshard", "pooled")
 
 
 def is_router_load(name: str) -> bool:
-    """Whether the parameter with this canonical name holds the experts' shares of the previous step. Only
-    runs with one of :data:`BATCH_LOSSES` have such parameters.
+    """Whether the parameter with this name stores each expert's share of the tokens in the previous step.
+    Only models with one of the :data:`BATCH_LOSSES` have such parameters.
     """
     return name.endswith(".mlp.router.load")
 
 
 class RouterConfig(Section):
-    """The router, which chooses experts for each position. Logits, scores and weights are float32 in every
-    precision.
+    """The router, which chooses experts for each position. Its logits, scores and weights are computed in
+    float32 even in a 16-bit run.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -68,11 +68,12 @@ class SharedExpertsConfig(Section):
 
 
 class BalanceLossConfig(Section):
-    """A loss that grows when few experts do most of the work.
+    """A loss that is added to the training loss to balance the load of the experts. It grows when few experts
+    do most of the work.
 
-    Let E be the number of experts, k the choices of a position, f an expert's share of the choices and P its
-    mean score. The loss of a layer is `E * sum(f * P)`, which is 1 if all experts get the same share. The
-    losses of all layers are added.
+    Let E be the number of experts, k the number of experts that a position chooses, f an expert's share of
+    all choices and P its mean score. The loss of a layer is `E * sum(f * P)`, which is 1 if all experts get
+    the same share. The losses of all layers are added.
     """
 
     kind: Literal["sequence", "switch", "gshard", "pooled", "none"] = "sequence"
@@ -86,8 +87,8 @@ class BalanceLossConfig(Section):
 
 
 class CapacityConfig(Section):
-    """A limit on the positions of a sequence that an expert takes in training. A position over the limit only
-    uses its other experts. Evaluation and generation have no limit.
+    """Expert capacity: a limit on how many positions of a sequence an expert takes in training. A position
+    over the limit uses only the other experts it has chosen. Evaluation and generation have no limit.
     """
 
     factor: PositiveFloat
@@ -98,9 +99,9 @@ class CapacityConfig(Section):
 
 
 class MoEConfig(Section):
-    """A router sends each position to a few of many feed-forward blocks, the experts.
+    """Mixture of experts: a router sends each position to a few of many feed-forward blocks, the experts.
 
-    Experts have the activation and the biases of the MLP (`Model.hidden_act`, `Model.add_mlp_bias`).
+    Experts have the same activation and biases as an MLP (`Model.hidden_act`, `Model.add_mlp_bias`).
     Positions that do not count in the loss do not count in balancing either.
     """
 
@@ -132,18 +133,19 @@ class MoEConfig(Section):
     """Limit on an expert's positions; null: nothing is dropped."""
 
     def __repr__(self) -> str:
-        """The section as it could be written in YAML."""
+        """The section as inline YAML, with only the keys that differ from their defaults."""
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers (0-based, over the whole model) that are mixtures."""
+        """The numbers of the layers (from 0, over the whole model) that are mixtures of experts."""
         if self.layers is not None:
             return tuple(sorted(self.layers))
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """A copy in which keys without effect on the output of given weights have fixed values. Copies are
-        equal if the sections differ only in spelling or training.
+        """A copy for comparing networks. Keys that do not affect the output of given weights are set to fixed
+        values, so the copies of two sections are equal if these differ only in spelling or in training
+        options.
         """
         default = type(self).model_fields
         return self.model_copy(

@@ -1,4 +1,6 @@
-"""Section ``Optimizer``: update rule, learning-rate and weight-decay schedules, gradient clipping."""
+"""Configuration section ``Optimizer``: update rule, learning-rate and weight-decay schedules, gradient
+clipping.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ class LRConfig(Section):
 
     @property
     def num_warmup_steps(self) -> float:
-        """The length of the warm-up in optimizer steps, which may be fractional.
+        """The length of the warm-up in optimizer steps. It need not be a whole number if it is given as
+        ``warmup_rate``.
 
         Raises:
             RuleError: ``warmup_rate`` is given without ``decay_steps``.
@@ -99,7 +102,7 @@ class LRConfig(Section):
 
 
 class GradClipConfig(Section):
-    """Gradient clipping."""
+    """Gradient clipping by the global norm."""
 
     name: Literal["ClipGradByGlobalNorm"] = "ClipGradByGlobalNorm"
     """Scale all gradients if their joint L2 norm exceeds `clip_norm`."""
@@ -108,9 +111,10 @@ class GradClipConfig(Section):
 
 
 class WeightDecayScheduleConfig(Section):
-    """Weight decay that changes over all steps of the run.
+    """Weight decay that changes over the run, from `start` to `end`.
 
-    The curve begins at step 0, before the first step: with N steps, the first one is 1/N of the way.
+    Step n of N has the value at n / N of the curve. So the last step has `end`, and the first step is already
+    1 / N of the way.
     """
 
     start: NonNegativeFloat
@@ -133,7 +137,11 @@ Coefficients = Literal["simple", "quintic", "polar_express", "aol"]
 
 
 class MuonConfig(Section):
-    """Muon, for `Optimizer.name: Muon`: m = momentum m + (1 - momentum) g, orthogonalized."""
+    """The Muon optimizer (`Optimizer.name: Muon`).
+
+    For a weight matrix with gradient g, the momentum is `m = momentum * m + (1 - momentum) * g`, and the
+    update is m after orthogonalization.
+    """
 
     momentum: Fraction = 0.95
     """Decay of the momentum."""
@@ -166,8 +174,8 @@ class MuonConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """A group of parameters with its own training settings. A parameter belongs to the first group that
-    matches it.
+    """A group of parameters with training settings of its own. If several groups match a parameter, the first
+    one counts.
     """
 
     parameters: Text | tuple[Text, ...] | None = None
@@ -192,18 +200,22 @@ class ParamGroupConfig(Section):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of names; an empty tuple matches every name."""
+        """The name patterns in ``parameters`` as a tuple; empty if every name matches."""
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def takes(self, name: str, kind: ParamKind) -> bool:
-        """Whether a parameter belongs to the group, if no earlier group matches it."""
+        """Whether the name and the kind of a parameter match this group. The parameter belongs to the first
+        group that matches.
+        """
         if self.kinds and kind not in self.kinds:
             return False
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 def is_hidden(name: str, kind: ParamKind) -> bool:
-    """Whether Muon updates the parameter: matrices of the blocks, except routers and adapters."""
+    """Whether the optimizer Muon updates this parameter: it is a weight matrix in a transformer block, but
+    not of a router or an adapter.
+    """
     return kind == "matrix" and name.startswith("decoder.layers.")
 
 
@@ -236,19 +248,19 @@ class OptimizerConfig(Section):
 
     @property
     def names(self) -> set[str]:
-        """The names of all optimizers in use."""
+        """The names of all optimizers in use: the main one and those of the parameter groups."""
         return {self.name, *(group.optimizer or self.name for group in self.groups)}
 
     @property
     def num_states(self) -> int:
-        """The largest number of float32 tensors, of the parameter's shape, that an optimizer keeps per
-        parameter.
+        """The number of float32 tensors that the optimizer keeps for each parameter, each of the parameter's
+        shape; the largest number if there are several optimizers.
         """
         return max(OPTIMIZERS.traits(name).states for name in self.names)
 
     def states_of(self, name: str, kind: ParamKind) -> int:
-        """The number of float32 tensors, of the parameter's shape, that the optimizer keeps for parameter
-        ``name``.
+        """The number of float32 tensors that the optimizer keeps for the parameter ``name``, each of the
+        parameter's shape.
         """
         own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
         traits = OPTIMIZERS.traits(own or self.name)

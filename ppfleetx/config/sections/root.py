@@ -1,4 +1,4 @@
-"""The whole configuration as one frozen object."""
+"""The whole configuration of a run as one immutable object."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from ppfleetx.config.sections.optimizer import OptimizerConfig
 
 
 class RunConfig(Section):
-    """The configuration of one run. :func:`ppfleetx.config.loader.load_config` makes it and fills in derived
-    values: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``, ``test_iters``.
+    """The configuration of one run, with all its sections. :func:`ppfleetx.config.loader.load_config` makes
+    it and fills in derived values: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``,
+    ``test_iters``.
     """
 
     Global: GlobalConfig = GlobalConfig()
@@ -65,26 +66,28 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """The place where each given value was written: dotted key -> ``file:line`` or ``-o override n``."""
+        """Where each value that the user gave was written: dotted key -> ``file:line`` or ``-o
+        override n``.
+        """
         return dict(self._origins)
 
     @property
     def derived(self) -> frozenset[str]:
-        """The keys whose values were derived from other keys or the number of processes."""
+        """The dotted keys whose values were computed from other keys or from the number of processes."""
         return self._derived
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings from reading the configuration; tools log them."""
+        """Warnings from reading the configuration, such as old spellings of keys. Commands log them."""
         return self._warnings
 
     def value_of(self, key: str) -> Any:
-        """The value of the dotted ``key``; None if a section on the way is null."""
+        """The value of the dotted ``key``, e.g. ``Model.lora.rank``; None if a section on the way is null."""
         return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), self)
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """Make a ConfigError for a value of ``key`` that breaks ``rule``, with the place where the value was
-        written.
+        """Make a ConfigError that says that the present value of ``key`` breaks ``rule``, and where the value
+        was written.
         """
         return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
@@ -93,7 +96,7 @@ class RunConfig(Section):
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:
-        """Compare values, regardless of where they were written."""
+        """Compare all values, regardless of where they were written."""
         if not isinstance(other, RunConfig):
             return NotImplemented
         return self.model_dump() == other.model_dump()
@@ -102,7 +105,7 @@ class RunConfig(Section):
 
 
 def plan_of(cfg: RunConfig) -> ParallelPlan:
-    """The parallel plan of a configuration; an unset ``dp_degree`` counts as 1."""
+    """The parallel plan in a configuration; an unset ``dp_degree`` counts as 1."""
     distributed, sharding = cfg.Distributed, cfg.Distributed.sharding
     return ParallelPlan(
         dp=distributed.dp_degree or 1,
@@ -122,10 +125,10 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
 
 
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
-    """One configuration per named set of ``Data.<mode>``, by name, in the order of the file.
+    """Make one configuration for each named set in ``Data.<mode>``, as {name: configuration} in the order of
+    the file.
 
-    A section without named sets is a single set with the name None. The result is empty if ``Data.<mode>`` is
-    null.
+    Without named sets, the result is ``{None: cfg}``. It is empty if ``Data.<mode>`` is null.
     """
     section = getattr(cfg.Data, mode)
     if section is None:

@@ -1,4 +1,4 @@
-"""Section ``Model.rope_scaling``: rotary frequencies stretched to longer sequences."""
+"""Configuration section ``Model.rope_scaling``: rotary frequencies stretched for longer sequences."""
 
 from __future__ import annotations
 
@@ -81,21 +81,23 @@ class RopeScalingConfig(Section):
     """yarn: round the bounds between unchanged and divided frequencies to whole indices; null: true."""
 
     def switch_length(self, max_positions: int) -> int | None:
-        """The longest sequence that uses longrope's short factors. None if all sequences of up to
-        ``max_positions`` use the same frequencies.
+        """In longrope, the length of the longest sequence that uses the short factors; longer ones use the
+        long factors. None if all sequences of up to ``max_positions`` use the same frequencies.
         """
         original = self.original_max_position_embeddings
         return original if self.type == "longrope" and max_positions > original else None
 
     def __repr__(self) -> str:
-        """The section as inline YAML, which is also valid after `-o Model.rope_scaling=`."""
+        """The section as inline YAML, in the form that ``-o Model.rope_scaling=`` accepts."""
         given = self.model_dump(mode="json", exclude_none=True)
         return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in given.items()) + "}"
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Refuse unsupported types, and fill in defaults so that sections with the same effect are equal."""
+        """Validator that refuses unsupported types, and fills in defaults so that sections with the same
+        effect are equal.
+        """
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values
         if values["type"] in REFUSED_TYPES:

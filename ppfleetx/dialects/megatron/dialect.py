@@ -1,4 +1,6 @@
-"""The dialect of Megatron-LM and Megatron-DeepSpeed: the command line of ``pretrain_gpt.py``."""
+"""Translation of Megatron-LM and Megatron-DeepSpeed: the command line of ``pretrain_gpt.py``, or a YAML file
+of its arguments.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepsp
 
 
 def rules(world_size: int | None) -> list[Rule]:
-    """The rules for keys that depend on each other. Later rules use the results of earlier ones."""
+    """The rules that translate options which depend on each other, in order: later rules use the results of
+    earlier ones.
+    """
     return [
         network_rules.required,
         network_rules.network,
@@ -59,9 +63,10 @@ def rules(world_size: int | None) -> list[Rule]:
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``.
+    """Translate a Megatron command line, with or without a launcher before ``pretrain_gpt.py``.
 
-    If ``world_size`` is None, it is taken from the launcher's options or environment, if known.
+    If ``world_size`` (the number of processes) is None, it is taken from the launcher's options or
+    environment variables.
     """
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
@@ -69,7 +74,9 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
-    """Translate arguments, including the contents of the file that ``deepspeed_config`` names."""
+    """Translate Megatron arguments that have been read already. The contents of the file that
+    ``deepspeed_config`` names are translated too.
+    """
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:
@@ -78,7 +85,9 @@ def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Tran
 
 
 def of_file(path: Path, argv: Sequence[str]) -> Translation:
-    """Translate a YAML file of arguments (``tensor_model_parallel_size: 2``), together with ``argv``."""
+    """Translate a YAML file of Megatron arguments (``tensor_model_parallel_size: 2``), together with the
+    arguments in ``argv``.
+    """
     tree = read_yaml(path, is_ours=False)
     arguments = tree.value.get("MODEL_ARGS")
     if arguments is not None and not isinstance(arguments.value, dict):

@@ -1,5 +1,6 @@
-"""Rules for Megatron's mixture-of-experts arguments. Megatron-DeepSpeed has its own arguments and
-defaults."""
+"""The rule that translates mixture-of-experts arguments of Megatron-LM and of Megatron-DeepSpeed, which has
+arguments and defaults of its own.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ _MAX_PATTERN = 10_000
 
 
 def experts(run: Translation) -> None:
-    """Translate ``Model.moe`` and the parallel degrees of experts."""
+    """Translate Megatron's mixture-of-experts arguments to ``Model.moe`` and the parallel degrees
+    of experts.
+    """
     number = _num_experts(run)
     if number < 2:
         for key in [key for key in run.native if key.startswith("Model.moe.")]:
@@ -72,8 +75,9 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
 
 
 def _pattern(run: Translation, total: int) -> list[int]:
-    """1 for each mixture-of-experts layer, else 0. ``moe_layer_freq`` n means every n-th layer from layer 0
-    on; otherwise it is the list."""
+    """Read ``moe_layer_freq`` as a list with 1 for each layer with experts and 0 for each dense layer. A
+    number n means every n-th layer, from layer 0 on.
+    """
     value = run.value("moe_layer_freq", 1)
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
@@ -92,7 +96,9 @@ def _pattern(run: Translation, total: int) -> list[int]:
 
 
 def _list_of(node: ast.expr) -> list[int]:
-    """Evaluate a sum of repeated lists, such as ``[0]*1+[1]*26``. Raises ValueError for anything else."""
+    """Evaluate a sum of repeated lists, such as ``[0]*1+[1]*26``, in Python's syntax. Raises ValueError for
+    anything else.
+    """
     match node:
         case ast.List(elts=elements):
             return [_number_of(element) for element in elements]
@@ -171,7 +177,7 @@ def _losses(run: Translation, is_deepspeed: bool) -> None:
     kinds = "moe_router_load_balancing_type"
     kind = _only_one(run, kinds, "aux_loss")
     if kind not in _LOSSES:
-        raise run.error(kinds, f"must be one of {', '.join(_LOSSES)}; others are not built")
+        raise run.error(kinds, f"must be one of {', '.join(_LOSSES)}; others are not supported")
     top_k = run.integer("topk", 1)
     loss = ("gshard" if top_k > 1 else "switch") if is_deepspeed else _LOSSES[kind]
     if run.flag("seq_aux", False):

@@ -1,4 +1,6 @@
-"""Arguments for the five model sizes of a GPT-2 port of Megatron-DeepSpeed to eight devices."""
+"""``pretrain_gpt.py`` arguments for the five model sizes that the scripts of one GPT-2 port of
+Megatron-DeepSpeed offer. They run on eight devices.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _DECAY_STEPS = 320_000
 
 @dataclass(frozen=True)
 class GPT2Size:
-    """Plan, shape, batch and learning rate of a model size. All sizes train in float16 without dropout."""
+    """Parallel plan, network, batch sizes and learning rate for one model size. All sizes train in float16
+    without dropout.
+    """
 
     tensor: int
     pipeline: int
@@ -43,8 +47,9 @@ SIZES: Mapping[str, GPT2Size] = {
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a script: ``--data_path --model_size --train_iters``, and arguments of
-    ``pretrain_gpt.py`` (``more``), which override those of the model size."""
+    """The parsed arguments of a GPT-2 training script: ``--data_path``, ``--model_size`` and
+    ``--train_iters``. ``more`` are arguments for ``pretrain_gpt.py``, which override those of the model size.
+    """
 
     data_path: str
     size: str
@@ -53,7 +58,9 @@ class Request:
 
 
 def request_of(argv: Sequence[str]) -> Request:
-    """Parse the arguments of a script, each ``--name=value``. Raises ConfigError."""
+    """Parse the arguments of a GPT-2 training script, each written ``--name=value``. Raises ConfigError for a
+    wrong one.
+    """
     own = {"data_path": "./data", "model_size": DEFAULT_SIZE, "train_iters": str(DEFAULT_STEPS)}
     more = []
     for number, word in enumerate(argv, start=1):
@@ -74,7 +81,9 @@ def request_of(argv: Sequence[str]) -> Request:
 
 
 def arguments_of(request: Request, *, evaluates: bool) -> list[str]:
-    """The command line of ``pretrain_gpt.py``. If ``evaluates``, it evaluates every 1000 steps."""
+    """Make the command line of ``pretrain_gpt.py`` for a parsed request. With ``evaluates``, the run is
+    evaluated every 1000 steps (at its end if it is shorter), otherwise never.
+    """
     size, data = SIZES[request.size], Path(request.data_path)
     freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
     values = {

@@ -1,6 +1,7 @@
-"""Rules for Megatron arguments that depend on each other: the network and its data.
+"""Rules that translate Megatron arguments which depend on each other: the network, its vocabulary and its
+data.
 
-Each rule reads the given values and sets native values. The rules for training are in
+Each rule reads the user's values and sets values of ppfleetx's configuration. The rules for training are in
 :mod:`ppfleetx.dialects.megatron.run_rules`.
 """
 
@@ -27,7 +28,7 @@ _ACTS = {name: name for name in ("gelu", "gelu_exact", "relu", "relu2", "swiglu"
 
 
 def required(run: Translation) -> None:
-    """Raise ConfigError if an argument is missing that Megatron requires."""
+    """Raise ConfigError if an argument that Megatron requires was not given."""
     absent = [name for name in REQUIRED if name not in run]
     if "train_iters" not in run and "train_samples" not in run:
         absent.append("train_iters")
@@ -38,8 +39,9 @@ def required(run: Translation) -> None:
 
 
 def option(name: str, run: Translation) -> str:
-    """The name of a missing key as the user would write it: an option of a command line, or a key of a
-    file."""
+    """The name of a missing option as the user would write it: ``--num-layers`` on a command line,
+    ``num_layers`` in a file.
+    """
     return f"--{name.replace('_', '-')}" if run.place == COMMAND_LINE else name
 
 
@@ -68,7 +70,9 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Translate multi-head latent attention. Its rotary positions rotate adjacent pairs, as in DeepSeek."""
+    """Translate multi-head latent attention. Its rotary positions rotate pairs of neighboring features, as in
+    DeepSeek.
+    """
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
         raise run.error(name, "needs qk_layernorm: compressed vectors are always normalized")
@@ -177,7 +181,7 @@ def _window(run: Translation) -> None:
 
 
 def vocabulary(run: Translation) -> None:
-    """Translate the tokenizer files and the vocabulary size."""
+    """Translate Megatron's tokenizer files and vocabulary size."""
     kind = run.value("tokenizer_type", "GPT2BPETokenizer")
     if kind not in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"):
         raise run.error(
@@ -223,7 +227,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[Given], str]
 
 
 def data(run: Translation) -> None:
-    """Translate the corpora and their weights, and the length and masks of samples."""
+    """Translate Megatron's corpora and their weights, and the length and masks of samples."""
     evaluates = run.integer("eval_iters", 100, least=0) > 0
     single = "data_path" in run
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if name in run]
@@ -265,7 +269,9 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 
 
 def _evaluation_share(split: str) -> float:
-    """The second number of ``split``. The loader later refuses invalid splits, naming the same place."""
+    """The share of evaluation in Megatron's ``split``, its second number. An invalid split counts as 1; the
+    loader later refuses it and names the same place.
+    """
     try:
         numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
@@ -288,12 +294,16 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
 
 
 def _is_directory(path: Path) -> bool:
-    """Whether ``path`` is a directory. False for names that no file can have."""
+    """Whether ``path`` is a directory. For a name that no file can have, this is False rather than
+    an error.
+    """
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
 def highest_id(file: Path, one: Given) -> int:
-    """Read the highest token id in a ``vocab.json`` or ``tokenizer.json``."""
+    """Read the highest token id in a ``vocab.json`` or ``tokenizer.json``. ``one`` is the user's value that
+    names the file, for error messages.
+    """
     try:
         ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:

@@ -1,4 +1,6 @@
-"""Rules for Megatron arguments that depend on each other: the parallel plan and activation recomputation."""
+"""Rules that translate Megatron arguments which depend on each other: parallel degrees, pipeline stages,
+sharding and activation recomputation.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ _MAX_COUNTS = 10_000
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Make the rule for parallel degrees and pipeline stages. ``world_size`` is the number of processes; None
-    if unknown."""
+    """Make the rule that translates Megatron's parallel degrees, pipeline stages and sharding. ``world_size``
+    is the number of processes; None if unknown.
+    """
 
     def plan(run: Translation) -> None:
         if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
@@ -40,7 +43,8 @@ def _context(run: Translation) -> None:
         if size > 1 and name in run and run.value(name) != works:
             raise run.error(
                 name,
-                f"must be {works}: sequence parts are exchanged for heads; rings and hybrids are not built",
+                f"must be {works}, which exchanges parts of sequences for heads; rings and hybrids are not "
+                "supported",
             )
     degree = run.integer("ulysses_degree_in_cp", least=1)
     if degree is not None and degree != size:
@@ -206,7 +210,7 @@ def _replicas(run: Translation, world_size: int | None) -> int | None:
 
 
 def recomputation(run: Translation) -> None:
-    """Translate activation recomputation."""
+    """Translate Megatron's arguments for activation recomputation."""
     granularity, names = _granularity(run)
     if granularity is None:
         _listed(run)
@@ -245,8 +249,9 @@ def _granularity(run: Translation) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _listed(run: Translation) -> None:
-    """Translate numbers of layers per chunk: ``recompute`` (whole layers) and ``select_recompute`` (attention
-    only)."""
+    """Translate lists with the number of layers to recompute in each pipeline chunk: ``recompute`` (whole
+    layers) and ``select_recompute`` (only attention).
+    """
     found = {}
     for name in ("recompute", "select_recompute"):
         if run.value(name) in (None, False):
@@ -268,7 +273,9 @@ def _listed(run: Translation) -> None:
 
 
 def _chunk_sizes(run: Translation) -> list[int]:
-    """The number of layers of each pipeline chunk in model order, from the native values set so far."""
+    """The number of layers of each pipeline chunk in model order, computed from what earlier rules have
+    translated.
+    """
 
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
@@ -286,7 +293,7 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
-    """The numbers of the first ``counts[i]`` layers of each pipeline chunk i."""
+    """The numbers (from 0) of the layers that are among the first ``counts[i]`` of pipeline chunk i."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))
@@ -302,7 +309,9 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """Read a list of numbers, or a list of lists, as a list of rows. The value may be a string."""
+    """Read the option ``name`` as a list of rows of numbers. Users write one list, or a list of lists,
+    possibly as text: ``[4,4],[4,2]``. None if it is not given.
+    """
     if name not in run:
         return None
     value = run.value(name)

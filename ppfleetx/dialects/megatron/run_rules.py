@@ -1,5 +1,6 @@
-"""Rules for Megatron arguments that depend on each other: batches, precision, schedule, checkpoints and
-others."""
+"""Rules that translate Megatron arguments which depend on each other: batches, precision, optimizer,
+schedule, checkpoints, logs and others.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs_rule(log: str, *, interval: int) -> Rule:
-    """Make the rule that enables the callback ``log``. ``interval`` is the default of ``log_interval``."""
+    """Make the rule that turns on log lines in the toolkit's own format, written by the callback ``log``.
+    ``interval`` is the toolkit's default of ``log_interval``.
+    """
 
     def logs(run: Translation) -> None:
         run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
@@ -36,7 +39,7 @@ def logs_rule(log: str, *, interval: int) -> Rule:
 
 
 def batches(run: Translation) -> None:
-    """Translate ``train_samples`` to steps."""
+    """Translate a length of the run in samples (``train_samples``) to steps."""
     if not run.flag("calculate_per_token_loss", False):
         run.notes.append(
             "a step's loss is the mean over all its tokens; without --calculate-per-token-loss Megatron "
@@ -50,7 +53,9 @@ def batches(run: Translation) -> None:
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
-    """Convert a number of samples to steps of ``global_batch_size``, at least ``least`` steps."""
+    """Convert the number of samples in the option ``name`` to steps of ``global_batch_size`` samples. A
+    number below ``least`` steps is refused.
+    """
     size = run.integer("global_batch_size", least=1)
     if size is None:
         raise run.error(
@@ -60,7 +65,7 @@ def _steps(run: Translation, name: str, *, least: float = 0) -> float:
 
 
 def lengths(run: Translation) -> None:
-    """Translate DeepSpeed's curriculum learning by sequence length."""
+    """Translate DeepSpeed's curriculum learning, in which sequences become longer during training."""
     if not run.flag(f"{_CURRICULUM}.enabled", False):
         return
     kind, schedule, least, most, steps, unit = names = tuple(
@@ -92,7 +97,7 @@ def lengths(run: Translation) -> None:
 
 
 def precision(run: Translation) -> None:
-    """Translate the compute type and the loss scale."""
+    """Translate Megatron's and DeepSpeed's arguments for the compute type and the loss scale."""
     switches = {
         "bf16": "bfloat16",
         "fp16": "float16",
@@ -122,7 +127,7 @@ def precision(run: Translation) -> None:
 
 
 def device(run: Translation) -> None:
-    """Set ``Global.device`` if an argument of Megatron's Ascend ports names the device."""
+    """Set ``Global.device`` if one of the arguments that Megatron's Ascend ports add names the device."""
     target, backend = "device_target", "distributed_backend"
     kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
     if target in run:
@@ -167,7 +172,7 @@ def _loss_scale(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Translate the optimizer and weight decay."""
+    """Translate Megatron's optimizer and weight decay."""
     names = ("optimizer", "sgd_momentum")
     if run.choice("optimizer", ("adam", "sgd"), "adam") == "sgd":
         if run.number("sgd_momentum", 0.9) != 0:
@@ -196,7 +201,7 @@ def _weight_decay(run: Translation) -> None:
 
 
 def schedule(run: Translation) -> None:
-    """Translate the parts of the learning rate schedule that depend on several arguments."""
+    """Translate the parts of Megatron's learning-rate schedule that depend on several arguments."""
     _decay(run)
     if "lr_warmup_samples" in run and (steps := _steps(run, "lr_warmup_samples")):
         _warmup_samples(run, steps, run.origins("lr_warmup_samples", "global_batch_size"))
@@ -232,7 +237,7 @@ def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) 
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate the save directory and interval, and the checkpoint to start from."""
+    """Translate Megatron's save directory and interval, and the checkpoint to start from."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")
@@ -255,7 +260,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def profiler(run: Translation) -> None:
-    """Translate the profiler's steps and level of detail."""
+    """Translate which steps Megatron's profiler records, and in what detail."""
     names = ("profile_step_start", "profile_step_end")
     if run.flag("profile", False) or any(name in run for name in names):
         steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]

@@ -1,5 +1,6 @@
-"""Read the command line of ``run_mindformer.py``: a YAML file with its base files, flags, and
-``--options``."""
+"""Read the command line of MindFormers' ``run_mindformer.py``: a YAML file with its base files, flags, and
+``--options``.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +44,26 @@ _OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_lo
 def _flag(name: str) -> Key:
     target = {**_FIRST, **_LAST}.get(name)
     if target is None:
-        target = f"train_dataset.{_OF_DATASET[name]} or eval_dataset.{_OF_DATASET[name]}, by the run mode"
+        own = _OF_DATASET[name]
+        target = f"train_dataset.{own} or eval_dataset.{own}, depending on the run mode"
     return Key(f"--{name}", Kind.MAPPED, says=f"sets {target}")
 
 
 FLAGS = KeyTable(
     [
-        Key("--config", Kind.MAPPED, says="the YAML file; needed"),
+        Key("--config", Kind.MAPPED, says="the YAML file; required"),
         *map(_flag, (*_FIRST, *_LAST, *_OF_DATASET)),
         Key(
             "--options",
             Kind.MAPPED,
-            says="block.key=value ..., each read as YAML reads it: True is true, [1,2] a list",
+            says="block.key=value ...; values are parsed as YAML: True is true, [1,2] is a list",
         ),
-        Key("--check", Kind.MAPPED, says="ours: print plan, parameters and batch sizes; run nothing"),
-        Key("--dataset_id", Kind.UNUSED, says="ModelArts passes it; there is none here"),
+        Key(
+            "--check",
+            Kind.MAPPED,
+            says="added by ppfleetx: print plan, parameters and batch sizes; run nothing",
+        ),
+        Key("--dataset_id", Kind.UNUSED, says="only for ModelArts"),
         Key("--help", Kind.FIXED, says="prints the flags"),
     ],
     normal=lambda name: f"--{normal_name(name)}",
@@ -66,13 +72,14 @@ FLAGS = KeyTable(
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The configuration with all flags and options applied.
+    """A command line of ``run_mindformer.py``: the configuration after all flags and ``--options`` were
+    applied.
 
     Attributes:
         tree: the configuration.
         path: the file that ``--config`` names.
-        checks: whether ``--check`` was given.
-        unused: given flags that have no meaning here.
+        checks: whether ``--check`` was given, which prints a report and runs nothing.
+        unused: flags that were given but have no meaning in ppfleetx.
     """
 
     tree: Node
@@ -82,7 +89,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read the arguments of ``run_mindformer.py``, and the file that ``--config`` names."""
+    """Read the arguments of ``run_mindformer.py`` and the file that ``--config`` names."""
     given: dict[str, Given] = {}
     for one in given_arguments(argv, flags={"check"}, many={"options"}):
         if FLAGS.find(one.key) is None:
@@ -117,7 +124,9 @@ def _put_flags(tree: Node, given: dict[str, Given], keys: dict[str, str]) -> Non
 
 
 def _options(one: Given | None) -> list[str]:
-    """The ``key=value`` texts of ``--options``; the option itself may be written with ``=``."""
+    """The strings ``key=value`` given to ``--options``. Both ``--options a=1 b=2`` and ``--options=a=1`` are
+    accepted.
+    """
     if one is None:
         return []
     return [str(text) for text in one.value] if isinstance(one.value, list) else [one.text or str(one.value)]
@@ -129,11 +138,12 @@ def usage() -> str:
 
 
 def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
-    """Read ``path``, merged over its base files, as MindFormers v0.3 does.
+    """Read a configuration file, merged over the files in its ``base_config``, as MindFormers v0.3 does.
 
-    If several base files have the same top-level block, the last one replaces the others' block entirely. The
-    file itself is then merged over the result key by key. ``chain`` are the real paths of the files that are
-    being read, to detect cycles; ``entry`` is the ``base_config`` that named the file, for errors.
+    If several base files have the same top-level block, the last one replaces the block of the others
+    entirely. The file itself is then merged over the result key by key. ``chain`` has the real paths of the
+    files being read, to detect cycles. ``entry`` is the ``base_config`` entry that named the file, for
+    errors.
     """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
@@ -164,7 +174,9 @@ def _items(bases: Node | None) -> list[Node]:
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:
-    """Split one ``a.b=c`` of ``--options`` into key and value, which is parsed as YAML."""
+    """Split one argument ``a.b=c`` of ``--options`` into the parts of the key and the value, which is parsed
+    as YAML.
+    """
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     problem = next(filter(None, map(key_problem, path)), None)

@@ -1,5 +1,6 @@
-"""The dialect of MindFormers: ``run_mindformer.py``, its YAML files, and rules for keys that depend on each
-other."""
+"""Translation of MindFormers: the command line of ``run_mindformer.py``, its YAML files, and rules for keys
+that depend on each other.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def run_mode(run: Translation) -> str:
 
 
 def device(run: Translation) -> None:
-    """Translate ``Global.device``, and 16-bit computation if the device supports it."""
+    """Translate the device, and turn on 16-bit computation if the device supports it."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
     chosen, why = device_for_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
@@ -87,7 +88,7 @@ def _precision(run: Translation, on_cpu: bool) -> None:
 
 
 def experts(run: Translation) -> None:
-    """Translate ``moe_config``. Either all layers are mixtures of experts, or none."""
+    """Translate MindFormers' ``moe_config``. Either all layers are mixtures of experts, or none."""
     number = run.integer("moe_config.expert_num", 1, least=1)
     parallel = "parallel_config.expert_parallel"
     degree = run.integer(parallel, 1, least=1)
@@ -98,7 +99,7 @@ def experts(run: Translation) -> None:
         run.unused.extend(run.given[name] for name in of_experts)
         return
     if other := [name for name in run.given if name.startswith("moe_config.") and name not in _EXPERTS]:
-        raise run.error(other[0], "is not built")
+        raise run.error(other[0], "is not supported")
     chosen, weight, factor, normalize = (f"moe_config.{name}" for name in _DECIDING)
     top_k = run.integer(chosen, 1, least=1)
     for key, value, name in (
@@ -120,7 +121,9 @@ def experts(run: Translation) -> None:
 
 
 def degrees(run: Translation) -> None:
-    """Translate the parallel plan in ``parallel_config``, if the parallel mode uses it."""
+    """Translate the parallel degrees in MindFormers' ``parallel_config``. Some values of ``parallel_mode``
+    ignore them.
+    """
     use = run.flag("use_parallel", False)
     mode = run.choice("parallel.parallel_mode", (0, 1, 2, 3), 0)
     data, model, stages = (
@@ -135,7 +138,8 @@ def degrees(run: Translation) -> None:
         return
     if mode > 1:
         raise run.error(
-            "parallel.parallel_mode", "is not built; give 1 and say the degrees in parallel_config, or 0"
+            "parallel.parallel_mode",
+            "is not supported; give 1 with the degrees in parallel_config, or 0",
         )
     if mode == 0:
         if _divides_optimizer(run):
@@ -189,7 +193,9 @@ def _data_axis(run: Translation, data: int) -> None:
 
 
 def _to_predict(run: Translation, data: int, model: int, stages: int) -> None:
-    """Translate the plan for generation, which has no pipelines or sharding: their ranks become replicas."""
+    """Translate the parallel degrees for generation, which has no pipeline stages or sharding. Pipeline
+    stages become data-parallel replicas.
+    """
     names = [f"parallel_config.{name}" for name in ("data_parallel", "pipeline_stage")]
     run.put("Distributed.dp_degree", data * stages, *names, why="replicas take prompts in turn")
     run.put("Distributed.mp_degree", model, "parallel_config.model_parallel")
@@ -212,7 +218,7 @@ def _uneven_stages(run: Translation, stages: int) -> None:
 
 
 def batch(run: Translation) -> None:
-    """Translate the micro batch size and the local batch size."""
+    """Translate MindFormers' micro batch size and number of micro batches."""
     size = run.integer("runner_config.batch_size", 1, least=1)
     parts = run.integer("parallel_config.micro_batch_num", 1, least=1)
     in_stages = (
@@ -248,7 +254,9 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """Translate the MLP width and the lengths of MindFormers' GPT-2, and set its fixed properties."""
+    """Translate the MLP width and the sequence length, and set what is always the same in MindFormers' GPT-2,
+    such as learned positions.
+    """
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = next(
@@ -266,7 +274,7 @@ def network(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the corpus of the run mode."""
+    """Translate the corpus that the run mode reads (training or evaluation), and choose the task."""
     mode = run_mode(run)
     if mode == "predict":
         run.put("Model.module", "GPTGenerationModule", "run_mode")
@@ -313,7 +321,7 @@ def _evaluation(run: Translation) -> None:
 
 
 def checkpoint(run: Translation) -> None:
-    """Translate the checkpoint to start from."""
+    """Translate the checkpoint that the run resumes from, starts from or uses, depending on the run mode."""
     mode = run_mode(run)
     key, path = _given_checkpoint(run)
     resumes = run.flag("resume_training")
@@ -342,7 +350,7 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def length(run: Translation) -> None:
-    """Translate the number of epochs, and the learning rate schedule."""
+    """Translate the length of the run in epochs, and the learning-rate schedule."""
     run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
@@ -362,7 +370,7 @@ def length(run: Translation) -> None:
 
 
 def writing(run: Translation) -> None:
-    """Translate the callbacks for logs and checkpoints, and the profiler."""
+    """Translate MindFormers' callbacks for logs and checkpoints, and the steps to profile."""
     for key in [key for key in run.given if key.startswith("callbacks.") and key.endswith(".type")]:
         prefix, kind = key.removesuffix(".type"), run.value(key)
         if kind == "MFLossMonitor":
@@ -392,8 +400,8 @@ def _saving(run: Translation, key: str, prefix: str) -> None:
 
 
 def generation(run: Translation) -> None:
-    """Translate the prompt, and the number of tokens to generate."""
-    _room(run)
+    """Translate the tokenizer's files, the prompt, and the number of tokens to generate."""
+    _new_tokens(run)
     vocabulary, merges, end = (
         f"processor.tokenizer.{name}" for name in ("vocab_file", "merges_file", "eos_token")
     )
@@ -410,8 +418,10 @@ def generation(run: Translation) -> None:
     run.put(native, prompt, "input_data")
 
 
-def _room(run: Translation) -> None:
-    """Translate ``max_decode_length``, which includes the prompt, whose length is not known here."""
+def _new_tokens(run: Translation) -> None:
+    """Translate ``max_decode_length`` to a number of new tokens. In MindFormers it counts the prompt as well,
+    whose length is not known yet.
+    """
     key, length_key = f"{_MODEL}.max_decode_length", f"{_MODEL}.seq_length"
     most, positions = run.integer(key, least=1), run.integer(length_key, 1024, least=1)
     if most is None:
@@ -446,8 +456,13 @@ _BLOCKS = frozenset(
 
 @dataclass(frozen=True)
 class MindFormersRun:
-    """A translated command line of ``run_mindformer.py``, with its run mode; ``checks`` means to print only a
-    report."""
+    """A command line of ``run_mindformer.py`` after translation.
+
+    Attributes:
+        translation: the configuration.
+        mode: the run mode: train, finetune, eval or predict.
+        checks: whether only a report is to be printed (``--check``).
+    """
 
     translation: Translation
     mode: str
@@ -455,7 +470,7 @@ class MindFormersRun:
 
 
 def run_of(argv: Sequence[str]) -> MindFormersRun:
-    """Translate the arguments of ``run_mindformer.py`` and the file they name."""
+    """Translate the arguments of ``run_mindformer.py`` and the configuration file that they name."""
     line = read_command_line(argv)
     result = translate("MindFormers", str(line.path), given_in(line.tree), TABLE, _RULES)
     result.unused.extend(line.unused)

@@ -1,5 +1,6 @@
-"""Convert a rank table and a range of devices, the arguments of ``run_distribute.sh``, to arguments of
-Paddle's launcher."""
+"""Convert the arguments of MindFormers' ``run_distribute.sh``, which are a rank table and a range of devices,
+to arguments of Paddle's launcher.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Server(BaseModel):
 
 
 class RankTable(BaseModel):
-    """A rank table file: all hosts of a job, in rank order."""
+    """The content of a rank table file: all hosts of a job with their devices, in rank order."""
 
     version: Any = "1.0"
     server_count: _Number
@@ -95,7 +96,9 @@ def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
 
 
 def this_host() -> str:
-    """The address at which other hosts can probably reach this one. Raises ConfigError if none is found."""
+    """The IP address at which other hosts can probably reach this one. Raises ConfigError if none
+    is found.
+    """
     found = []
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
@@ -109,7 +112,7 @@ def this_host() -> str:
 
 
 def table_of_host(devices: Sequence[int], address: str) -> RankTable:
-    """Build the rank table of one host, with ranks in the order of ``devices``."""
+    """Build the rank table of a single host. Ranks are numbered in the order of ``devices``."""
     ranked = [
         Device(device_id=number, device_ip=address, rank_id=rank) for rank, number in enumerate(devices)
     ]
@@ -117,7 +120,9 @@ def table_of_host(devices: Sequence[int], address: str) -> RankTable:
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
-    """Merge rank tables into one. Hosts keep the given order, and ranks are renumbered."""
+    """Merge the rank tables of several hosts into one. Hosts keep the given order, and ranks are renumbered
+    from 0.
+    """
     servers = [server.model_copy(deep=True) for table in tables for server in table.server_list]
     _refuse_twice("server_id", [server.server_id for server in servers], "the tables")
     ranked = (device for server in servers for device in sorted(server.device, key=lambda one: one.rank_id))
@@ -127,7 +132,7 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
-    """Write a rank table. Raises ConfigError if the file exists with other contents."""
+    """Write a rank table to the file ``path``. Raises ConfigError if the file exists with other contents."""
     text = table.model_dump_json(indent=4)
     with writing(None, path):
         if not path.exists():
@@ -149,7 +154,7 @@ class Launch:
         launcher: arguments of ``paddle.distributed.launch``.
         program: arguments of ``run_mindformer.py``.
         world_size: the number of ranks on all hosts.
-        says: a line for the user.
+        says: a line to print, with the ranks and the directory of their logs.
     """
 
     launcher: tuple[str, ...]
@@ -159,7 +164,9 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Convert the four or five arguments of the script. Raises ConfigError."""
+    """Convert the four or five arguments of ``run_distribute.sh`` to the processes to start on this host.
+    Raises ConfigError for wrong ones.
+    """
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
     config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - resolves `..` but not links
@@ -188,7 +195,7 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """Parse a range of devices, ``[a,b]`` or ``[a,b)``. Returns (a, b); b is not part of the range."""
+    """Parse a range of devices, ``[a,b]`` or ``[a,b)``. Both mean a to b - 1. Returns (a, b)."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise ConfigError("must be a range such as [0,8], which is 0 to 7", key="DEVICE_RANGE", value=text)
@@ -207,8 +214,9 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """The host with these ranks or, if the table has only one host, with these devices. Also returns its
-    index."""
+    """Find the host in the rank table whose ranks are exactly ``ranks``. In a table with one host, ``ranks``
+    are device numbers instead. Returns (index of the host, host).
+    """
     servers = table.server_list
     if len(servers) == 1:
         known = {device.device_id for device in servers[0].device}

@@ -1,5 +1,6 @@
-"""The dialect of MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, with Megatron's arguments after
-it."""
+"""Translation of MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, and Megatron arguments that follow
+it on the command line.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ ALIASES: dict[str, str] = {
 
 
 def plain(name: str) -> str:
-    """Remove a surrounding ``train_config`` block from a dotted name."""
+    """Bring a dotted name of MindSpeed-Core-MS into one form, without the block ``train_config`` that may
+    surround all sections.
+    """
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
@@ -61,7 +64,9 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """A key table that finds keys by MindSpeed-Core-MS names or, outside sections, by Megatron's names."""
+    """The key table of MindSpeed-Core-MS. It finds an option by its MindSpeed-Core-MS name in a section or,
+    outside the sections, by Megatron's name.
+    """
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}
@@ -90,8 +95,9 @@ TABLE = _Names()
 
 
 def documented() -> dict[str, KeyTable]:
-    """The tables for the documentation page, by top-level block: Megatron's keys under their names here, and
-    the dialect's own keys."""
+    """The key tables for the documentation page, one for each top-level block of the file. They have
+    Megatron's options under their MindSpeed-Core-MS names, and the options that only MindSpeed-Core-MS has.
+    """
     groups: dict[str, list[Key]] = {}
     own = {key.name: key for key in OWN}
     for name in [*(name for name in ALIASES if name not in own), *own]:
@@ -106,7 +112,7 @@ _NO_EVALUATION = "eval_interval is not given: no evaluation"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a YAML file. Megatron arguments in ``argv`` override the file."""
+    """Translate a YAML file of MindSpeed-Core-MS. Megatron arguments in ``argv`` override the file."""
     tree = read_yaml(path, is_ours=False)
     given = [_without_empty_text(one) for one in given_in(tree)]
     _refuse_two_answers(given)
@@ -116,7 +122,9 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line, ``[msrun ...] pretrain_gpt.py --yaml-cfg FILE [ARGUMENTS]``."""
+    """Translate a command line of MindSpeed-Core-MS, ``[msrun ...] pretrain_gpt.py --yaml-cfg FILE
+    [ARGUMENTS]``.
+    """
     world, argv, _ = without_launcher(argv)
     path, rest = file_of(argv)
     if path is None:
@@ -125,7 +133,7 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
 
 
 def file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The file that ``--yaml-cfg`` names, and the other arguments."""
+    """Split a command line into the configuration file that ``--yaml-cfg`` names and all other arguments."""
     path, rest, words = None, [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
@@ -159,7 +167,7 @@ def _rules(world_size: int | None) -> list[Rule]:
 
 
 def _refuse_two_answers(given: Sequence[Given]) -> None:
-    """Raise ConfigError if the file sets the same option under two names to different values."""
+    """Raise ConfigError if the file sets an option twice, under two of its names, to different values."""
     seen: dict[str, Given] = {}
     for one in given:
         if one.value is None:
@@ -175,7 +183,7 @@ def _refuse_two_answers(given: Sequence[Given]) -> None:
 
 
 def _without_empty_text(one: Given) -> Given:
-    """Replace an empty string by None, because the toolkit's files use it for unset paths."""
+    """Replace an empty string by None. The toolkit's files use empty strings for paths that are not set."""
     return replace(one, value=None) if isinstance(one.value, str) and not one.value.strip() else one
 
 
@@ -253,8 +261,9 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """Translate ``load_checkpoint``: the weights for a new run or, with ``resume_training``, the run to
-    resume."""
+    """Translate ``load_checkpoint``. With ``resume_training`` it is the run to resume, otherwise only the
+    initial weights of a new run.
+    """
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

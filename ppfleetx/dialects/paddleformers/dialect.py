@@ -1,5 +1,6 @@
-"""The dialect of PaddleNLP and PaddleFormers: the YAML or JSON file, or the command line, of their
-pretraining."""
+"""Translation of PaddleNLP and PaddleFormers: the YAML or JSON file, or the command line, of their
+pretraining programs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_e
 
 
 def network(run: Translation) -> None:
-    """Translate the network that ``config.json`` describes."""
+    """Translate the network that the model's ``config.json`` describes (a GPT-2 or a Llama)."""
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in run:
         return
@@ -73,7 +74,9 @@ def network(run: Translation) -> None:
 
 
 def balancing(run: Translation) -> None:
-    """Translate the update rate of the router's bias, if the network has one."""
+    """Translate the rate at which the router's bias balances the load of experts, if the network has such a
+    bias.
+    """
     name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
     if run.value(has_bias) is True:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
@@ -85,7 +88,9 @@ def _unless(run: Translation, key: str, value: float, *names: str) -> None:
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Make the rule for parallel degrees. ``world_size`` is the number of processes; None if unknown."""
+    """Make the rule that translates parallel degrees and sharding. ``world_size`` is the number of processes;
+    None if unknown.
+    """
 
     def plan(run: Translation) -> None:
         degrees = [
@@ -139,7 +144,7 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Require ``max_steps``, and translate the steps to profile."""
+    """Require ``max_steps``, and translate which steps to profile."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
@@ -151,7 +156,7 @@ def batches(run: Translation) -> None:
 
 
 def precision(run: Translation) -> None:
-    """Translate the device and the compute type."""
+    """Translate the device and the compute type (float32, float16 or bfloat16)."""
     written = run.choice("device", (GPU, NPU, XPU, CPU), GPU)
     chosen, instead = (
         device_for_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
@@ -176,7 +181,7 @@ def precision(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Translate the learning rate warm-up."""
+    """Translate the warm-up of the learning rate."""
     steps, ratio = run.integer("warmup_steps", 0, least=0), run.number("warmup_ratio", 0.0, least=0.0)
     if steps:
         run.put("Optimizer.lr.warmup_steps", steps, "warmup_steps")
@@ -186,7 +191,7 @@ def optimizer(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the corpora and the evaluation schedule."""
+    """Translate the corpora and their lengths, when to evaluate, and the tokenizer."""
     if "input_dir" not in run:
         raise ConfigError("is missing", key="input_dir", place=run.place)
     strategy = run.choice("evaluation_strategy", ("no", "steps"))
@@ -226,7 +231,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate the save interval, and the checkpoint to start from."""
+    """Translate how often to save, and the checkpoint to start from."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
@@ -245,7 +250,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def recomputation(run: Translation) -> None:
-    """Translate activation recomputation."""
+    """Translate the options of activation recomputation."""
     words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
     granularity = run.choice("recompute_granularity", words)
     if not run.flag("recompute", "recompute" not in run and granularity is not None):
@@ -272,13 +277,17 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a file. Arguments in ``argv`` override the file."""
+    """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override
+    the file.
+    """
     given = list(given_in_file(path))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line: a file or arguments, optionally after a launcher and a program."""
+    """Translate a command line of PaddleFormers: a file or arguments, with or without a launcher and a
+    program before them.
+    """
     world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]
