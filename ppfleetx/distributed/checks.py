@@ -108,7 +108,8 @@ def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
     """Check that no two data-parallel replicas read the same sample in a step. All ranks must call this.
 
     Args:
-        sample_ids: the ids of the samples that this rank reads in the step; negative ids are not compared.
+        sample_ids: the ids of the samples that this rank reads in the step. Negative ids are padding and not
+            compared.
 
     Raises:
         CheckFailedError: names the sample and two ranks. It is raised on every rank.
@@ -254,7 +255,7 @@ class NonFiniteSearch:
     def _look_at_gradient(
         self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
     ) -> None:
-        """Check the gradient of ``parameter``. If ``grad`` is None, the gradient is in
+        """Check the gradient of ``parameter`` for non-finite numbers. If ``grad`` is None, the gradient is in
         ``parameter.main_grad``: the backward kernel has added it there."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
@@ -274,8 +275,8 @@ def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int,
     """Return (rank, place) of the non-finite number that appeared first in the whole job, or None if no rank
     found one.
 
-    All ranks must call this with the place that they found. The lowest layer in the forward pass is first;
-    without one, the highest layer in the backward pass.
+    All ranks must call this, each with the place that it found. If the number appeared in the forward pass,
+    the lowest layer is the first. If it appeared only in the backward pass, the highest layer is.
     """
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]

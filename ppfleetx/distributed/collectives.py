@@ -63,8 +63,8 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Sum a small tensor elementwise over ``group`` without a reduction: each rank gathers the tensors of all
     ranks and adds them.
 
-    All ranks add in rank order, so their sums are bitwise equal. Some collective libraries gather every
-    element type but cannot reduce some: Ascend's library sums neither float64 nor uint8.
+    All ranks add in rank order, so their sums are bitwise equal. Some collective libraries can gather every
+    element type but not reduce each: Ascend's library sums neither float64 nor uint8.
     """
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
@@ -213,8 +213,8 @@ def start_alltoall_rows(
     """Start :func:`alltoall_rows` without waiting for it.
 
     Returns:
-        The tensor that will contain the received rows, and a function that waits until it does and returns
-        it.
+        The tensor that will contain the received rows, and a function that waits for the rows and returns
+        that tensor.
     """
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)

@@ -1,5 +1,5 @@
-"""The position of this process in the parallel job. The object is created once and passed as an argument; it
-is not a global."""
+"""Where this process is in the parallel job: its rank, its coordinates along the parallel axes, and its
+process groups. The object is created once and passed as an argument; it is not a global."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class ParallelContext:
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """Return the process group of all ranks that have this rank's coordinates except along ``axes``; None
-        if this rank is the only one.
+        """Return the process group of the ranks whose coordinates equal those of this rank except along
+        ``axes``; None if this rank is the only one.
 
         The group along one axis of the plan always exists, and so does that over dp and sep together. All
         others must have been created before by :meth:`with_groups`: those over several axes, and those along

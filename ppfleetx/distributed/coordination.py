@@ -91,8 +91,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Combine the error messages of all ranks (None: no error) into one: the first message, after the numbers
-    of the ranks that have the same message."""
+    """Combine the error messages of all ranks (None: no error) into one: the first message. Unless
+    ``name_ranks`` is False, it begins with the numbers of the ranks that have this message."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):

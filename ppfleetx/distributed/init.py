@@ -149,7 +149,7 @@ def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
 
 def _check_layout(ctx: ParallelContext) -> None:
     """Check that fleet has put the same ranks into each process group as the plan does. Data loading and
-    checkpoints compute them from the plan."""
+    checkpoints rely on the plan."""
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"

@@ -76,8 +76,8 @@ class DropoutStreams:
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Add the hook that seeds the generators to each layer that contains dropout. ``stages`` are pairs
-        (index in the model, layer)."""
+        """Make each layer that contains dropout seed the dropout generators at the start of its forward pass,
+        by a hook. ``stages`` are pairs (index in the model, layer)."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

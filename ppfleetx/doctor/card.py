@@ -1,5 +1,5 @@
 """Checks of ``ppfleetx doctor`` on a card (GPU, XPU or a plugin's device): its driver, its data types, and
-small computations whose results must equal those of the CPU.
+small computations whose results must agree with those of the CPU.
 
 The computations take the device as an argument, so that tests can run them on a CPU.
 """

@@ -59,8 +59,8 @@ def start(target: Target) -> Iterator[Row]:
 
 
 def memory(target: Target) -> Iterator[Row]:
-    """Check whether the memory that the planner predicts for the run is there, on the device and
-    on the host."""
+    """Check whether the memory that the planner predicts for the run is available, on the device and on the
+    host."""
     prediction = run_prediction(target.cfg, target.device)
     if prediction is None:
         yield skipped("memory", "the planner only knows the training of our own GPT")

@@ -87,8 +87,8 @@ class Host:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Contribute ``value``, and return what every process contributed, by its number. Like a collective:
-        all processes must call this, in the same order.
+        """Contribute ``value``, and return what every process contributed, in the order of their numbers.
+        Like a collective: all processes must call this, in the same order.
 
         If for ``seconds`` no process sends anything, not even an announcement, the missing values are given
         up.

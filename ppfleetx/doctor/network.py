@@ -225,8 +225,8 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """Return the row of the report if the launcher would announce an address at which other machines cannot
-    reach this one. Returns None if the address is good.
+    """Return a failure for the report if Paddle's launcher would announce an address at which other machines
+    cannot reach this one. Returns None if the address is good.
 
     Args:
         own: the address that the launcher would announce.

@@ -44,8 +44,8 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Return the row of the report about the kernels of a card that is not a GPU. If the card lacks a kernel
-    and the CPU has it, the host runs that operator, which is only a warning."""
+    """Return the row of the report about the kernels of a card that is not a GPU. A missing kernel is only a
+    warning if the CPU has it, because the host then runs that operator."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]

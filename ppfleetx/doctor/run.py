@@ -81,7 +81,7 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Job:
-    """The examination of a job, as one of its processes takes part in it.
+    """One process's part in the examination of a job.
 
     Attributes:
         meeting: the connection to the other processes.
@@ -284,8 +284,8 @@ def plan_config(target: Target) -> RunConfig:
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """Take the rows with the speed of a collective out of the rows of all ranks, and keep only the slowest
-    for each collective.
+    """Separate the rows that report the speed of a collective from the other rows, and keep only that of the
+    slowest rank for each collective.
 
     Returns:
         The other rows by rank, and the slowest row of each collective.

@@ -26,8 +26,8 @@ class Call:
         operation: name of the operation, such as ``all_reduce``, whichever of the process group's methods
             performed it.
         group: the process group.
-        number: how many calls this one follows: collectives of the group, or, for a message, earlier sends to
-            the same rank or receives from it.
+        number: number of the call in its group, from 0. Collectives are counted together; sends to each rank
+            and receives from each rank are counted separately.
         peer: the rank in the group to which a message is sent or from which it comes; -1 for a collective.
         shape, dtype: shape and element type of this rank's input tensor; None if there is none.
         begun, ended: times of the call and of its return, in seconds of the monotonic clock; ``ended`` is 0.0
@@ -71,8 +71,8 @@ class CallRecord:
     explain a hang.
 
     Attributes:
-        blocked_on: a function that returns the task for which the program is waiting, or None. None itself if
-            the communication library cannot tell.
+        blocked_on: a function that returns the task for which the program is waiting, or None. The attribute
+            is None if the communication library cannot tell.
         join_device: a function that a thread must call before it asks tasks whether they are done.
         names: names of process groups, such as "mp", by Paddle's number of the group.
         waited: seconds that this process has spent waiting for other ranks; 0 if the communication library
@@ -102,7 +102,7 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """When a recorded call last began or returned, as a time of the monotonic clock; 0.0 if there was
+        """The time of the monotonic clock at which a recorded call last began or returned; 0.0 if there was
         none. Calls that only poll other ranks do not count."""
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
@@ -148,8 +148,8 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Return a wrapper of a process group's ``method`` that records each call as ``operation``. Calls
-        that the method makes itself are not recorded."""
+        """Return a wrapper of a process group's ``method`` that records each call as ``operation``. Methods
+        that are called from inside it are not recorded."""
         nested = self._nested
 
         @functools.wraps(method)

@@ -1,10 +1,10 @@
 """Find out from the hang reports of all ranks why a job hangs, and say it in one sentence that names the
 ranks at fault.
 
-A rank *waits* if its main thread is in a collective, a send or a receive. The cause is a rank for which
-others wait and that does not wait itself, or has written no report. If all ranks wait, their records of calls
-show one of two causes. Either some ranks called a different operation than the others, or all called the same
-one and the network failed.
+A rank *waits* if its main thread is in a collective, a send or a receive. A rank is at fault if others wait
+for it, but it does not wait itself or has written no report. If all ranks wait, their records of calls show
+one of two causes. Either some ranks called a different operation than the others, or all called the same one
+and the network failed.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
 
 
 def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
-    """Say in which calls ``ranks`` wait, such as ``ranks 0-2 wait in all_reduce #418 of the mp group
-    [0..3]``. At most three calls are named."""
+    """Return a text that says in which calls ``ranks`` wait, such as ``ranks 0-2 wait in all_reduce #418 of
+    the mp group [0..3]``. At most three calls are named."""
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
@@ -178,8 +178,8 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """Say why ``ranks`` have written no report: the state of their processes, as the kernel shows it to other
-    ranks on the same machine."""
+    """Return a text that says why ``ranks`` have written no report: the state of their processes, as the
+    kernel shows it to other ranks on the same machine."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]

@@ -61,8 +61,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other ranks of this operation count their own
-        calls of it: for a send, their receives from this rank."""
+        """The key in :attr:`Report.counts` under which the other ranks that take part count this operation.
+        For a send it is the key of the receives, and the reverse. The number of this rank must be appended to
+        the key of a message."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -235,8 +236,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Return whether the main thread, whose innermost Python frame is ``frame``, is inside Paddle. It then
-    waits for its card, and so for the collectives that are queued there."""
+    """Return whether the main thread, whose innermost Python frame is ``frame``, is inside Paddle. Then it
+    presumably waits for its card, and so for the collectives that are queued there."""
     for _ in range(4):
         if frame is None:
             return False

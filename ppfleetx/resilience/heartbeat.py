@@ -15,8 +15,8 @@ class Progress:
         place: what the program is doing, such as "reading data".
         step: optimizer step; None before the first.
         since: when the program last made progress, in seconds of the monotonic clock.
-        is_under_way: whether a step has been completed, so that the next ones should take about as long.
-            Until then, the watchdog has another time limit.
+        is_under_way: whether the start is over: the first training step is done, or the model to evaluate or
+            generate with is loaded. Until then, the watchdog has another time limit.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context manager: record that the program does ``place`` inside the block, and afterwards again what
-        it did before."""
+        """Context manager: record that the program does the activity ``place`` inside the block, and what it
+        did before again afterwards."""
         before = self.place
         self.beat(place)
         try:

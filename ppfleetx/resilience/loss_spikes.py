@@ -62,9 +62,9 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """The cause of the spike, as far as computing the step again has shown it. ``data``: the same values
-        came out, so it lies in the data or the model. ``machine``: other values came out. ``unknown``: the
-        step was not computed again."""
+        """What caused the spike, judged by computing the step again. ``data``: the same values came out, so
+        the cause is the data or the model. ``machine``: other values came out, so the machine has computed
+        wrongly. ``unknown``: the step was not computed again."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
         same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)

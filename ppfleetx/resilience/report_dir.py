@@ -50,7 +50,7 @@ class ReportDir:
 
     def has_news(self, since: float) -> bool:
         """Return whether, after ``since`` (seconds since 1970), a rank has written a report because it made
-        no progress. By that it asks all other ranks to write theirs."""
+        no progress. Such a report is a request to all other ranks to write theirs."""
 
         def look() -> bool:
             if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):

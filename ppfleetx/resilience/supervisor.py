@@ -160,7 +160,8 @@ def _processes(pids: Sequence[int]) -> str:
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
     """Context manager inside which SIGTERM and SIGINT to this process set ``stop`` and are forwarded to the
-    supervised command and its process group. Put the command's process into the list that it returns."""
+    supervised command and its process group. It yields an empty list, into which the caller puts the
+    command's process."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

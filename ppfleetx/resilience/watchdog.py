@@ -52,8 +52,9 @@ class Limits:
         timeout: seconds without progress after which a rank counts as hung; 0: no watchdog.
         start_timeout: the timeout until the first step is done.
         ends: whether to end the process after a hang, or only to report it.
-        counts_work: whether computing counts as progress for a while. It must not on a card during a step, or
-            while the program waits for the card, because a thread that waits for a card keeps a core busy.
+        counts_work: whether computing counts as progress for a while. Set it to False for a run on a card.
+            Computing then does not count during a step or while the program waits for the card, because a
+            thread that waits for a card keeps a core busy.
     """
 
     timeout: float = 600.0
@@ -137,9 +138,9 @@ class Watchdog:
 
     @property
     def _patience_with_computing(self) -> float:
-        """For how many seconds computing, without any other sign of progress, counts as progress. It is
-        without limit at the start, which may take long, and if there is only one process, because it keeps
-        nobody waiting."""
+        """The number of seconds for which computing alone, without another sign of progress, counts as
+        progress. There is no limit at the start, which may take long. Nor is there one for a single process,
+        because it keeps no other process waiting."""
         limits = self._limits
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf

@@ -87,8 +87,8 @@ def _call(main: Callable[[], int | None]) -> int | None:
 
 
 class _SignalCameError(BaseException):
-    """Raised by the handler of a signal that ends this process, so that ``finally`` blocks clean
-    up before."""
+    """Raised by the handler of a signal that is to end this process. It lets ``finally`` blocks clean up
+    first."""
 
 
 _received: list[int] = []  # signal numbers

@@ -325,8 +325,8 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """Return for what the launcher is waiting, as a sentence with advice, and whether another program
-        than a launcher answers at the address where the nodes meet."""
+        """Return what the launcher is waiting for, as a sentence with advice. The second result says whether
+        something other than a launcher answers at the address where the nodes meet."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()

@@ -36,7 +36,7 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 def cpu_obstacle(dtype: str) -> str | None:
     """Return why this machine's CPU cannot compute in ``dtype``, which is ``float16`` or ``bfloat16``.
-    Returns None if it has the instructions."""
+    Returns None if it has the instructions for that type."""
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
     if not BFLOAT16 & flags_in(read_cpuinfo()):
@@ -101,8 +101,8 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Return a clear error for one that Paddle raised while it was imported: a plugin that does not load, or
-    a card that does not exist. Returns None for errors with other causes."""
+    """Translate an error that Paddle raised while it was imported into one that tells the user what to do.
+    Returns None unless the cause is a plugin that does not load, or a card that does not exist."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -136,8 +136,12 @@ def may_support(kind: str) -> bool:
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` to use for a recipe that names a kind of card, and "". If the
-    installed Paddle does not support that kind, the value is ``auto``, and the second result says why."""
+    """Return the value of ``Global.device`` for a recipe that is made for a kind of card, and why it differs
+    from ``kind``.
+
+    It is ``kind``, with the reason "", if the installed Paddle may support that kind. Otherwise it is
+    ``auto``.
+    """
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

@@ -63,8 +63,8 @@ def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]
     element types.
 
     Left out are kernels that ppfleetx uses only on GPUs: flash attention, fused operators, products with
-    biases. ``all_reduce`` is left out because the process groups of the plugin do that. Also left out are
-    types for which ppfleetx uses float32 instead if the device has no kernel.
+    biases. ``all_reduce`` is left out because process groups perform it there. Also left out are types for
+    which ppfleetx uses float32 instead if the device has no kernel.
     """
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
     return {name: tuple(t for t in types if (name, t) not in _IN_FLOAT32) for name, types in asked.items()}

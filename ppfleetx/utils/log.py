@@ -19,7 +19,7 @@ def get_logger() -> logging.Logger:
 
 def configure_logging(*, quiet: bool = False) -> logging.Logger:
     """Make ppfleetx's logger write to standard output, and return it. With ``quiet``, it writes only warnings
-    and errors; ranks use this whose progress is not shown."""
+    and errors. That is for ranks whose progress is not shown."""
     logger = get_logger()
     logger.handlers.clear()
     handler = _Handler(_Stdout())

@@ -68,7 +68,7 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """Set that this process ends with ``exit_code`` when another process of its job is gone: ``grace``
+    """From now on, the loss of another process of the job ends this process with ``exit_code``: ``grace``
     seconds later, whatever it is doing then.
 
     Usually it ends earlier, because its next communication raises an error. But without this it might compute
@@ -109,7 +109,7 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember ``error``, which says that another process has ended, and return it, to be raised.
+    """Remember and return ``error``, which says that another process has ended; the caller raises it.
     :func:`ended_peer_in` recognizes it even if Paddle replaces it by another error."""
     _state.raised = error
     return error

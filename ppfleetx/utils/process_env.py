@@ -169,8 +169,8 @@ def import_paddle() -> None:
     """Import Paddle faster and with less output than by ``import paddle``. Does nothing if it is imported
     already.
 
-    The banner is left out that Paddle prints if OMP_NUM_THREADS is not 1. It warns of ranks that share cores,
-    which cannot happen with :func:`thread_count`. All other output of the import is kept.
+    If OMP_NUM_THREADS is not 1, Paddle prints a banner that warns of ranks which share cores. It is left out,
+    because :func:`thread_count` prevents that. All other output of the import is kept.
 
     Raises:
         NotInstalledError: Paddle is not installed.
@@ -263,8 +263,8 @@ def _undo_root_logging(stream: io.StringIO) -> None:
     """Remove the log handler that Paddle has added to Python's root logger while it was imported. It writes
     to ``stream``, which stood in for standard error and which nobody reads afterwards.
 
-    So messages of other libraries would be lost. Without a handler, Python prints their warnings and errors
-    to standard error.
+    In that handler, messages of other libraries would be lost. Without a handler, Python prints their
+    warnings and errors to standard error.
     """
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:

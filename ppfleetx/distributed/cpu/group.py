@@ -363,12 +363,12 @@ class CpuProcessGroup:
             operation.wait()
 
     def eager_connect(self) -> None:
-        """Do nothing. Paddle calls this to connect the members early, but they are connected since the first
-        group was created."""
+        """Do nothing. Paddle calls this to connect the members early, but they have been connected since the
+        first group was created."""
 
     def eager_connect_ring_exchange(self) -> None:
-        """Do nothing. Paddle calls this to connect neighboring members early, but they are connected since
-        the first group was created."""
+        """Do nothing. Paddle calls this to connect neighboring members early, but they have been connected
+        since the first group was created."""
 
     # -- building blocks -------------------------------------------------------------------
 

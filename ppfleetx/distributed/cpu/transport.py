@@ -286,9 +286,9 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
-        """Return whether the thread that waits for ``operation`` has something to do: the operation has ended
-        or failed, or it can be continued, or so can another one that the program started. Call it while
-        holding ``state``."""
+        """Return whether the thread that waits for ``operation`` can do something: the operation is over, or
+        a message has arrived with which this or another of the program's operations can be continued. Call it
+        while holding ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -323,8 +323,8 @@ class EndedRanks:
         return self._cause is not None
 
     def add(self, rank: int, reason: str, *, failed: bool) -> bool:
-        """Record that ``rank`` has ended, because it ``failed`` or as planned. Returns whether this is the
-        first failure in the job that this rank learns of."""
+        """Record that ``rank`` has ended: by a failure if ``failed``, or else as planned. Returns whether
+        this is the first failure in the job that this rank learns of."""
         if rank in self._reasons:
             return False
         self._reasons[rank] = reason
