@@ -94,8 +94,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(check: Check, target: Target) -> list[Row]:
-    """Run a check within its time limit, and return its rows with their heading. If the check cannot run,
-    takes too long or raises an error, a row says so."""
+    """Run a check within its time limit, and return its rows of the report with their heading. If the check
+    cannot run, takes too long or raises an error, a row says so."""
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]

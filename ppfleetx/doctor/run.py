@@ -110,7 +110,8 @@ class Job:
         self._share(own, _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
-        """Send this process's rows to all other processes, and add the rows of all ranks to :attr:`rows`.
+        """Send what this process has found to all other processes, as rows of the report, and add the rows of
+        all ranks to :attr:`rows`.
 
         Raises:
             RendezvousError: rank 0, through which the rows are sent, is gone. Only this process's own rows
@@ -147,8 +148,8 @@ class Job:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def note_lost_host(self, error: RendezvousError) -> None:
-        """Add a row that says that rank 0 is gone. The report of this process then contains only its own
-        rows."""
+        """Add a row to the report that says that rank 0 is gone. The report then contains only what this
+        process has found."""
         self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
@@ -190,8 +191,8 @@ class Job:
             yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
 
     def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-        """Create fleet's process groups and test every collective in each of them. This is skipped, and a row
-        says so, if something was found before that could make them hang."""
+        """Create fleet's process groups and test every collective in each of them. This is skipped, and the
+        report says so, if something was found before that could make them hang."""
         failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
         if failed or self._lost:
             self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))

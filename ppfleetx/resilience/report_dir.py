@@ -100,8 +100,8 @@ class ReportDir:
         self._do(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
     def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
-        """Run ``act`` in the thread that accesses the directory, and return its result. Returns None if it
-        fails or takes too long.
+        """Run ``act``, which accesses the directory of reports, in the thread for that, and return its
+        result. Returns None if it fails or takes too long.
 
         With ``mode`` :data:`PRIVATE`, ``act`` does not run if the directory, or a link with its name, belongs
         to another user.

@@ -56,8 +56,8 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """If the message for ``receive`` was kept in a spare buffer, check it and copy it to where the
-        operation expects it.
+        """Check the message that has arrived for ``receive``, and copy it into the memory where the operation
+        expects it. Does nothing if it was read there directly.
 
         Raises:
             OutOfStepError: the message belongs to another operation, so the ranks do not run the same
