@@ -115,8 +115,8 @@ class ParallelContext:
         return self if groups == self.groups else replace(self, groups=groups)
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
-        """Create the process groups with which an all-to-all along ``axis`` runs in two levels: between
-        nodes, then within nodes. Returns a copy of this context that has them, for :meth:`levels_of`.
+        """Create process groups for an all-to-all along ``axis`` in two levels: between nodes, then within
+        nodes. Returns a copy of this context that has them, for :meth:`levels_of`.
 
         Returns this context unchanged if the axis cannot be split (:func:`~ppfleetx.config.mesh.levels_of`),
         for example because its ranks are on one node. This is a collective: all ranks must call it.

@@ -106,7 +106,7 @@ def visible_cards(device: str) -> str:
 
 
 def cards_here() -> list[str]:
-    """Return the kinds of cards of which the installed Paddle sees at least one. ``Global.device: auto``
+    """Return the kinds of cards that the installed Paddle sees on this machine. ``Global.device: auto``
     selects the first."""
     from paddle.base import core
 
@@ -184,8 +184,8 @@ def generator() -> Any:
 
 
 def total_memory() -> tuple[float, str] | None:
-    """Return the memory of this process's card in bytes, and the name of the card. Returns None on a CPU and
-    for cards of which Paddle does not report the memory."""
+    """Return the memory of this process's card in bytes, and the name of the card. Returns None on a CPU, and
+    on cards whose memory Paddle does not report."""
     import paddle
 
     kind = kind_of(paddle.get_device())
@@ -299,8 +299,8 @@ def moves_powers(device: str) -> bool:
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """Return the ``targets`` argument of ``paddle.profiler.Profiler`` for a device: the CPU, and the card if
-    it is one."""
+    """Return the ``targets`` argument of ``paddle.profiler.Profiler`` for a run on a device: the CPU and, if
+    the device is a card, its kind."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}

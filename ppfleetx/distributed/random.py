@@ -4,10 +4,9 @@ The dropout masks of a layer are a function of (seed, step, micro batch, replica
 the same after the run was resumed, after an evaluation in between, and on whatever pipeline rank the layer
 is. Checkpoints need no states of generators.
 
-There are two streams of random numbers. The *default* stream is for activations of which all tensor-parallel
-ranks hold a copy, and so need equal dropout masks. The *sliced* stream is for activations of which each
-tensor-parallel rank holds a different slice. Both are Paddle generators, so recomputation saves and restores
-them.
+There are two streams of random numbers. The *default* stream is for activations that all tensor-parallel
+ranks hold a copy of, so they need equal dropout masks. The *sliced* stream is for activations that are split
+between the tensor-parallel ranks. Both are Paddle generators, so recomputation saves and restores them.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class DropoutStreams:
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Make each layer that contains dropout seed the dropout generators at the start of its forward pass,
-        by a hook. ``stages`` are pairs (index in the model, layer)."""
+        """Add a hook to each layer that contains dropout. At the start of each forward pass of the layer, it
+        seeds the random generators that dropout uses. ``stages`` are pairs (index in the model, layer)."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

@@ -31,7 +31,7 @@ _ROUNDS = 10  # a guest waits this many times as long as the host, so that the h
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process contributed to an exchange: a value, or the problem because of which there is none."""
+    """What one process contributed to an exchange: a value, or the reason why there is none."""
 
     value: Any = None
     problem: str = ""

@@ -54,8 +54,8 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """Return the values in this process, or None if the first process of this machine reads them for all.
-        They are marked as unread if reading takes too long."""
+        """Return the values of this fact in this process, or None if the first process of this machine reads
+        them for all. If reading takes too long, the result says only that they are unread."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -120,8 +120,8 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """Return a hash of each :class:`Fact` in this process, by name; None for facts that the first process of
-    this machine reads for all.
+    """Return a hash of each fact that must be equal in all processes (:data:`FACTS`), such as the versions of
+    libraries, by name. The hash is None for facts that the first process of this machine reads for all.
 
     Args:
         announce: called with the name of each fact before it is read.
@@ -139,8 +139,8 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Return the names of the facts that are not equal in all processes, or that a process could not read.
-    ``answers`` are the :func:`digests` of all processes."""
+    """Return the names of the facts, such as the versions of libraries, that are not equal in all processes
+    or that a process could not read. ``answers`` are the :func:`digests` of all processes."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
@@ -148,8 +148,8 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """Return the values, not hashes, of the facts ``names`` in this process; None for facts that the first
-    process of this machine reads for all.
+    """Return the values in this process of the facts ``names``, such as the versions of libraries. The value
+    is None for facts that the first process of this machine reads for all.
 
     Args:
         announce: called with the name of each fact before it is read.
@@ -163,7 +163,8 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield a row of the report for each :class:`Fact`: equal in all processes, or what the differences are.
+    """Yield a row of the report for each fact that must be equal in all processes (:data:`FACTS`). It says
+    that the fact is equal, or lists the differences.
 
     Args:
         answers: the values of the facts ``names`` in each process, by rank.

@@ -109,8 +109,8 @@ class CallRecord:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Context manager for collectives by which the program only polls other ranks. The watchdog does not
-        count them as progress."""
+        """Context manager for collectives that only poll other ranks. The watchdog does not count them as
+        progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -184,8 +184,8 @@ class CallRecord:
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call in which ``thread`` is waiting, or None: a call that has not returned, or one for
-        whose task the program waits."""
+        """Return the call in which ``thread`` is waiting, or None. It is a call that has not returned, or one
+        that returned a task for which the program is waiting now."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:

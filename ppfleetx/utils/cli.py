@@ -95,8 +95,8 @@ _received: list[int] = []  # signal numbers
 
 
 def _unwind_at_signals() -> None:
-    """Install handlers with which SIGTERM and SIGHUP end this process only after it has removed temporary
-    directories and printed a message. A second signal ends it at once. A shell shows exit code 143 or 129.
+    """Let this process clean up when SIGTERM or SIGHUP comes: it removes temporary directories, prints a
+    message, and then ends by the signal. A shell shows exit code 143 or 129. A second signal ends it at once.
 
     Does nothing in the ranks of a job. They may be waiting for others in C++ code, where no Python handler
     runs, and the launcher reports why it ends them.

@@ -164,8 +164,8 @@ def option_of(argv: Sequence[str], name: str) -> str | None:
 
 
 def _controller() -> Any:
-    """Return the object by which Paddle's launcher controls its ranks, or None if it does not exist yet. It
-    is found as the launcher's handler of SIGTERM."""
+    """Return the object of Paddle's launcher that controls the ranks, or None if it does not exist yet. It is
+    found as the launcher's handler of SIGTERM."""
     controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 

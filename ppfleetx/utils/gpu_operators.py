@@ -82,9 +82,9 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each key of the configuration because of which a run on an Ascend card computes
-    some operations on the host, with copies. The plugin lacks their kernels. ``docs/devices/ascend.md`` has
-    the full list."""
+    """For a run on an Ascend card, list the keys of the configuration that make some operations run on the
+    host, with copies, because the plugin lacks their kernels. Returns a sentence for each key.
+    ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

@@ -486,8 +486,8 @@ def _finished(steps: Steps, memory: TensorMemory) -> Steps:
 
 
 def _add_paddles_spellings() -> None:
-    """Add the other names by which Paddle calls the methods: ``allreduce``, and each name with
-    ``_on_calc_stream``, which makes no difference because a CPU has only one stream."""
+    """Add the other method names that Paddle uses: ``allreduce``, and each name with ``_on_calc_stream``,
+    which makes no difference because a CPU has only one stream."""
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
         method = getattr(CpuProcessGroup, name.removesuffix(ending), None)

@@ -1,8 +1,8 @@
 """Open the connections between the ranks of a CPU job. Both ends of a connection prove with a secret token
 that they belong to the job.
 
-Each pair of ranks has one connection for messages. Ranks on different hosts have a second, idle one, by which
-the loss of the other host is detected (``keepalive.py``). Connections of other programs are closed.
+Each pair of ranks has one connection for messages. Ranks on different hosts have a second, idle one, which
+detects the loss of the other host (``keepalive.py``). Connections of other programs are closed.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class Mesh:
 
     def _can_go_on(self, operation: Operation) -> bool:
         """Return whether the thread that waits for ``operation`` can do something: the operation is over, or
-        a message has arrived with which this or another of the program's operations can be continued. Call it
+        this or another of the program's operations has got the messages that it needs to continue. Call it
         while holding ``state``."""
         if operation.done or operation.failure is not None:
             return True
