@@ -1,10 +1,10 @@
-"""Checks that ranks agree on configuration, data and weights, read different samples where they should, and
+"""Checks that all ranks use the same configuration, read the right data, hold equal copies of weights, and
 compute finite numbers.
 
-``Engine.checks`` selects the checks. ``cheap`` compares configurations at the start, batches at every step (a
-few bytes), and replicas of weights at the start and before each checkpoint. ``full`` compares replicas of
-weights and optimizer state after every step, and checks every sample, activation and gradient. ``off`` checks
-nothing.
+``Engine.checks`` selects which checks run. ``cheap`` compares configurations at the start, batches at every
+step (a few bytes per rank), and copies of weights at the start and before each checkpoint. ``full``
+additionally compares copies of weights and optimizer state after every step, compares the samples of all
+ranks, and searches activations and gradients for non-finite numbers. ``off`` checks nothing.
 """
 
 from __future__ import annotations
@@ -30,15 +30,23 @@ MAX_NAMED = 4
 
 
 class CheckFailedError(UserError):
-    """The ranks of a job do not hold the data or weights that the plan assigns to them."""
+    """Raised when the ranks of a job do not hold the configuration, data or weights that the parallel plan
+    assigns to them."""
 
 
 # -- configurations ---------------------------------------------------------------------------
 
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
-    """Check that all ranks read the same configuration. ``values`` are its flattened keys. Raises
-    CheckFailedError, which names keys and ranks, if configurations differ."""
+    """Check that all ranks run with the same configuration. All ranks must call this.
+
+    Args:
+        values: this rank's configuration, as one entry per dotted key.
+
+    Raises:
+        CheckFailedError: configurations differ. The message names two ranks and the keys in which they
+            differ.
+    """
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
     digests = gather(ctx, digest)
@@ -56,7 +64,8 @@ def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) ->
 
 
 def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
-    """Return a 31-bit digest of the batch that a step reads. Equal batches have equal digests."""
+    """Return a 31-bit digest of the batch that a rank reads for one step. Equal batches have
+    equal digests."""
     checksum = 0
     for batch in micro_batches:
         for name in ("sample_ids", "tokens"):
@@ -66,9 +75,16 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
-    """Check that ranks with the same data rank read the same batch and, if ``distinct``, that different data
-    ranks read different batches. ``digests`` has one digest per rank. Raises CheckFailedError on every rank,
-    with two rank numbers."""
+    """Check, from a digest of each rank's batch, that the ranks of one data-parallel replica read the same
+    batch.
+
+    Args:
+        digests: :func:`batch_digest` of each rank's batch, by rank.
+        distinct: whether to check also that different data-parallel replicas read different batches.
+
+    Raises:
+        CheckFailedError: names two ranks. All ranks raise it, because they compare the same digests.
+    """
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = ctx.plan.data_rank(rank)
@@ -89,8 +105,15 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
-    """Check that no two data ranks read the same sample in a step. Raises CheckFailedError on every rank,
-    with the sample and two rank numbers."""
+    """Check that no two data-parallel replicas read the same sample in a step. All ranks must call this.
+
+    Args:
+        sample_ids: the ids of the samples that this rank reads in the step. Negative ids are padding and not
+            compared.
+
+    Raises:
+        CheckFailedError: names the sample and two ranks. It is raised on every rank.
+    """
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
     for rank, ids in enumerate(of_rank):
@@ -109,8 +132,15 @@ Held = tuple[str, "Tensor", Any]
 
 
 def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
-    """Check that all replicas of a tensor are bitwise equal: across dp, sharding, sep and mp, and across
-    pipeline stages for tied weights. Raises CheckFailedError on every rank, with tensors and rank numbers."""
+    """Check that the copies of each tensor on different ranks are bitwise equal. All ranks must call this.
+
+    Ranks that differ in dp, sharding, sep or mp can hold copies of the same tensor. So can two pipeline
+    stages, for tied weights. Tensors are copies of each other if they have the same name and the same offset
+    in the whole tensor.
+
+    Raises:
+        CheckFailedError: names the tensors that differ and two ranks for each. It is raised on every rank.
+    """
     if ctx.world_size == 1:
         return
     mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
@@ -132,8 +162,8 @@ def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Return the exclusive or and the sum of the tensor's 64-bit words. A CRC would take ten times as
-    long."""
+    """Return a checksum of the tensor: the XOR and the sum of its 64-bit words, and the CRC of the bytes
+    after the last whole word. A CRC of the whole tensor would take ten times as long."""
     from ppfleetx.distributed.transfer import read
 
     in_place = tensor.place.is_cpu_place() and tensor.is_contiguous() and "bfloat16" not in str(tensor.dtype)
@@ -149,14 +179,14 @@ def _checksum(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class NonFinitePlace:
-    """The place where a non-finite number first appeared on a rank.
+    """Where a non-finite number (NaN or infinity) first appeared on a rank.
 
     Attributes:
-        in_forward: whether it appeared in the output of a layer, rather than in a gradient.
+        in_forward: True if it appeared in the output of a layer, False if it appeared in a gradient.
         index: number of the layer in the model.
-        parameter: in the backward pass, the parameter with the gradient. In the forward pass, a parameter of
-            the layer that is itself not finite, or "".
-        micro_batch: number of the micro batch, from 0; None if unknown.
+        parameter: for a gradient, the name of its parameter. For the output of a layer, the name of a
+            parameter of the layer that is itself not finite, or "" if all are finite.
+        micro_batch: number of the micro batch in the step, from 0; None if unknown.
     """
 
     in_forward: bool
@@ -173,7 +203,8 @@ class NonFinitePlace:
 
 
 class NonFiniteSearch:
-    """Context manager that checks every stage output and every parameter gradient for non-finite numbers."""
+    """Context manager that searches for NaNs and infinities while a step runs: in the output of each layer
+    and in the gradient of each parameter."""
 
     def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
         self._stages = list(stages)
@@ -224,7 +255,8 @@ class NonFiniteSearch:
     def _look_at_gradient(
         self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
     ) -> None:
-        """Check a gradient. ``grad`` is None if the backward kernel has added it to ``main_grad``."""
+        """Check the gradient of ``parameter`` for non-finite numbers. If ``grad`` is None, the gradient is in
+        ``parameter.main_grad``: the backward kernel has added it there."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = passes[name] = passes.get(name, -1) + 1
@@ -240,7 +272,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """Return (rank, place) of the first non-finite number in the whole job, or None if no rank found one."""
+    """Return (rank, place) of the non-finite number that appeared first in the whole job, or None if no rank
+    found one.
+
+    All ranks must call this, each with the place that it found. If the number appeared in the forward pass,
+    the lowest layer is the first. If it appeared only in the backward pass, the highest layer is.
+    """
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
     if not found:

@@ -1,4 +1,5 @@
-"""Collectives on many tensors at once, and differentiable collectives."""
+"""Collectives that pack many tensors into few messages, all-to-all of rows, and collectives with
+a gradient."""
 
 from __future__ import annotations
 
@@ -18,10 +19,18 @@ Multi-tensor kernels use vector loads without checking the alignment."""
 
 
 def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """Return the offsets, in elements, of parts with these ``sizes`` in an aligned flat tensor, and the end
-    of the last part.
+    """Return where to place tensors in one flat tensor so that each begins at a multiple of :data:`ALIGNMENT`
+    bytes.
 
-    >>> aligned_offsets([3, 64, 65, 1], 4) ([0, 64, 128, 256], 257)
+    Args:
+        sizes: the tensors' numbers of elements.
+        itemsize: bytes per element.
+
+    Returns:
+        The offset of each tensor, and the end of the last one, in elements.
+
+    >>> aligned_offsets([3, 64, 65, 1], 4)
+    ([0, 64, 128, 256], 257)
     """
     step, begins, end = ALIGNMENT // itemsize, [], 0
     for size in sizes:
@@ -31,29 +40,31 @@ def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int
 
 
 def all_reduce_packed(tensors: Sequence[paddle.Tensor], group: Any) -> None:
-    """Sum each tensor over ``group``, in place, with few messages."""
+    """Sum each tensor over the ranks of ``group``, in place. Tensors are packed into a few large messages."""
     _packed(tensors, lambda flat: distributed.all_reduce(flat, group=group, sync_op=False))
 
 
 def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Sum each tensor over ``group`` into the member ``owner``. The tensors of other members become
-    undefined."""
+    """Sum each tensor over the ranks of ``group``. The sums arrive in the tensors of the rank whose number in
+    the group is ``owner``; the contents of the other ranks' tensors become undefined."""
     destination = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.reduce(flat, destination, group=group, sync_op=False))
 
 
 def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Copy the tensors of the member ``owner`` to all members of ``group``."""
+    """Copy the tensors of one rank to all ranks of ``group``, in place. ``owner`` is that rank's number in
+    the group."""
     source = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False))
 
 
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum a few numbers over ``group``, for types that some collective libraries cannot reduce.
+    """Sum a small tensor elementwise over ``group`` without a reduction: each rank gathers the tensors of all
+    ranks and adds them.
 
-    Each member gathers all numbers and adds them in rank order, so all members get bitwise equal sums.
-    Ascend's library, for example, gathers every type but sums neither float64 nor uint8, and has no mean.
+    All ranks add in rank order, so their sums are bitwise equal. Some collective libraries can gather every
+    element type but not reduce each: Ascend's library sums neither float64 nor uint8.
     """
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
@@ -62,10 +73,11 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
-    """Overwrite the replicas of every member with those of the first member, bitwise.
+    """Overwrite tensors that should be equal on all ranks of ``group`` with those of the first rank, bitwise.
 
-    All-reduces the tensors after multiplying those of the other members by zero. This is exact for any order
-    of the sum, but spreads a non-finite number from any member to all.
+    This is an all-reduce to which all ranks except the first contribute zeros: their tensors times zero. The
+    result is exact, whatever the order of the sum. But a NaN or an infinity on any rank makes the result
+    non-finite on all ranks.
     """
     is_first = group.rank == 0
 
@@ -76,17 +88,20 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Run an operation on one bucket at a time, so that extra memory is needed for only one bucket."""
+    """Run a collective on ``tensors``, one bucket of packed tensors at a time, so that the extra memory is
+    that of one bucket."""
     for bucket in _buckets(tensors):
         Packed(bucket, start).complete()
 
 
 class Packed:
-    """A running operation on tensors packed into one message.
+    """A running collective on several tensors that are packed into one flat tensor, and so into one message.
 
     Args:
-        tensors: tensors of one type. They get the result in :meth:`complete` and must not be used before.
-        start: a function that starts an in-place operation on a flat tensor and returns the task.
+        tensors: tensors of one element type. :meth:`complete` writes the result to them; do not use them
+            before.
+        start: starts an asynchronous in-place collective on the flat tensor that it is given, and returns its
+            task.
     """
 
     @paddle.no_grad()
@@ -108,11 +123,12 @@ class Packed:
 
 @paddle.no_grad()
 def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` of one type into one flat tensor, and make them views of it. Returns the flat tensor.
+    """Move ``tensors`` into one flat tensor and return it. Each of ``tensors`` then shares memory with its
+    part of the flat tensor.
 
-    Each view starts at a multiple of :data:`ALIGNMENT`, with zeros in the gaps, and the old memory is freed.
-    A single tensor is returned unchanged. The move itself needs twice the memory. ``tensors`` must not be
-    views of other tensors.
+    Each part starts at a multiple of :data:`ALIGNMENT` bytes; the gaps are zeros. The old memory is freed,
+    but both exist during the move. ``tensors`` must have the same element type and must not share memory with
+    other tensors. If there is only one tensor, it is returned itself.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
@@ -148,26 +164,32 @@ def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
 
 
 def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: int) -> paddle.Tensor:
-    """Differentiable all-to-all that splits ``split_dim`` and gathers ``concat_dim``.
+    """Differentiable all-to-all: each rank splits its tensor along ``split_dim``, sends part i to rank i of
+    ``group``, and concatenates the parts it receives along ``concat_dim``.
 
-    ``[..., n x k, ..., m, ...]`` becomes ``[..., k, ..., n x m, ...]`` with n members in ``group``.
+    With n ranks in the group, a tensor that has n x k entries along ``split_dim`` and m along ``concat_dim``
+    becomes one with k along ``split_dim`` and n x m along ``concat_dim``.
     """
     return _Exchange.apply(tensor, group, split_dim, concat_dim)
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``, if all ranks compute the same result from the sum. The gradient of each
-    rank's summand is the gradient of the sum, not multiplied by the number of ranks."""
+    """Sum ``tensor`` over ``group``; in the backward pass, pass the gradient of the sum on unchanged.
+
+    This is right if all ranks of the group go on to compute the same loss from the sum. An all-reduce in the
+    backward pass would count that loss once per rank.
+    """
     return _SumOfRanks.apply(tensor, group)
 
 
 def sum_gradient(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return a copy of ``tensor`` whose gradient is summed over ``group``."""
+    """Return a copy of ``tensor``; in the backward pass, sum the gradient of the copy over the ranks of
+    ``group``."""
     return _SumGradient.apply(tensor, group)
 
 
 def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Gather ``[..., n]`` of all members of ``group`` along the last dimension. Not differentiable."""
+    """Concatenate the ``tensor`` of all ranks of ``group`` along the last dimension. Not differentiable."""
     parts: list[paddle.Tensor] = []
     distributed.all_gather(parts, tensor, group=group)
     return paddle.concat(parts, axis=-1)
@@ -176,16 +198,24 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
-    """Exchange rows: send ``sent[i]`` rows to member i of ``group``, and receive ``received[i]`` rows from
-    it. Not differentiable. Every member must call this, even without rows."""
+    """All-to-all with different numbers of rows: send the first ``sent[0]`` of ``rows`` to rank 0 of
+    ``group``, the next ``sent[1]`` to rank 1, and so on. Returns the received rows in the order of their
+    senders; ``received[i]`` rows come from rank i.
+
+    Not differentiable. Every rank of the group must call this, even if it sends and receives no rows.
+    """
     return start_alltoall_rows(rows, sent, received, group)[1]()
 
 
 def start_alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> tuple[paddle.Tensor, Callable[[], paddle.Tensor]]:
-    """Start :func:`alltoall_rows` asynchronously. Returns the tensor that will contain the rows, and a
-    function that waits for the rows and returns the tensor."""
+    """Start :func:`alltoall_rows` without waiting for it.
+
+    Returns:
+        The tensor that will contain the received rows, and a function that waits for the rows and returns
+        that tensor.
+    """
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)
     rows = _whole(rows)
@@ -201,8 +231,8 @@ def start_alltoall_rows(
 
 
 def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:
-    """Gather the rows of all members of ``group``. The rows of member i start at row ``i * stride`` of the
-    result, followed by zeros. Not differentiable."""
+    """Gather the rows of all ranks of ``group`` into one tensor with ``stride`` rows for each rank. If a rank
+    has fewer rows, zeros follow them. Not differentiable."""
     missing = stride - rows.shape[0]
     if missing:
         rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])

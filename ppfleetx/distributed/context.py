@@ -1,4 +1,5 @@
-"""The position of a process in the job. Created once and passed as an argument, not kept in a global."""
+"""Where this process is in the parallel job: its rank, its coordinates along the parallel axes, and its
+process groups. The object is created once and passed as an argument; it is not a global."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ LEVELS = ("between nodes", "within nodes")
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A process's position in the plan, and Paddle's process group of each axis with more than one rank.
+    """This process's rank and coordinates in the parallel plan, and its process group along each axis that
+    has more than one rank.
 
-    ``data_rank`` is ``dp rank x sharding + sharding rank``, the number of the data-parallel replica.
-    Processes that differ only in other axes read the same samples.
+    ``data_rank`` is ``dp rank x sharding degree + sharding rank``: the number of the data-parallel replica.
+    Processes with the same data rank read the same samples.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -37,7 +39,8 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of all ranks, with one view for dense parameters and one for experts."""
+        """The arrangement of the job's ranks along the parallel axes, both as dense parameters use it and as
+        experts do."""
         return Mesh(self.plan)
 
     @classmethod
@@ -54,36 +57,38 @@ class ParallelContext:
 
     @property
     def data_size(self) -> int:
-        """The number of data ranks, which read different samples."""
+        """The number of data-parallel replicas: dp degree x sharding degree."""
         return self.plan.data_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank logs and writes for the whole job."""
+        """Whether this is rank 0, which logs and writes files for the whole job."""
         return self.rank == 0
 
     @property
     def knows_loss(self) -> bool:
-        """Whether this is the first of the ranks that compute the loss."""
+        """Whether this is the first of the ranks that compute the loss, and so the one that reports it."""
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
-        """Return this process's rank along ``axis``, an axis of the plan or an expert axis."""
+        """Return this process's rank along ``axis``: dp, sharding, sep, mp or pp, or an axis of expert
+        parallelism."""
         return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:
         return self.mesh.size_of(axis)
 
     def group_of(self, axis: str) -> Any:
-        """Return the process group of ``axis``, which must have more than one rank."""
+        """Return this rank's process group along ``axis``. Raises KeyError if the axis has only one rank."""
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """Return the process group of the ranks that differ along ``axes``, or None if this rank is the only
-        one.
+        """Return the process group of the ranks whose coordinates equal those of this rank except along
+        ``axes``; None if this rank is the only one.
 
-        Groups of several axes, and of expert axes, must have been created by :meth:`with_groups`. The
-        exception is dp with sep, for which fleet has a group.
+        The group along one axis of the plan always exists, and so does that over dp and sep together. All
+        others must have been created before by :meth:`with_groups`: those over several axes, and those along
+        axes of expert parallelism.
         """
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
@@ -95,8 +100,11 @@ class ParallelContext:
         return self.groups["+".join(axes)]
 
     def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
-        """Return a copy of this context with a process group for each of ``needed``. A collective: all ranks
-        must call it with the same ``needed``."""
+        """Create process groups over the combinations of axes in ``needed``, such as ``("dp", "mp")``.
+        Returns a copy of this context that has them, for :meth:`group_over`.
+
+        This is a collective: all ranks must call it with the same ``needed``.
+        """
         groups = dict(self.groups)
         for axes in needed:
             axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
@@ -107,12 +115,14 @@ class ParallelContext:
         return self if groups == self.groups else replace(self, groups=groups)
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
-        """Return a copy of this context with the groups of ``axis`` for a hierarchical all-to-all, if its
-        ranks are on several nodes (:func:`~ppfleetx.config.mesh.levels_of`). A collective, like
-        :meth:`with_groups`.
+        """Create process groups for an all-to-all along ``axis`` in two levels: between nodes, then within
+        nodes. Returns a copy of this context that has them, for :meth:`levels_of`.
+
+        Returns this context unchanged if the axis cannot be split (:func:`~ppfleetx.config.mesh.levels_of`),
+        for example because its ranks are on one node. This is a collective: all ranks must call it.
 
         Args:
-            per_node: ranks on each node.
+            per_node: number of ranks on each node.
         """
         split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
         if None in split:
@@ -125,12 +135,14 @@ class ParallelContext:
         return replace(self, groups={**self.groups, **made})
 
     def levels_of(self, axis: str) -> tuple[Any, Any] | None:
-        """Return the groups that :meth:`with_levels` created for ``axis``, or None if there are none."""
+        """Return this rank's groups (between nodes, within its node) for a hierarchical all-to-all along
+        ``axis``, or None if :meth:`with_levels` has created none."""
         between, within = (self.groups.get(f"{axis} {level}") for level in LEVELS)
         return None if between is None else (between, within)
 
     def _new_group(self, name: str, lists: Iterable[Sequence[int]]) -> Any:
-        """Create a process group for each of ``lists``, and return the group that contains this rank."""
+        """Create a process group for each list of ranks in ``lists``. Returns the group that contains this
+        rank, and records ``name`` as its name in hang reports."""
         from paddle import distributed
 
         made = [distributed.new_group(list(ranks)) for ranks in lists]
@@ -139,7 +151,8 @@ class ParallelContext:
         return mine
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
-        """Sum ``values`` over the ranks of ``axes`` in float64. All these ranks get the same result."""
+        """Sum each of ``values`` in float64 over the ranks that differ from this one only along ``axes``. All
+        these ranks get bitwise equal sums."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
         from ppfleetx.distributed.transfer import read, upload
@@ -147,7 +160,8 @@ class ParallelContext:
         return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Sum a small ``tensor`` over the ranks of ``axes``, one axis after the other."""
+        """Sum a small ``tensor`` elementwise over the ranks that differ from this one only along ``axes``,
+        one axis after the other. Returns the sum."""
         from ppfleetx.distributed.collectives import sum_gathered
 
         for axis in axes:
@@ -156,7 +170,8 @@ class ParallelContext:
         return tensor
 
     def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Take the elementwise maximum of ``tensor`` over the ranks of ``axes``, in place."""
+        """Replace ``tensor`` in place by the elementwise maximum over the ranks that differ from this one
+        only along ``axes``, and return it."""
         from paddle import distributed
 
         for axis in axes:
@@ -165,7 +180,12 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum over the data ranks without communication. ``values`` has one entry per rank of the job."""
+        """Sum numbers that are already known for all ranks over the data-parallel replicas, counting each
+        replica once. Nothing is communicated.
+
+        Args:
+            values: one number per rank of the job; ranks of the same replica have equal numbers.
+        """
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

@@ -1,7 +1,8 @@
-"""Coordination of all ranks of a job: exchange of values and flags, joint errors, and work that one rank does
-first.
+"""Coordination of all ranks of a job: exchange values, raise an error of one rank on all ranks, and let the
+first rank of each node do work for the others.
 
-Every function here is a collective of the whole job: all ranks must call it, in the same order.
+Functions that take a context are collectives of the whole job, unless they say otherwise: all ranks must call
+them, in the same order.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """A user error that another rank found."""
+    """Raised on a rank because another rank raised a :class:`UserError`; it has that error's message."""
 
 
 def beat_seconds() -> float:
-    """Return the interval of heartbeats while ranks wait for a long task. It is well below the communication
-    timeout."""
+    """Return how often, in seconds, ranks exchange heartbeats while one of them runs a long task. The
+    interval is at most a third of the communication timeout."""
     return min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS)
 
 
 def gather(ctx: ParallelContext, value: Any) -> list[Any]:
-    """Return every rank's ``value``, ordered by rank. Values must be valid JSON."""
+    """Return the ``value`` of every rank, in rank order. A value must consist of what JSON can represent."""
     if ctx.world_size == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -49,7 +50,8 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Return every rank's ``numbers`` as int64 ``[rank, number]``. All ranks must pass the same count."""
+    """Return the integers of every rank as an int64 array ``[rank, index in numbers]``. All ranks must pass
+    the same count of numbers."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 
@@ -60,11 +62,12 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: a UserError raised inside on one rank is raised on all ranks with the same message.
+    """Context manager: if the code inside raises a UserError on one rank, the block ends with an error on all
+    ranks, with the same message.
 
-    The code inside must not communicate, because the other ranks would wait for a rank that has failed. With
-    ``name_ranks``, the message says which ranks found the error; turn this off if one rank checks on behalf
-    of all.
+    The code inside must not communicate, because a rank that fails would leave the others waiting. The
+    message begins with the numbers of the ranks that failed, unless ``name_ranks`` is False: use that if one
+    rank does the check on behalf of all.
     """
     error: UserError | None = None
     try:
@@ -88,8 +91,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Reduce the ranks' messages (None: no message) to the first message, prefixed with the ranks that have
-    it."""
+    """Combine the error messages of all ranks (None: no error) into one: the first message. Unless
+    ``name_ranks`` is False, it begins with the numbers of the ranks that have this message."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):
@@ -98,11 +101,11 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
-    """Run ``make()`` on the first rank of each node, and then on the other ranks, which find the results in
-    caches.
+    """Run ``make()`` on the first rank of each node, then on the node's other ranks, and return each rank's
+    result. Use it if ``make`` fills a cache on disk that the later calls only read.
 
-    Meanwhile all ranks exchange heartbeats, so they wait as long as the first rank takes, but notice if it
-    dies. A UserError on any rank is raised on every rank.
+    While the first ranks work, all ranks exchange heartbeats. So the others wait for as long as it takes,
+    without a timeout, but notice if a first rank dies. A UserError on any rank is raised on every rank.
     """
     if ctx.world_size == 1:
         return make()
@@ -115,13 +118,14 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its node, as set by the launcher."""
+    """Return this rank's number on its node, from the environment variables of Paddle's launcher. Not a
+    collective."""
     return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
 
 
 def ranks_per_node(ctx: ParallelContext) -> int | None:
-    """Return the number of ranks on each node, as set by the launcher; None if it is not set or differs
-    between nodes."""
+    """Return the number of ranks on each node, as Paddle's launcher has set it; None if it is not set or not
+    the same on all nodes."""
     sizes = np.unique(gather_numbers(ctx, [_local_size()]))
     return int(sizes[0]) if len(sizes) == 1 and sizes[0] else None
 
@@ -135,7 +139,8 @@ def _has_other_nodes(ctx: ParallelContext) -> bool:
 
 
 def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
-    """Run ``make`` while exchanging heartbeats with the other ranks, until every rank is done."""
+    """Run ``make`` (None: nothing) in a thread, and exchange heartbeats with the other ranks until the
+    ``make`` of every rank has ended. Returns the result of ``make``."""
     with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
         future = pool.submit(make or (lambda: None))
         with RECORD.asking():
@@ -155,8 +160,7 @@ def _done(future: Any) -> bool:
 
 
 def _all_gather(ctx: ParallelContext, mine: np.ndarray) -> np.ndarray:
-    """Gather the arrays ``mine`` of all ranks, of equal length, as ``[rank, number]``, with one copy to the
-    device and one back."""
+    """Gather the array ``mine`` of every rank, all of the same length, as ``[rank, index]``."""
     import paddle
     from paddle import distributed
 

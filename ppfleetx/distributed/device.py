@@ -1,9 +1,12 @@
-"""The only module that distinguishes kinds of devices. Only functions that query Paddle import it.
+"""Everything that depends on the kind of device: CPU, GPU, XPU or a plugin's device. Other modules do not
+distinguish kinds of devices.
 
 A device has Paddle's name, such as ``npu`` or ``npu:3``. Its kind is the part before the colon: ``cpu``,
 ``gpu``, ``xpu``, or a name that a plugin has registered with Paddle. Every device except a CPU is called a
 *card*: it has its own memory and computes in parallel with the host, which waits for the card when it reads a
 result.
+
+The functions import Paddle only when they are called.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def kind_of(device: str) -> str:
-    """Return the kind of a device: ``gpu`` for ``gpu:3``."""
+    """Return the kind of a device: its name without the number, such as ``gpu`` for ``gpu:3``."""
     return device.partition(":")[0]
 
 
 def is_card(device: str) -> bool:
-    """Return whether a device is not a CPU."""
+    """Return whether a device is a card, that is, anything but a CPU."""
     return kind_of(device) != CPU
 
 
@@ -42,7 +45,8 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """Make Paddle add its call site to errors of a plugin's device, which otherwise contain only a number."""
+    """On a plugin's device, make Paddle's error messages say where in Paddle an error occurred. Without this,
+    they contain only an error number."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -51,9 +55,11 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Context manager: Paddle's executor of exported programs waits for each operator on a plugin's device.
+    """Context manager: on a plugin's device, Paddle's executor of exported programs waits for each operator
+    before it starts the next.
 
-    Without this, Paddle (3.3.1) reads loop conditions and frees copied memory too early on such devices.
+    Without this, Paddle (3.3.1) reads loop conditions and frees copied memory too early on such devices. On
+    other devices, nothing changes.
     """
     import paddle
 
@@ -81,8 +87,7 @@ def on_card() -> bool:
 
 
 def count(kind: str) -> int:
-    """Return the number of devices of a kind that the installed Paddle sees; 0 if Paddle does not support the
-    kind."""
+    """Return how many devices of ``kind`` the installed Paddle sees; 0 if it does not support that kind."""
     import paddle
     from paddle.base import core
 
@@ -94,21 +99,32 @@ def count(kind: str) -> int:
 
 
 def visible_cards(device: str) -> str:
-    """Return the name of the environment variable that limits the cards used by Paddle's launcher."""
+    """Return the name of the environment variable that lists the cards which Paddle's launcher may use, such
+    as ``CUDA_VISIBLE_DEVICES``."""
     kind = kind_of(device)
     return "CUDA_VISIBLE_DEVICES" if kind == GPU else f"{kind.upper()}_VISIBLE_DEVICES"
 
 
 def cards_here() -> list[str]:
-    """Return the kinds of cards that the installed Paddle sees. ``Global.device: auto`` selects the first."""
+    """Return the kinds of cards that the installed Paddle sees on this machine. ``Global.device: auto``
+    selects the first."""
     from paddle.base import core
 
     return [kind for kind in (GPU, XPU, *core.get_all_custom_device_type()) if count(kind)]
 
 
 def choose_device(wanted: str, place: str | None = None) -> str:
-    """Resolve ``Global.device`` to an available kind of device. Raises ConfigError if the configured kind is
-    not available, or if the card assigned to this process does not exist."""
+    """Return the kind of device to use for a value of ``Global.device``, such as ``gpu`` for ``auto`` on a
+    machine with GPUs.
+
+    Args:
+        wanted: the value of ``Global.device``.
+        place: where it was set, for the error message.
+
+    Raises:
+        ConfigError: there is no device of that kind, or Paddle's launcher has assigned to this process a card
+            that does not exist.
+    """
     import paddle
 
     cards = cards_here()
@@ -151,7 +167,7 @@ def place() -> Any:
 
 
 def generator() -> Any:
-    """Return the random generator used by operators on this process's device.
+    """Return the random generator from which operators on this process's device draw.
 
     Paddle has one generator per device; ``paddle.seed`` seeds the generators of all visible devices.
     """
@@ -168,8 +184,8 @@ def generator() -> Any:
 
 
 def total_memory() -> tuple[float, str] | None:
-    """Return the memory of this process's card in bytes and the card's name, or None if Paddle does not
-    report them."""
+    """Return the memory of this process's card in bytes, and the name of the card. Returns None on a CPU, and
+    on cards whose memory Paddle does not report."""
     import paddle
 
     kind = kind_of(paddle.get_device())
@@ -182,7 +198,8 @@ def total_memory() -> tuple[float, str] | None:
 
 
 def peak_memory() -> int:
-    """Return the peak of this process's tensor memory in bytes: on its card, or on a CPU in host memory."""
+    """Return the largest number of bytes that this process's tensors have occupied so far: on its card, or in
+    host memory on a CPU."""
     import paddle
     from paddle.base import core
 
@@ -198,10 +215,10 @@ def capability(device: str) -> tuple[int, int]:
 
 
 def computes_in(dtype: str) -> bool:
-    """Return whether this process's device computes in ``dtype``, ``float16`` or ``bfloat16``.
+    """Return whether this process's device can compute in ``dtype``, which is ``float16`` or ``bfloat16``.
 
-    On a card, this tries a matrix product, because Paddle may lack the kernel, or compute in float32 with
-    only a warning. On a CPU, it checks the CPU's feature flags.
+    On a card, this tries a matrix product, because Paddle may lack the kernel, or warn and compute in float32
+    instead. On a CPU, it looks at the CPU's feature flags.
     """
     import paddle
 
@@ -218,21 +235,22 @@ def computes_in(dtype: str) -> bool:
 
 
 def groups_messages(device: str) -> bool:
-    """Return whether messages to and from several ranks can be started together, as with NCCL and with the
-    CPU process groups."""
+    """Return whether sends and receives with several ranks can be started as one batch, in which their order
+    does not matter. NCCL and the CPU process groups can do that."""
     return kind_of(device) in (CPU, GPU)
 
 
 def backends(device: str) -> tuple[str, ...]:
-    """Return the names of a device in Paddle's kernel registry. Some kernels are registered for all plugins;
-    Paddle uses them if a plugin has no kernel of its own."""
+    """Return the backends under which Paddle's kernel registry lists the kernels that run on a device. For a
+    plugin's device these include ``CUSTOM``, for kernels that Paddle provides for all plugins."""
     kind = kind_of(device)
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
 
 @functools.cache
 def kernel_types(kernel: str, device: str) -> frozenset[str]:
-    """Return the element types for which a device has a kernel in this build of Paddle and its plugin."""
+    """Return the element types for which ``kernel`` exists for a device, in the installed Paddle and its
+    plugins."""
     from paddle.base import core
 
     keys = core._get_registered_phi_kernels("function").get(kernel, ())
@@ -240,11 +258,12 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
-    """Return whether this process's device has no ``kernel`` for the 16-bit type of ``x``.
+    """Return whether this process's device has no ``kernel`` for the type of ``x``, if that is float16 or
+    bfloat16. The caller then computes in float32.
 
-    Without a kernel, Paddle would fall back to the CPU's kernel, which waits for the card, copies, and draws
-    from an unseeded generator; or it would raise an error if the CPU has none either. GPUs have all kernels
-    of ``gpu_operators.json``.
+    Without a kernel, Paddle would use the CPU's kernel, which waits for the card, copies, and draws from an
+    unseeded generator. If the CPU has none either, it would raise an error. The result is always False on a
+    CPU, and on GPUs, which have all kernels that ppfleetx uses.
     """
     import paddle
 
@@ -256,7 +275,8 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """Return the operator that this device's plugin provides under this name, or None."""
+    """Return the operator ``name`` from the Python package of this device's plugin, or None if it has no such
+    operator."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -273,13 +293,14 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
 
 
 def moves_powers(device: str) -> bool:
-    """Return whether AdamW's kernels move the beta powers from host memory to the device. GPU kernels
-    do not."""
+    """Return whether AdamW's kernel moves its beta powers (``beta1**step`` and ``beta2**step``) from host
+    memory to the device. The kernels for CPUs and GPUs leave them on the host."""
     return kind_of(device) not in (CPU, GPU)
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """Return the targets that ``paddle.profiler`` records on a device."""
+    """Return the ``targets`` argument of ``paddle.profiler.Profiler`` for a run on a device: the CPU and, if
+    the device is a card, its kind."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}
@@ -287,8 +308,8 @@ def profiler_targets(device: str) -> list[Any]:
 
 
 def recorded_event() -> Any:
-    """Record an event after all work queued so far. Its ``query()`` returns whether the card has reached the
-    event."""
+    """Record an event on this process's card, after the work queued so far, and return it. ``query()`` of the
+    event returns whether that work is done."""
     import paddle
 
     event = paddle.device.Event()
@@ -297,11 +318,11 @@ def recorded_event() -> Any:
 
 
 def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Queue a copy of ``array`` to this process's card without waiting.
+    """Queue a copy of ``array`` to this process's card without waiting for it.
 
     Returns:
-        The copy, and its source in host memory, which must stay alive until the copy is done. The source is
-        pinned on GPUs, the only devices for which Paddle has pinned memory.
+        The copy, and its source tensor in host memory. Keep the source alive until the copy is done. On GPUs
+        the source is pinned memory; Paddle has none for other cards.
     """
     import paddle
 
@@ -314,9 +335,11 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 
 
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Queue a copy of a contiguous tensor to host memory. The copy is complete once the card has reached it.
+    """Queue a copy of a contiguous tensor to host memory and return the copy. Its contents are valid only
+    after the card has done the work queued before it.
 
-    The host waits unless the memory is pinned, which Paddle supports only for GPUs.
+    On GPUs the copy is in pinned memory and the call returns at once. For other cards Paddle has no pinned
+    memory, so the call waits for the copy.
     """
     import paddle
 
@@ -325,10 +348,10 @@ def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def join(device_place: Any) -> None:
-    """Select the process's card in the calling thread before its first CUDA call.
+    """Select the process's card for the calling thread. A new thread must do this before its first CUDA call.
 
-    Otherwise every process on the machine would create a CUDA context on card 0, which takes a few hundred MB
-    there.
+    Otherwise CUDA selects card 0, and every process on the machine would create a context there, which takes
+    a few hundred MB of its memory.
     """
     from paddle.base import core
 
@@ -345,7 +368,7 @@ _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Context manager: float32 matrix products do not use TF32."""
+    """Context manager that makes matrix products of float32 exact: TF32 is not used inside."""
     import paddle
     from paddle.base import core
 
@@ -361,7 +384,8 @@ def exact_products() -> Iterator[None]:
 
 
 def allow_tf32(allowed: bool) -> str:
-    """Set whether cuBLAS and cuDNN may use TF32 in this process. Returns a line for the log.
+    """Set whether cuBLAS and cuDNN may round float32 to TF32 in this process. Returns a line for the log that
+    says what is in effect.
 
     May be called at any time, because Paddle reads the setting for each product.
     """

@@ -1,4 +1,5 @@
-"""Initialization of a process of the job: device, fleet, and :class:`ParallelContext`."""
+"""Start a process of a training job: choose its device, seed it, connect it to the other processes by
+Paddle's fleet, and create its :class:`ParallelContext`."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
-    """Set Paddle's device and seeds for this process, and connect to the other processes of the job. Raises
-    ConfigError if ``Global.device`` is not available, or if Paddle rejects a flag in ``Global.flags``."""
+    """Prepare this process for a run: set Paddle's device, flags and seeds, and connect to the other
+    processes of the job.
+
+    Raises:
+        ConfigError: ``Global.device`` is not available, or Paddle rejects a flag in ``Global.flags``.
+    """
     device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
@@ -69,15 +74,18 @@ def _set_flags(cfg: RunConfig) -> None:
 
 
 def flags_of_run() -> dict[str, Any]:
-    """Return the Paddle flags set by ``Global.flags``, with their current values."""
+    """Return the current values of the Paddle flags that ``Global.flags`` of the configuration sets."""
     return paddle.get_flags(list(_flags_before)) if _flags_before else {}
 
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
-    """Call ``fleet.init`` with the degrees of ``plan``. This is the only call in the package.
+    """Call ``fleet.init`` with the parallel degrees of ``plan``, and return this process's context. Nothing
+    else in the package calls ``fleet.init``.
 
-    On a CPU, this first installs the process groups of :mod:`ppfleetx.distributed.cpu.backend`. Raises
-    ConfigError for a CPU job with Paddle's CUDA build, where those groups do not work.
+    On a CPU, the process groups of :mod:`ppfleetx.distributed.cpu.backend` are installed first.
+
+    Raises:
+        ConfigError: the device is a CPU and Paddle is its CUDA build, where those process groups do not work.
     """
     from paddle.distributed import fleet
 
@@ -140,8 +148,8 @@ def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
 
 
 def _check_layout(ctx: ParallelContext) -> None:
-    """Check that fleet assigned ranks to groups as the plan does. Data loading and checkpoints rely on
-    this."""
+    """Check that fleet has put the same ranks into each process group as the plan does. Data loading and
+    checkpoints rely on the plan."""
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"

@@ -1,12 +1,12 @@
-"""Random streams that depend on the training step, not on the history of the process.
+"""Random numbers for dropout that depend on the training step, not on what the process has done before.
 
-The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage). They are the same if
-the run was resumed or evaluated in between, and on any pipeline rank. So dropout needs no saved generator
-states.
+The dropout masks of a layer are a function of (seed, step, micro batch, replica, layer number). So they are
+the same after the run was resumed, after an evaluation in between, and on whatever pipeline rank the layer
+is. Checkpoints need no states of generators.
 
-There are two streams. The *default* stream is for activations that tensor-parallel ranks replicate, whose
-dropout masks must be equal. The *sliced* stream is for activations that are split between these ranks. Both
-are Paddle generators, so recomputation finds and restores them.
+There are two streams of random numbers. The *default* stream is for activations that all tensor-parallel
+ranks hold a copy of, so they need equal dropout masks. The *sliced* stream is for activations that are split
+between the tensor-parallel ranks. Both are Paddle generators, so recomputation saves and restores them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive a 63-bit seed from ``parts`` with SHA-256. Different parts give different seeds."""
+    """Derive a 63-bit seed from ``parts`` with SHA-256. Different parts give different seeds in practice."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the default generators of Python, NumPy and Paddle, for random numbers drawn outside a step."""
+    """Seed the default random generators of Python, NumPy and Paddle, for all random numbers that are drawn
+    outside training steps."""
     import paddle
 
     random.seed(seed)
@@ -43,20 +44,25 @@ def seed_everything(seed: int) -> None:
 
 
 def register_sliced_stream(seed: int) -> None:
-    """Create the generator of :func:`sliced_stream`, which fleet's parallel layers also use."""
+    """Create the random generator that differs between tensor-parallel ranks (:func:`sliced_stream`). Fleet's
+    tensor-parallel layers use the same one."""
     tracker = stream_tracker()
     tracker.reset()
     tracker.add(_sliced_name(), derive_seed("sliced", seed))
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """Context manager: random numbers differ between tensor-parallel ranks."""
+    """Context manager inside which Paddle draws random numbers that differ between tensor-parallel ranks:
+    those of the *sliced* stream."""
     return stream_tracker().rng_state(_sliced_name())
 
 
 class DropoutStreams:
-    """Seeds the dropout generators each time a stage starts a forward pass in training. Data ranks and sep
-    ranks draw different masks; in the sliced stream, tensor-parallel ranks do too."""
+    """Seeds the random generators for dropout whenever a layer starts a forward pass in training.
+
+    The seeds differ between data-parallel replicas and between sep ranks. In the sliced stream, they differ
+    between tensor-parallel ranks too.
+    """
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
         self._seed, self._step, self._replica = seed, 0, (ctx.data_rank, ctx.rank_on("sep"))
@@ -64,11 +70,13 @@ class DropoutStreams:
         self._passes: dict[int, int] = {}
 
     def begin_step(self, step: int) -> None:
-        """Start optimizer step ``step`` (from 1). Each stage counts its micro batches from 0."""
+        """Set the number of the optimizer step (from 1) for the seeds of the following forward passes, and
+        count micro batches from 0 again."""
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Add a hook to each ``(index in the model, layer)`` pair. Layers without dropout are skipped."""
+        """Add a hook to each layer that contains dropout. At the start of each forward pass of the layer, it
+        seeds the random generators that dropout uses. ``stages`` are pairs (index in the model, layer)."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

@@ -1,9 +1,9 @@
-"""Rendezvous of the processes of a job: the first process listens, the others connect, and each gets the
-names and addresses of all.
+"""Rendezvous of the processes of a job: the first process listens, the others connect to it, and each gets
+the names and addresses of all.
 
 CPU process groups use this instead of Paddle's TCPStore, which waits in C++ for missing ranks and cannot name
-them. ``ppfleetx doctor`` uses it too, and keeps the connections. Every wait has a time limit, and its error
-names the address and the missing processes.
+them. ``ppfleetx doctor`` uses it too, and exchanges further messages over the connections. Every wait has a
+time limit; the error names the address and the missing processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SAME_FIX = "start all with the same --nnodes, --nproc and --master, and no othe
 
 
 class RendezvousError(Exception):
-    """The rendezvous failed. ``fix`` is advice for the user."""
+    """The processes of a job could not all connect. The attribute ``fix`` tells the user what to do."""
 
     def __init__(self, found: str, fix: str) -> None:
         super().__init__(found)
@@ -48,8 +48,12 @@ class RendezvousError(Exception):
 
 
 def meeting_point() -> Address:
-    """Return the address on which rank 0 listens, the same that Paddle would use for its store. Raises
-    ConfigError if the environment does not set one."""
+    """Return the address (host, port) on which rank 0 listens for the other ranks, from the environment
+    variables of Paddle's launcher.
+
+    Raises:
+        ConfigError: no variable names an address.
+    """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not (host and port):
         endpoints = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
@@ -66,7 +70,8 @@ def meeting_point() -> Address:
 
 
 class Line:
-    """A connection that carries one JSON value per line. One thread may receive while other threads send."""
+    """A TCP connection on which each message is one line of JSON. One thread may receive while
+    others send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._read = connection, bytearray()
@@ -79,8 +84,12 @@ class Line:
             self._out.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, deadline: float) -> Any:
-        """Return the next value. Raises TimeoutError at ``deadline`` (monotonic clock), ConnectionError if
-        the connection is closed."""
+        """Wait for the next message and return it.
+
+        Raises:
+            TimeoutError: it has not arrived at ``deadline``, a time of the monotonic clock.
+            ConnectionError: the connection is closed, or what arrives is not JSON.
+        """
         while (value := self.buffered()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -98,7 +107,7 @@ class Line:
             raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
 
     def buffered(self) -> Any:
-        """Return the next value, or None if it has not arrived completely."""
+        """Return the next message if all of it has been read from the connection, or else None."""
         line, end, rest = self._read.partition(b"\n")
         if not end:
             return None
@@ -115,12 +124,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the job.
+    """What a process announces about itself in the rendezvous.
 
     Attributes:
-        name: name in messages.
-        number: number in the job; 0 is the listening process. None: numbered on arrival.
-        address: an address at which other processes can connect to this process later, if needed.
+        name: its name in messages.
+        number: its number in the job; 0 is the process that listens. None: the listening process numbers the
+            others in the order of their arrival.
+        address: where other processes can connect to this one after the rendezvous; None if they need not.
     """
 
     name: str
@@ -130,13 +140,14 @@ class Member:
 
 @dataclass
 class Members:
-    """All processes of the job, after the rendezvous.
+    """The result of the rendezvous: all processes of the job.
 
     Attributes:
         number: number of this process.
         names, addresses: names and addresses of all processes, by number.
-        token: 256 random bits that prove that a connection belongs to this job.
-        lines: open connections: in the first process to all others, in another process to the first.
+        token: 256 random bits that all processes got, to prove that a later connection belongs to this job.
+        lines: the open connections, by the number of the process at the other end. The first process has one
+            to each other process; the others have one to the first.
     """
 
     number: int
@@ -151,7 +162,7 @@ class Members:
 
 
 class _Wait:
-    """A time limit. During a long wait, logs once what the process waits for."""
+    """The time limit of one wait. If the wait becomes long, what is waited for is logged once."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
@@ -164,7 +175,8 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return the seconds until the time limit or the log message, whichever comes first."""
+        """Return the seconds until something is due: the log message if it is still to come, or else the time
+        limit."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
@@ -173,9 +185,17 @@ class _Wait:
 
 
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Listen at ``point`` until all ``size`` processes have connected. Raises RendezvousError if the port
-    cannot be opened, or if a process did not connect or ended early. The other processes get the same
-    message."""
+    """Run the listening side of the rendezvous, in the first process: wait at ``point`` until all ``size``
+    processes have connected.
+
+    Args:
+        own: what this process announces about itself.
+        seconds: time limit.
+
+    Raises:
+        RendezvousError: the port cannot be opened, or a process did not connect in time or ended early. The
+            processes that have connected get the same message.
+    """
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
     except OSError as error:
@@ -245,8 +265,12 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read the data that has arrived. Returns False if the connection is to be closed. Raises
-        RendezvousError if a member that had connected has ended."""
+        """Read what has arrived on a connection. Returns False if it belongs to no process of the job and is
+        to be closed.
+
+        Raises:
+            RendezvousError: a process of the job that had connected has ended.
+        """
         try:
             line.fill()
             said = line.buffered() if line in self._strangers else None
@@ -304,8 +328,16 @@ class _Reception:
 
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Connect to the process that listens at ``point``, and wait until all processes have connected. Raises
-    RendezvousError if nobody listens, nothing gets through, or the first process reports a missing process.
+    """Run the connecting side of the rendezvous, in all processes but the first: connect to ``point``, and
+    wait until all ``size`` processes have done so.
+
+    Args:
+        own: what this process announces about itself.
+        seconds: time limit.
+
+    Raises:
+        RendezvousError: nobody listens there, nothing comes back, or the first process reports that a process
+            is missing.
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds

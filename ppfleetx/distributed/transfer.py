@@ -1,8 +1,8 @@
-"""Copies between host and device that do not block the host.
+"""Copies between host and card that do not make the host wait for the card.
 
-``paddle.to_tensor`` of an ordinary array blocks the host, because it copies from pageable memory. Here all
-arrays of a micro batch are copied at once, through pinned memory if Paddle supports it, queued behind the
-device's other work. Results are copied back in the same way.
+``paddle.to_tensor`` of an ordinary NumPy array waits, because it copies from pageable memory. Here all arrays
+of a micro batch are copied in one transfer, which is queued behind the card's other work. The source is
+pinned memory if Paddle supports that for the card. Results are copied back in the same way.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copy the arrays to the device. On a card, this is one transfer, and the tensors are views of one
-    buffer."""
+    """Copy several arrays to this process's device, and return the tensors by name. On a card this is one
+    transfer, and the tensors are parts of one buffer."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -44,8 +44,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Report progress to the watchdog at the start of a micro batch: now on the host, and again when the card
-    gets there."""
+    """Report to the watchdog that a micro batch begins. On a card, progress is reported a second time when
+    the card has reached this point in its queue."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -54,11 +54,11 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """Return the tensor's contents once the device has computed them.
+    """Wait until the device has computed a tensor, and return its contents.
 
-    Unlike ``Tensor.numpy``, this does not wait for all streams of a card, such as pending messages. Each
-    micro batch that the card reaches meanwhile is reported to the watchdog, which would otherwise stop runs
-    with long steps.
+    Unlike ``Tensor.numpy``, this does not wait for all streams of a card, such as one with unfinished
+    messages. While it waits, it tells the watchdog of each micro batch that the card reaches. Otherwise the
+    watchdog would take a long step for a hang.
     """
     with RECORD.reading():
         while _begun:
@@ -71,10 +71,11 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying the tensor's contents to the host, after the work queued so far. Returns a function that
-    waits for the copy, from any thread, and returns the array (bfloat16 as bits in uint16).
+    """Start copying a tensor to the host. Returns a function that waits for the copy and returns it as an
+    array; any thread may call it.
 
-    The tensor may be changed meanwhile, because the device queues the change after the copy.
+    The copy is queued behind the work queued so far. So the program may go on and change the tensor: the card
+    does that after the copy. A bfloat16 tensor arrives as uint16 bits.
     """
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
@@ -103,10 +104,11 @@ def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int
 def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
-    """Split ``flat`` into tensors with the types and shapes of ``arrays``.
+    """Split the bytes ``flat`` into tensors with the element types and shapes of ``arrays``; ``begins`` are
+    the byte offsets by name.
 
-    ``flat`` is viewed as another type before it is split, because Paddle (3.3.1) mistakes the byte offset of
-    a part for an element offset when the part is viewed as another type.
+    ``flat`` is reinterpreted as each element type first and split then. The other order fails: if a part of a
+    tensor is reinterpreted, Paddle (3.3.1) takes its byte offset for an offset in elements.
     """
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}

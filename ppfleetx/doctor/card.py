@@ -1,6 +1,7 @@
-"""Check a card: driver, supported data types, and small computations compared with the CPU.
+"""Checks of ``ppfleetx doctor`` on a card (GPU, XPU or a plugin's device): its driver, its data types, and
+small computations whose results must agree with those of the CPU.
 
-The computations take a device argument so that tests can run them on a CPU.
+The computations take the device as an argument, so that tests can run them on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BUSY_SHARE = 0.1
 
 
 def driver(target: Target) -> Iterator[Row]:
-    """Report what ``nvidia-smi`` shows: driver, cards, memory in use, memory errors."""
+    """Report what ``nvidia-smi`` shows about each GPU: driver, memory in use, memory errors."""
     if not is_gpu(target.device):
         yield skipped("driver", f"nvidia-smi is for GPUs, and the device is {target.device}")
         return
@@ -54,7 +55,7 @@ def card_rows(answer: str) -> Iterator[Row]:
 
 
 def card(target: Target) -> Iterator[Row]:
-    """Describe the card of this process as Paddle sees it."""
+    """Report the card of this process as Paddle sees it, and the data types that it cannot compute in."""
     device = paddle.get_device()
     parts, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
     found = total_memory()
@@ -76,9 +77,8 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """The row for a data type that the card does not support: a failure if the configuration requires the
-    type.
-    """
+    """Return the row of the report for a data type that the card cannot compute in. It is a failure if the
+    configuration requires the type."""
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}, so the type is not tried")
@@ -132,9 +132,9 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(target: Target) -> Iterator[Row]:
-    """Compare each operator, including fused ones, forward and backward with the CPU, in each data type of
-    the plan.
-    """
+    """Run the operators of a training step forward and backward on the card, and compare the results with
+    those of the CPU, in each data type that the configuration uses. Fused kernels are compared with plain
+    operators."""
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, target.device)
@@ -148,7 +148,8 @@ def small_operators(target: Target) -> Iterator[Row]:
 def operators_row(
     dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
 ) -> Row:
-    """Compare all operators in one data type on one device with the CPU, without TF32."""
+    """Run each operator forward and backward in ``dtype`` on ``device``, and compare the results with those
+    of the CPU in float32. TF32 is switched off."""
     wrong, worst = [], 0.0
     allow_tf32(False)
     for name, (operator, inputs) in operators.items():

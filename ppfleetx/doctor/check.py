@@ -1,4 +1,5 @@
-"""The input of a check (:class:`Target`) and its output (:class:`Row`)."""
+"""The input of each check of ``ppfleetx doctor`` (:class:`Target`), its output (:class:`Row`), and the report
+that is made of all rows."""
 
 from __future__ import annotations
 
@@ -29,12 +30,17 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. If any row is a ``fail``, the exit code is 1.
+    """One row of the doctor's report: what a check has found. If the status of any row is ``fail``, the
+    command ends with exit code 1.
 
     Attributes:
-        fix: what to do; never empty for a ``fail``.
-        ranks: the ranks with this finding; empty for all that ran the check, and for the job as a whole.
-        numbers: measurements by name; the name includes the unit.
+        name: what was checked.
+        found: the finding.
+        fix: what the user can do about it; never empty if the status is ``fail``.
+        group: the heading under which the report shows the row.
+        ranks: the ranks with this finding; empty if all ranks that ran the check have it, and for findings
+            about the whole job.
+        numbers: measurements by name. The name includes the unit.
     """
 
     name: str
@@ -68,12 +74,12 @@ def ok(name: str, found: str, **numbers: float) -> Row:
 
 
 def warn(name: str, found: str, fix: str, **numbers: float) -> Row:
-    """A row for something that slows a job down or puts it at risk."""
+    """Return a row of the report for something that slows a job down or puts it at risk."""
     return Row(name, Status.WARN, found, fix, numbers=numbers)
 
 
 def fail(name: str, found: str, fix: str, **numbers: float) -> Row:
-    """A row for something that stops a job or makes its results wrong."""
+    """Return a row of the report for something that stops a job or makes its results wrong."""
     return Row(name, Status.FAIL, found, fix, numbers=numbers)
 
 
@@ -88,12 +94,13 @@ _HALF_TYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Target:
-    """What to examine: this machine and process, and a configuration (None: only the machine).
+    """What the doctor examines: this machine, this process of the job, and a run's configuration.
 
     Attributes:
-        patience: time limit in seconds for checks that wait for a file system, a name server or a driver,
-            unless their own limit is shorter.
-        found: rows that exist before any check runs.
+        cfg: the configuration; None: examine only the machine.
+        patience: time limit in seconds for a check that waits for a file system, a name server or a driver. A
+            check with a shorter limit of its own keeps that.
+        found: rows to put into the report that were found before any check ran.
     """
 
     cfg: RunConfig | None = None
@@ -108,7 +115,8 @@ class Target:
 
     @property
     def float_types(self) -> tuple[str, ...]:
-        """The floating-point types that the plan computes in; without a configuration, all types."""
+        """The floating-point types in which the configured run computes; all types if there is no
+        configuration."""
         if self.cfg is None:
             return ("float32", "float64", *_HALF_TYPES)
         precision = self.cfg.Engine.mix_precision
@@ -116,18 +124,18 @@ class Target:
 
 
 def lacks(dtype: str) -> bool:
-    """Whether this process's device cannot compute in ``dtype``."""
+    """Return whether this process's device cannot compute in ``dtype``."""
     from ppfleetx.parallel.precision import has_kernels
 
     return dtype in _HALF_TYPES and not has_kernels(dtype)
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread and return its result. The call may never end, e.g. because of a disk or a
-    name server; the thread is then abandoned.
+    """Call ``act`` with a time limit and return its result. It runs in a thread, because it may never return,
+    for example if it waits for a broken disk. After the time limit, the thread is left behind.
 
     Raises:
-        TimeoutError: ``act`` takes longer than ``seconds``.
+        TimeoutError: ``act`` has not returned within ``seconds``.
         Exception: whatever ``act`` raises.
     """
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
@@ -172,9 +180,11 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge the rows of all ranks, sorted by group. Equal rows become one.
+    """Merge the rows of all ranks into one list, sorted by heading. Rows with the same finding become one,
+    which lists the ranks that have it.
 
-    A row names its ranks unless all ranks have it or, if it is ok or skipped, all ranks that ran the check.
+    The list of ranks stays empty if all ranks have the finding. For a row that is ok or skipped, it is enough
+    that all ranks have it that ran the check.
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
@@ -195,7 +205,8 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def in_groups(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by group, in the order of :data:`GROUPS`, and keep rows with the same name together."""
+    """Sort rows by their heading in the report, in the order of :data:`GROUPS`. Under each heading, rows with
+    the same name stand together."""
     groups = list(dict.fromkeys((*GROUPS, *(row.group for row in rows))))
     names = list(dict.fromkeys((row.group, row.name) for row in rows))
     return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))
@@ -213,7 +224,8 @@ def as_json(rows: Sequence[Row], world_size: int) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The report as a table: a heading for each group, then each row with its finding and its fix."""
+    """Return the report as text: each heading, and below it its rows with what was found and how
+    to fix it."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
     names = max((len(row.name) for row in rows), default=0)
     lines: list[str] = []

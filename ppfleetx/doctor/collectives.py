@@ -1,4 +1,5 @@
-"""Try every collective in every process group of the plan: check the results, measure the speed."""
+"""Check of ``ppfleetx doctor``: run every collective in every process group of the parallel plan, check the
+results, and measure the speed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Member:
 
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
-    """Yield the whole job, then each of the plan's groups that contains this process."""
+    """Yield this process's place in each process group in which it takes part: first that of all ranks, then
+    one for each axis of the parallel plan."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:
@@ -92,7 +94,8 @@ def _uneven_all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
 
 
 def _uneven_ends(member: Member, count: int) -> np.ndarray:
-    """The ends of the parts of ``count`` rows; each member gets a larger part than the one before it."""
+    """Return where the parts end if ``count`` rows are divided among the members of a group, such that each
+    member gets more rows than the one before it."""
     return count * np.arange(1, member.size + 1).cumsum() // (member.size * (member.size + 1) // 2)
 
 
@@ -132,10 +135,11 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
 def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Try every operation in every group of this process. All processes of the job must call this.
+    """Test every collective in every process group of this process, and yield a row of the report for each.
+    All processes of the job must call this.
 
     Args:
-        announce: called with the name of each operation before it starts.
+        announce: called with a description of each test before it starts.
         sizes: message sizes in bytes; None: the default for the device.
     """
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
@@ -146,10 +150,10 @@ def examine_groups(
 
 
 def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
-    """Try one operation in one group: check the result in every data type, and measure float32 by message
-    size.
+    """Test one collective in one process group, and return a row of the report. The result is checked in
+    every data type. The speed is measured in float32, for each message size.
 
-    A process with a wrong result continues, because the others would wait for it.
+    If a result is wrong, the test goes on, because the other processes of the group would wait for this one.
     """
     run, expect = OPERATIONS[name]
     title, speeds, problems, numbers = f"{name} ({member.title})", [], [], {}

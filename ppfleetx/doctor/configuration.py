@@ -1,4 +1,5 @@
-"""Check the configuration: unsupported keys, keys without effect, the start of the run, and its memory."""
+"""Checks of ``ppfleetx doctor`` on the configuration: whether the plan fits the number of processes, keys
+that are unsupported or have no effect, whether a run could start, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -18,9 +19,8 @@ from ppfleetx.utils.machine import available_bytes
 
 
 def plan(target: Target) -> Iterator[Row]:
-    """Check whether the plan matches the number of processes, and find keys that are unsupported or have no
-    effect.
-    """
+    """Check whether the parallel plan needs as many processes as there are. Also report keys of the
+    configuration that the device does not support or that have no effect."""
     cfg = target.cfg
     wanted, there = cfg.plan.world_size, target.world_size
     if wanted == there:
@@ -59,7 +59,8 @@ def start(target: Target) -> Iterator[Row]:
 
 
 def memory(target: Target) -> Iterator[Row]:
-    """Compare the memory that the planner predicts with the device's memory."""
+    """Check whether the memory that the planner predicts for the run is available, on the device and on the
+    host."""
     prediction = run_prediction(target.cfg, target.device)
     if prediction is None:
         yield skipped("memory", "the planner only knows the training of our own GPT")
@@ -81,7 +82,14 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """The row that says whether ``needed`` bytes fit into the ``there`` bytes of device ``name``."""
+    """Return the row of the report that says whether the run fits into memory.
+
+    Args:
+        needed: bytes that the fullest device needs.
+        there: bytes that a device has.
+        name: the device, for the report.
+        cpu: whether the device is a CPU. Too little memory is only a warning then.
+    """
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)

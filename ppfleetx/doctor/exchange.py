@@ -1,7 +1,9 @@
-"""Exchange values between processes over plain sockets, before any communication library is used.
+"""Exchange of values between the processes that the doctor examines, over plain sockets, so that it works
+where a communication library would hang.
 
-The first process is the host, the others are guests. Every wait has a time limit. The error of a wait names
-the process that did not answer, and the last activity that it announced.
+The first process is the *host*; the others, the *guests*, are connected to it. Before each activity, a
+process announces it. Every wait has a time limit, and its error names the process that did not answer and
+what that process last announced.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ROUNDS = 10  # a guest waits this many times as long as the host, so that the h
 
 @dataclass(frozen=True)
 class Answer:
-    """One process's value in an exchange, or the reason why there is none."""
+    """What one process contributed to an exchange: a value, or the reason why there is none."""
 
     value: Any = None
     problem: str = ""
@@ -38,7 +40,13 @@ class Answer:
 def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
-    """Connect to the other processes at ``point``.
+    """Connect this process to the others of the job. The host listens at ``point``, and the guests connect to
+    it.
+
+    Args:
+        size: number of processes.
+        name: name of this process in messages.
+        number: number of this process; None: guests are numbered as they arrive.
 
     Raises:
         RendezvousError: a process does not arrive within ``seconds``, or the address cannot be used.
@@ -51,8 +59,12 @@ def open_meeting(
 
 @dataclass
 class _Seen:
-    """What the host knows about a guest: the last activity that it announced, and when it last sent
-    anything.
+    """What the host knows about one guest.
+
+    Attributes:
+        place: the activity that the guest last announced.
+        problem: why it no longer takes part; "" if it does.
+        moved: when it last sent something, in seconds of the monotonic clock.
     """
 
     line: Line
@@ -62,22 +74,27 @@ class _Seen:
 
 
 class Host:
-    """The host's connections to all guests. ``names`` are the names of all processes, by ``number``."""
+    """The first process's side of the exchange: its connections to all other processes. ``names`` are the
+    names of all processes, by number."""
 
     def __init__(self, members: Members) -> None:
         self.number, self.names = members.number, members.names
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
     def announce(self, place: str) -> None:
-        """Announce this process's current activity, which is reported if the process stops answering."""
+        """Tell the other processes what this process does next. If it stops answering, they report this
+        activity."""
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Exchange values with all processes and return their answers by number. All processes must call this
-        in the same order. Stops waiting for the rest if no process has sent anything for ``seconds``.
+        """Contribute ``value``, and return what every process contributed, in the order of their numbers.
+        Like a collective: all processes must call this, in the same order.
+
+        If for ``seconds`` no process sends anything, not even an announcement, the missing values are given
+        up.
 
         Raises:
-            RendezvousError: the host is gone.
+            RendezvousError: in a guest, if the host is gone.
         """
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
@@ -131,7 +148,8 @@ class Host:
 
 
 class Guest:
-    """A guest's connection to the host, with the methods and attributes of :class:`Host`."""
+    """The other processes' side of the exchange: a connection to the first process. It has the same methods
+    and attributes as :class:`Host`."""
 
     def __init__(self, members: Members, where: str) -> None:
         self.number, self.names = members.number, members.names

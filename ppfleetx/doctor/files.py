@@ -1,4 +1,5 @@
-"""Check the files of a run: corpora, tokenizer, checkpoints, and the output directory."""
+"""Checks of ``ppfleetx doctor`` on the files of a run: corpora, tokenizer, checkpoints, and the output
+directory."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read its beginning and end."""
+    """Check that every corpus and text file of ``Data.Train`` and ``Data.Eval`` can be opened and read, and
+    compare corpora with their checksums."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -100,10 +102,11 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums until the monotonic time ``end``, and say how much was compared.
+    """Compare a corpus with its checksums until ``end``, a time of the monotonic clock. Returns a text that
+    says how much was compared.
 
     Raises:
-        DataError: a block is damaged.
+        DataError: a block of the corpus is damaged.
     """
     is_whole = True
     for suffix, one in sums.files.items():
@@ -127,7 +130,8 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` numbers below ``count``, evenly spread, with the first and the last."""
+    """Return at most ``most`` of the numbers 0, 1, ..., ``count`` - 1, spread evenly, including the first and
+    the last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
@@ -151,7 +155,8 @@ def tokenizer(target: Target) -> Iterator[Row]:
 
 
 def checkpoints(target: Target) -> Iterator[Row]:
-    """Check completeness, manifest, sizes and headers of the checkpoints that the run starts from."""
+    """Check each checkpoint from which the run starts: whether it is complete, and whether its files have the
+    sizes and headers that its manifest lists."""
     refuse_foreign(target.cfg)
     named = list(weight_sources(target.cfg))
     if not named:
@@ -164,7 +169,8 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 
 def fingerprints(target: Target) -> dict[str, str]:
-    """Hashes of the data and the tokenizer on this node, by name."""
+    """Return hashes of the training data and the tokenizer on this machine, by name, to compare them between
+    machines."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -201,9 +207,8 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """The step and the manifest's hash of each checkpoint that the run may start from, by configuration
-    key.
-    """
+    """Return, by configuration key, which checkpoint the run would start from on this machine: its step and a
+    hash of its manifest. These are compared between machines."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -232,7 +237,8 @@ _SLOW_SECONDS = 120.0  # seconds to write one checkpoint
 
 
 def output_directory(target: Target) -> Iterator[Row]:
-    """Write a temporary file to the output directory, or to the directory in which it will be created."""
+    """Check that the output directory can be written, and measure how fast. If it does not exist yet, its
+    nearest existing parent is tested."""
     directory = output_dir_of(target.cfg)
     place = nearest_directory(directory)
     title = "output directory"
@@ -267,8 +273,12 @@ def room(target: Target) -> Iterator[Row]:
 
 
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
-    """The row that says whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of
-    ``place``.
+    """Return the row of the report that says whether the checkpoints of the run fit on the disk.
+
+    Args:
+        free: free bytes in the directory ``place``.
+        each: bytes of one checkpoint.
+        count: number of checkpoints that will exist at a time.
     """
     numbers = {"free_bytes": free, "needed_bytes": each * count}
     text = f"{bytes_text(free)} free in {place}; {counted(count, 'checkpoint')} of {bytes_text(each)}"
@@ -289,7 +299,8 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def write_speed(directory: Path) -> float:
-    """Measure how fast one process writes and flushes a file in ``directory``, in bytes per second.
+    """Measure at how many bytes per second one process can write a file in ``directory`` and flush it to the
+    disk.
 
     Raises:
         OSError: the file cannot be written.
@@ -306,15 +317,15 @@ def write_speed(directory: Path) -> float:
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
-    """The size of one checkpoint of this run in bytes; None if the planner cannot predict it."""
+    """Return the predicted size in bytes of one checkpoint of this run; None if the planner cannot predict
+    it."""
     prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.job)
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """The largest number of checkpoints on disk at a time. With ``keep_max``, the oldest checkpoint is
-    deleted only after a new one is written.
-    """
+    """Return the largest number of checkpoints that the run will have on disk at a time. It is one more than
+    ``keep_max``, because the oldest is deleted only after a new one is written."""
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)

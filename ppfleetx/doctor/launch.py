@@ -1,7 +1,8 @@
-"""Check what the launcher needs and the nodes, then start the ranks, which run the other checks.
+"""``ppfleetx doctor`` for a job of several processes: check what the launcher needs, check the network
+between the machines, then launch the ranks, which run all other checks.
 
-The launcher runs as a separate process. So this process prints only the table, whatever launcher and ranks
-print, and it reports even if they crash.
+The launcher runs as a separate process. So whatever launcher and ranks print, this process prints only the
+report, and it does so even if they crash.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _IMPORT_SECONDS = 120.0
 
 
 def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
-    """Yield rows for problems that would make the launcher fail."""
+    """Yield rows of the report for environment variables and addresses that would make Paddle's launcher
+    fail."""
     left = [name for name in _OF_ANOTHER_JOB if environ.get(name)]
     if left and nodes == 1:  # with several nodes, a scheduler may have set them for this job
         found = " ".join(f"{name}={environ[name]}" for name in left)
@@ -68,9 +70,8 @@ def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> 
 
 
 def import_row() -> Row | None:
-    """The row that says why Paddle cannot be imported; None if it can. The import runs in another process
-    because it may crash.
-    """
+    """Return the row of the report that says why Paddle cannot be imported, or None if it can. Another
+    process tries the import, because it may crash."""
     command = [sys.executable, "-c", "import paddle"]
     try:
         done = subprocess.run(
@@ -110,14 +111,17 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine what the launcher needs and the nodes, then start the ranks and wait for them. Returns the rows
-    and the size of the job.
+    """Examine a job: check what the launcher needs, check the network between machines, then launch the ranks
+    of this machine and wait for their results.
+
+    Returns the rows of the report and the number of ranks.
 
     Args:
-        command: starts the ranks.
-        nproc: processes on this machine; None: one per card.
-        nodes, master: as for the launcher; PADDLE_NNODES and PADDLE_MASTER take precedence.
-        seconds: how long machines and processes wait for each other.
+        command: the command that launches the ranks.
+        nproc: number of ranks on this machine; None: one per card.
+        nodes: number of machines; None: one. PADDLE_NNODES takes precedence.
+        master: HOST:PORT where the machines meet. PADDLE_MASTER takes precedence.
+        seconds: how long machines and ranks wait for each other.
         logs_there: the directory of the ranks' logs; None: a temporary one.
     """
     named = os.environ.get("PADDLE_NNODES", "")
@@ -133,7 +137,8 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """Check the nodes of a job on several machines. Returns no rows for a job on one machine."""
+    """Check the network between the machines of a job, before ranks are launched. Returns no rows if there is
+    only one machine."""
     if nodes < 2:
         return []
     if master is None:
@@ -145,7 +150,8 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
 def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
-    """Run the command that starts the ranks of this machine. Returns their rows and the size of the job."""
+    """Run ``command``, which launches the ranks of this machine. Returns the rows that the ranks have found
+    and the number of ranks in the job."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
@@ -169,9 +175,9 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Yield rows that explain why there is no report: crashed ranks, the ends of the logs, and failures of
-    the checks that this process can run itself.
-    """
+    """Yield rows of the report if no rank has left its results: which ranks crashed and the last lines of
+    their logs. This process also runs the checks that need neither Paddle nor a configuration, and yields
+    what they find wrong."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else f"ended by signal {-number}"
@@ -191,10 +197,11 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
-    """Run the launcher and return its exit code. No process is left running.
+    """Run the launcher and return its exit code. When this returns, the launcher and the ranks have ended.
 
-    A rank that does not end soon after the machine's first rank has reported is hanging or stopped, because
-    the first rank runs the most checks. If only another rank has reported, the first one gets more time.
+    The machine's first rank runs the most checks. So when it has left its report, the other ranks should end
+    soon, and a rank that does not is hanging. If only another rank has left its report, the first one gets
+    more time.
     """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False

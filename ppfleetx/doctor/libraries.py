@@ -1,4 +1,5 @@
-"""Check that the libraries that ppfleetx imports are installed, work, and have a supported version."""
+"""Check of ``ppfleetx doctor`` that the Python libraries that ppfleetx imports are installed, can be
+imported, and have a supported version."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def _problem(name: str) -> Row | None:
 
 
 def _required(distribution: str):
-    """The versions that ppfleetx's metadata requires; None in a checkout that is not installed."""
+    """Return which versions of a library ppfleetx's package metadata requires. Returns None if ppfleetx
+    itself is not installed but runs from a checkout."""
     try:
         from packaging.requirements import Requirement
 
@@ -53,7 +55,8 @@ def _required(distribution: str):
 
 
 def broken_row(error: BaseException, name: str = "") -> Row:
-    """The row for a failed import; ``name`` is the library, if known."""
+    """Return the row of the report for a library that cannot be imported. Without ``name``, the library is
+    found from the traceback of ``error``."""
     if isinstance(error, ModuleNotFoundError) and (said := not_installed(error)) is not None:
         row = fail("libraries", f"{error.name} is not installed", str(said))
         return replace(row, group="environment")

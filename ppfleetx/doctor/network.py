@@ -1,8 +1,9 @@
-"""Check the network of a job: interfaces, links between machines, and whether all machines can connect.
+"""Checks of ``ppfleetx doctor`` on the network: the machine's interfaces, and whether all machines of a job
+can connect to each other.
 
-This happens before the launcher starts. All machines run the same command: the machine in ``--master``
-listens, and the others connect to it. Then each machine connects to a port of every other machine, as NCCL
-and Gloo will.
+They run before any rank is launched. The user starts the same command on all machines. The machine that
+``--master`` names listens, and the others connect to it. Then each machine connects to a port of every other
+machine, as NCCL and Gloo will.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NOT_NCCL = ("lo", "docker")  # NCCL uses these only if they are named
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface with its IPv4 address, empty if there is none."""
+    """A network interface of this machine. ``address`` is its IPv4 address, or "" if it has none."""
 
     name: str
     address: str
@@ -53,7 +54,8 @@ def network(target: Target) -> Iterator[Row]:
 
 
 def named_rows(target: Target, found: Sequence[Interface]) -> Iterator[Row]:
-    """Check ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, if they are set."""
+    """Check that the interfaces named by ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME`` exist and can be
+    used. A variable that is not set is not checked."""
     several = target.world_size > target.local_size
     for variable, choose in _VARIABLES:
         value = target.environ.get(variable, "")
@@ -79,7 +81,7 @@ def _named_row(
 
 
 def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
-    """The interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to NCCL's
+    """Return the interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to NCCL's
     documentation.
 
     The value is a comma-separated list of prefixes. A leading ``=`` makes them whole names, and a leading
@@ -107,9 +109,8 @@ def is_local(address: str) -> bool:
 
 
 def route_to(address: str) -> str:
-    """This machine's source address for packets to ``address``; empty if there is no route. For an address of
-    this machine, the result is ``address`` itself.
-    """
+    """Return the address from which this machine sends packets to ``address``, or "" if there is no route. It
+    is ``address`` itself if that belongs to this machine."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         socket.inet_aton(address)  # raises for a name, which a name server would have to resolve
         probe.connect((address, 9))  # UDP: sends nothing
@@ -126,7 +127,7 @@ _OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each 
 
 
 def reach(address: tuple[str, int]) -> str:
-    """Connect to a port. Returns the problem, or an empty string."""
+    """Try to connect to a port of another machine. Returns the problem, or "" if it works."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except TimeoutError:
@@ -137,7 +138,12 @@ def reach(address: tuple[str, int]) -> str:
 
 
 def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
-    """Try the links between all machines. All machines must call this."""
+    """Connect to every other machine of the job, and yield rows of the report about all pairs of machines.
+    All machines must call this.
+
+    Args:
+        own, port: address of this machine, and a port on which it listens.
+    """
     announced = meeting.exchange([own, port], _ROUND_SECONDS)
     size = len(announced)
     # Each machine begins with its successor, so that not all machines try the same one first.
@@ -149,7 +155,8 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Yield the rows for the links that the machines have tried."""
+    """Yield the rows of the report about connections between machines. ``answers`` has, for each machine, the
+    problems that it had with each other machine."""
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
@@ -168,7 +175,8 @@ _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Meet the other machines and try the links. Yields this machine's rows."""
+    """Meet the other machines of the job at ``master``, and check that each machine can connect to each other
+    one. Yields the rows of the report; all machines must run this."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         yield fail(
@@ -196,7 +204,8 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
-    """The IPv4 address of a name; empty if it is unknown or no name server answers in time."""
+    """Return the IPv4 address of a host name, or "" if the name is unknown or no name server answers within
+    ``seconds``."""
     try:
         return within(seconds, lambda: socket.gethostbyname(host))
     except (OSError, UnicodeError):  # UnicodeError: a label is empty or too long
@@ -204,9 +213,8 @@ def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The address that Paddle's launcher announces for this machine: ``POD_IP`` if it is set, else the
-    address of the host name, else 127.0.0.1.
-    """
+    """Return the address of this machine that Paddle's launcher will announce to the other machines:
+    ``POD_IP`` if that is set, else the address of the host name, else 127.0.0.1."""
     if named := environ.get("POD_IP"):
         return named
     try:
@@ -217,7 +225,14 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """The row for a bad address that the launcher would announce; None if the address is good."""
+    """Return a failure for the report if Paddle's launcher would announce an address at which other machines
+    cannot reach this one. Returns None if the address is good.
+
+    Args:
+        own: the address that the launcher would announce.
+        host, master: name and address of the machine in ``--master``.
+        is_first: whether that is this machine.
+    """
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):

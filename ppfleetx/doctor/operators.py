@@ -1,4 +1,5 @@
-"""Check that the installed Paddle has every kernel that ppfleetx uses, without running any."""
+"""Check of ``ppfleetx doctor`` that the installed Paddle contains every kernel that ppfleetx uses. It looks
+them up in Paddle's registry and runs none."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ _SHOWN = 8
 
 
 def registered(target: Target) -> Iterator[Row]:
-    """Look up every kernel that ppfleetx uses (:mod:`ppfleetx.utils.gpu_operators`) in the registry of
-    Paddle.
+    """Check that Paddle's kernel registry contains every kernel that ppfleetx uses
+    (:mod:`ppfleetx.utils.gpu_operators`).
 
-    CPU kernels are always checked, in the types that a CPU computes in; GPU kernels if Paddle was built for
-    GPUs, with or without a card; kernels of another kind of card if there is such a card.
+    CPU kernels are always looked up, in the types that a CPU computes in. GPU kernels are looked up if Paddle
+    is built for GPUs, even on a machine without one. Kernels for another kind of card are looked up if the
+    run uses such a card.
     """
     from paddle.base import core
 
@@ -42,9 +44,8 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """The row that says whether a card other than a GPU has the kernels. The host runs operators whose kernel
-    the card lacks, if it has one.
-    """
+    """Return the row of the report about the kernels of a card that is not a GPU. A missing kernel is only a
+    warning if the CPU has it, because the host then runs that operator."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]
@@ -83,7 +84,8 @@ def _shown(pairs: Sequence[str]) -> str:
 
 
 def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels, each with the data types that the plan can use it with."""
+    """Return the kernels that a run may use, each with the data types that the configuration allows. Optional
+    fused kernels are left out."""
     wanted = target.float_types
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
@@ -93,7 +95,8 @@ def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels that a CPU needs, each with its data types. A CPU does not compute in 16-bit floats."""
+    """Return the kernels that ppfleetx uses on a CPU, each with its data types, without 16-bit floats.
+    Optional fused kernels are left out."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()
@@ -107,7 +110,8 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """The row that says whether the registry has all of the ``wanted`` kernels."""
+    """Return the row of the report that says whether Paddle's ``registry`` contains all ``wanted`` kernels,
+    each with its data types, for one of ``backends``."""
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())
     title = f"kernels of the {place}"

@@ -1,5 +1,8 @@
-"""Compare facts that must be equal in all processes of a job: versions, sources, configuration, data,
-variables.
+"""Check of ``ppfleetx doctor`` that all processes of a job have the same versions, source code,
+configuration, data, checkpoints and environment variables.
+
+Each of these is a *fact*. Processes first compare hashes of the facts, and then exchange the values of those
+that differ.
 """
 
 from __future__ import annotations
@@ -36,13 +39,13 @@ _READ_SECONDS = 40.0  # time limit for one fact, shorter than other processes wa
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact that must be equal in all processes.
+    """Something that must be equal in all processes of a job, such as the versions of libraries.
 
     Attributes:
-        name: the name of the row.
-        read: returns this process's values, by name.
+        name: name of its row in the report.
+        read: returns the values in this process, by name.
         fix: what to do if the values differ.
-        of_node: whether only the first process of each node reads the fact.
+        of_node: whether it is the same in all processes of a machine, so that only the first one reads it.
     """
 
     name: str
@@ -51,7 +54,8 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """The fact's values in this process; None if another process of the node reads the fact."""
+        """Return the values of this fact in this process, or None if the first process of this machine reads
+        them for all. If reading takes too long, the result says only that they are unread."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -67,9 +71,8 @@ def _versions(target: Target) -> Values:
 
 
 def _installed() -> dict[str, str]:
-    """The installed distributions and their versions. Of duplicates, the first on the path counts, as for
-    Python's import.
-    """
+    """Return the versions of all installed Python packages by name. If a package is installed twice, the
+    version is the one that Python imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -117,7 +120,8 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """A hash of each fact in this process; None if another process of the node reads the fact.
+    """Return a hash of each fact that must be equal in all processes (:data:`FACTS`), such as the versions of
+    libraries, by name. The hash is None for facts that the first process of this machine reads for all.
 
     Args:
         announce: called with the name of each fact before it is read.
@@ -135,7 +139,8 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """The names of the facts that differ between processes, or that a process could not read."""
+    """Return the names of the facts, such as the versions of libraries, that are not equal in all processes
+    or that a process could not read. ``answers`` are the :func:`digests` of all processes."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
@@ -143,7 +148,12 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """The values of the facts ``names`` in this process; ``announce`` as in :func:`digests`."""
+    """Return the values in this process of the facts ``names``, such as the versions of libraries. The value
+    is None for facts that the first process of this machine reads for all.
+
+    Args:
+        announce: called with the name of each fact before it is read.
+    """
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
@@ -153,7 +163,13 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield one row for each fact."""
+    """Yield a row of the report for each fact that must be equal in all processes (:data:`FACTS`). It says
+    that the fact is equal, or lists the differences.
+
+    Args:
+        answers: the values of the facts ``names`` in each process, by rank.
+        names: the facts that differ.
+    """
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}
@@ -180,6 +196,6 @@ def _differences(values: Mapping[int, Values]) -> Iterator[str]:
 
 
 def host_of(target: Target) -> str:
-    """A name that distinguishes this machine from the others in the job."""
+    """Return a name for this machine that no other machine of the job has: its host name and its address."""
     endpoint = target.environ.get("PADDLE_CURRENT_ENDPOINT", "")
     return f"{socket.gethostname()} {endpoint.rpartition(':')[0]}".strip()

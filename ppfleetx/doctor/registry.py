@@ -1,9 +1,9 @@
-"""The table of all checks, in the order in which they run. To add a check, write a function and add a line
-here.
+"""The table of all checks of ``ppfleetx doctor``, in the order in which they run. To add a check, write a
+function and add a line to the table.
 
 A check is a function in this package that takes a :class:`~ppfleetx.doctor.check.Target` and yields
-:class:`~ppfleetx.doctor.check.Row` objects. It is imported only when it runs, so the table does not need
-Paddle.
+:class:`~ppfleetx.doctor.check.Row` objects. Its module is imported only when the check runs, so the table can
+be read without Paddle.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Each(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table.
+    """One check of ``ppfleetx doctor``.
 
     Attributes:
         group: the heading in the report.
         module, function: where the check is defined.
-        title: the name of the row that is reported if the check itself cannot run.
-        need: what the check requires.
-        each: the processes that run the check.
-        seconds: the time limit, or the target's patience if that is shorter; the check then runs in a thread.
-            None: no limit, for a check that only computes.
+        title: the name of the row that the report shows if the check itself cannot run.
+        need: what must be there for the check to run.
+        each: which processes of the job run the check.
+        seconds: time limit; it can be lowered by ``Target.patience``. None: no limit, for a check that only
+            computes and so always ends.
     """
 
     group: str
@@ -94,16 +94,15 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(check: Check, target: Target) -> list[Row]:
-    """Run a check within its time limit and return its rows with their group. An error of the check becomes a
-    row.
-    """
+    """Run a check within its time limit, and return its rows of the report with their heading. If the check
+    cannot run, takes too long or raises an error, a row says so."""
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]
 
 
 def obstacle(check: Check, target: Target) -> str:
-    """The reason why a check cannot run here; an empty string if it can."""
+    """Return the reason why a check cannot run on this machine, such as a missing card; "" if it can."""
     if check.need is Need.CONFIG and target.cfg is None:
         return (
             "the configuration could not be read" if target.found else "no configuration was given (-c FILE)"
@@ -135,7 +134,8 @@ def _run(check: Check, target: Target) -> list[Row]:
 
 
 def _rows(check: Check, target: Target) -> list[Row]:
-    """The rows of the check. An error in the check becomes a row, so that the other checks still run."""
+    """Run a check without a time limit and return its rows. If it raises an error, the only row says so; the
+    other checks still run."""
     try:
         return list(check.load()(target))
     except UserError as error:
@@ -151,7 +151,8 @@ def _rows(check: Check, target: Target) -> list[Row]:
 
 
 def _first_lines(error: Exception) -> str:
-    """The message of an error without the C++ stack trace with which Paddle begins it."""
+    """Return the first lines of an error's message. Paddle's messages begin with a C++ stack trace, which is
+    left out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     summary = next((i for i, line in enumerate(lines) if line.startswith("Error Message Summary")), -1)
     text = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]

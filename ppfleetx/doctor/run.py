@@ -1,7 +1,8 @@
-"""Run all checks in this process, and merge the rows of all processes of a job.
+"""Run the checks of ``ppfleetx doctor`` in one process, and combine its rows with those of the other
+processes of the job.
 
-The processes of a job first connect over plain sockets. They join fleet's process groups only if no check
-found anything that could make the groups hang.
+The processes first connect over plain sockets. They create fleet's process groups only if no check has found
+anything that could make these hang.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """Examine the job. Returns its rows, which are the same in every process. All processes must call this.
+    """Examine a job of several processes. All processes must call this; it returns the same rows of the
+    report in all of them.
 
     Args:
         seconds: how long processes wait for each other.
-        finish: called with the rows if a collective hangs, before this process exits.
+        finish: called with the rows if a collective hangs. The process exits after that.
     """
     name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
     place = meeting_point(), target.world_size, name, seconds
@@ -79,10 +81,11 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Job:
-    """This process's part in the examination of a job.
+    """One process's part in the examination of a job.
 
     Attributes:
-        rows: the rows of each rank.
+        meeting: the connection to the other processes.
+        rows: the rows that each rank has found, by rank.
         of_job: rows about the job as a whole.
     """
 
@@ -107,8 +110,12 @@ class Job:
         self._share(own, _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
-        """Exchange rows with the other processes. If rank 0 is gone, this process keeps its own rows, and
-        RendezvousError is raised.
+        """Send what this process has found to all other processes, as rows of the report, and add the rows of
+        all ranks to :attr:`rows`.
+
+        Raises:
+            RendezvousError: rank 0, through which the rows are sent, is gone. Only this process's own rows
+                have been added then.
         """
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds)
@@ -127,7 +134,8 @@ class Job:
                 self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_FIX)))
 
     def compare(self) -> None:
-        """Check the facts that must be equal, and that all machines share the output directory."""
+        """Check that versions, configuration, data and so on are equal in all processes, and that all
+        machines see the same output directory."""
 
         def announce(what: str) -> None:
             self.meeting.announce(f"{_AGREEMENT}, {what}")
@@ -140,7 +148,8 @@ class Job:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def note_lost_host(self, error: RendezvousError) -> None:
-        """Add a row that says that rank 0 is gone, so only this process's rows are left."""
+        """Add a row to the report that says that rank 0 is gone. The report then contains only what this
+        process has found."""
         self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
@@ -148,9 +157,8 @@ class Job:
         return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
 
     def _shared_directory(self) -> Iterator[Row]:
-        """Check whether all machines share the output directory: rank 0 creates a temporary file there, and
-        the others look for the file.
-        """
+        """Check that all machines see the same output directory: rank 0 creates a temporary file in it, and
+        the others look for that file."""
         place = output_dir_of(self.target.cfg)
         with contextlib.suppress(TimeoutError, OSError):  # another check reports these errors, also below
             place = within(_LOOK_SECONDS, partial(nearest_directory, place))
@@ -183,7 +191,8 @@ class Job:
             yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
 
     def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-        """Join fleet's process groups and try every collective in each of them."""
+        """Create fleet's process groups and test every collective in each of them. This is skipped, and the
+        report says so, if something was found before that could make them hang."""
         failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
         if failed or self._lost:
             self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))
@@ -235,7 +244,8 @@ class Job:
 
 
 class Guard:
-    """Calls ``give_up`` in a thread if a step takes longer than ``seconds``; :meth:`begin` starts a step."""
+    """A time limit for each of several steps. If a step takes longer than ``seconds``, ``give_up`` is called
+    with its description, in a thread. :meth:`begin` ends the last step and starts the next."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False
@@ -266,7 +276,8 @@ class Guard:
 
 
 def plan_config(target: Target) -> RunConfig:
-    """The configuration whose process groups are tried: the given one, or else a tiny data-parallel model."""
+    """Return the configuration whose process groups are tested: that of the user if it is for as many
+    processes as there are. Otherwise, it is a tiny model with data parallelism."""
     if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
         return target.cfg
     given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
@@ -274,8 +285,11 @@ def plan_config(target: Target) -> RunConfig:
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """Split off the rows of successful collectives. Returns the remaining rows by rank, and for each
-    collective the row of its slowest rank.
+    """Separate the rows that report the speed of a collective from the other rows, and keep only that of the
+    slowest rank for each collective.
+
+    Returns:
+        The other rows by rank, and the slowest row of each collective.
     """
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):

@@ -1,8 +1,8 @@
-"""Train a tiny GPT and a tiny Llama for a few steps, and compare the losses with committed ones.
+"""Check of ``ppfleetx doctor``: train a tiny GPT and a tiny Llama for a few steps, and compare the losses
+with the expected ones in ``losses.json``.
 
-The losses in ``losses.json`` come from float64 weights and activations on a CPU
-(``tests/goldens/make_doctor_losses.py``), so they do not depend on the machine. In float32, nearly all digits
-agree.
+The expected losses were computed on a CPU in float64 (``tests/goldens/make_doctor_losses.py``), so they do
+not depend on the machine. In float32, nearly all digits agree.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
 
 
 def losses(target: Target) -> Iterator[Row]:
-    """Compare the losses of GPT and Llama in float32; on a card also with recompute, and in 16 bits at O1 and
-    O2.
-    """
+    """Train a tiny GPT and a tiny Llama in float32 and compare their losses with the expected ones. On a
+    card, also with recomputation, and in float16 and bfloat16 at the AMP levels O1 and O2."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
     device, tolerance = target.device, TOLERANCE["card" if is_card(target.device) else "cpu"]
@@ -76,7 +75,8 @@ def _shown(losses: Sequence[float]) -> str:
 
 
 def train(model: str, device: str, overrides: Sequence[str] = ()) -> list[float]:
-    """Train one of :data:`MODELS` in this process and return the loss of each step."""
+    """Train one of the models :data:`MODELS` for a few steps in this process, and return the loss of each
+    step."""
     given = [
         f"Global.device={device}",
         f"Global.local_batch_size={SEQUENCES}",
@@ -98,7 +98,8 @@ def _step(runner: Any, cfg: Any, step: int) -> float:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """The batch of a step. It is computed by a formula, because random number generators may change."""
+    """Return the batch of a step. A formula computes its tokens, because the numbers of a random generator
+    may differ between versions."""
     place = np.arange(SEQUENCES * (LENGTH + 1)).reshape(SEQUENCES, LENGTH + 1) + 1000 * step
     tokens = (place * place * 7 + place * 13 + 5) % (VOCABULARY - 3)
     return {

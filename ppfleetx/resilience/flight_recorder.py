@@ -1,7 +1,8 @@
-"""Record the last collectives that this process called, for every kind of process group.
+"""Keep a record of the last collectives and messages of this process, in every kind of process group. Hang
+reports show it.
 
-Recording a call costs about 5 microseconds, because shapes and tasks are only stored. They are inspected and
-formatted when a report is made.
+Recording a call costs about 5 microseconds, because only references to the tensor's shape and to the task are
+stored. They are examined when a report is written.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 
 
 class Call:
-    """A call of a collective or of a point-to-point message.
+    """One recorded call of a collective, or of a send or receive.
 
     Attributes:
-        operation: name of the operation, without the stream.
-        group: process group.
-        number: number of earlier calls of the group: collectives, or messages to or from the same peer.
-        peer: rank in the group that receives or sends the message; -1 for a collective.
-        shape, dtype: shape and type of this rank's input tensor, if there is one.
-        begun, ended: times in seconds of the monotonic clock; ``ended`` is 0.0 while the call runs.
-        task: return value of the call, which knows whether a background operation is done.
-        asks: whether the call only polls other ranks, which does not count as progress.
+        operation: name of the operation, such as ``all_reduce``, whichever of the process group's methods
+            performed it.
+        group: the process group.
+        number: number of the call in its group, from 0. Collectives are counted together; sends to each rank
+            and receives from each rank are counted separately.
+        peer: the rank in the group to which a message is sent or from which it comes; -1 for a collective.
+        shape, dtype: shape and element type of this rank's input tensor; None if there is none.
+        begun, ended: times of the call and of its return, in seconds of the monotonic clock; ``ended`` is 0.0
+            until it returns.
+        task: what the call returned. It knows whether an asynchronous operation is done.
+        asks: whether the program only polls other ranks by this call. Such calls do not count as progress.
     """
 
     __slots__ = (
@@ -54,7 +58,8 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part of the call is done, as far as the task knows."""
+        """Whether this rank's part of the operation is done. For an asynchronous operation, its task is
+        asked."""
         if not self.ended:
             return False
         ask = getattr(self.task, "is_completed", None)
@@ -62,16 +67,18 @@ class Call:
 
 
 class CallRecord:
-    """A ring buffer of the last :data:`KEPT` calls.
+    """The record of the last :data:`KEPT` collectives and messages of this process, and of what is needed to
+    explain a hang.
 
     Attributes:
-        blocked_on: a function that returns the task that the program waits for, or None; set by backends that
-            know the task.
-        join_device: a function called in a thread before the thread asks tasks whether they are done.
-        names: names of groups ("mp") by Paddle's group id.
-        waited: seconds that this process has waited for other ranks, if the backend measures them.
-        reads: whether the program waits for its device, and therefore for all collectives on it.
-        failed, failure: last call that raised an error, or whose task did, and the error.
+        blocked_on: a function that returns the task for which the program is waiting, or None. The attribute
+            is None if the communication library cannot tell.
+        join_device: a function that a thread must call before it asks tasks whether they are done.
+        names: names of process groups, such as "mp", by Paddle's number of the group.
+        waited: seconds that this process has spent waiting for other ranks; 0 if the communication library
+            does not measure them.
+        reads: whether the program is waiting for its device, and so for all collectives queued there.
+        failed, failure: the last call that failed, and its error.
     """
 
     def __init__(self) -> None:
@@ -95,14 +102,15 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """The time (monotonic clock) when a call that counts as progress last began or ended; 0.0 if there
-        was none."""
+        """The time of the monotonic clock at which a recorded call last began or returned; 0.0 if there was
+        none. Calls that only poll other ranks do not count."""
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Context manager for calls that only poll other ranks. They do not count as progress."""
+        """Context manager for collectives that only poll other ranks. The watchdog does not count them as
+        progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -110,7 +118,8 @@ class CallRecord:
             self._asks = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
-        """Record that the operation of ``task`` failed while the program waited for it."""
+        """Record that the call whose task is ``task`` failed with ``error`` while the program waited for the
+        task."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
             self.failed, self.failure = call, error
@@ -139,7 +148,8 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Wrap ``method`` of a process group so that its calls are recorded, except nested calls."""
+        """Return a wrapper of a process group's ``method`` that records each call as ``operation``. Methods
+        that are called from inside it are not recorded."""
         nested = self._nested
 
         @functools.wraps(method)
@@ -161,20 +171,21 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Record all calls of the methods ``names`` of ``cls``. Missing methods are skipped."""
+        """Record from now on all calls of the methods ``names`` of the process group class ``cls``. Names of
+        methods that it does not have are ignored."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
     def totals(self) -> Mapping[int, tuple[Any, int, Mapping[int, int], Mapping[int, int]]]:
-        """Return for each group: the group, its number of collectives, and the numbers of messages to and
-        from each peer."""
+        """Return, for each process group: the group, its number of collectives so far, and by rank in the
+        group the numbers of messages sent to that rank and received from it."""
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call that ``thread`` waits for: a call that has not returned, or the call that the
-        backend waits for."""
+        """Return the call in which ``thread`` is waiting, or None. It is a call that has not returned, or one
+        that returned a task for which the program is waiting now."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -219,14 +230,16 @@ _FORMS = ("_on_calc_stream", "_into_tensor", "_tensor", "_partial", "_single")
 
 
 def operation_of(method: str) -> str:
-    """Return the name of the operation that a method of a process group performs."""
+    """Return the operation that a method of Paddle's process groups performs: ``all_gather`` for
+    ``all_gather_into_tensor``, for example."""
     for ending in _FORMS:
         method = method.removesuffix(ending)
     return _SAME.get(method, method)
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """Return the input tensor among the arguments: the second argument if the first is the output."""
+    """Return the input tensor from the arguments of a collective. Where the first argument is the output, the
+    input is the second."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

@@ -1,9 +1,10 @@
-"""Combine the reports of a job's ranks into one sentence that names the missing ranks.
+"""Find out from the hang reports of all ranks why a job hangs, and say it in one sentence that names the
+ranks at fault.
 
-A rank *waits* if its main thread is in a collective or a point-to-point message. A hang is caused by a rank
-that others wait for, and that either does not wait itself or has not reported. If all ranks wait, their
-records show either that a rank called something else, or that all ranks made the same call and the network
-failed.
+A rank *waits* if its main thread is in a collective, a send or a receive. A rank is at fault if others wait
+for it, but it does not wait itself or has written no report. If all ranks wait, their records of calls show
+one of two causes. Either some ranks called a different operation than the others, or all called the same one
+and the network failed.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _SHOWN_WAITS = 3
 
 @dataclass(frozen=True)
 class Explanation:
-    """The conclusion from all reports.
+    """Why a job hangs, as found from the reports of its ranks.
 
     Attributes:
-        sentence: explanation.
-        missing: ranks that the others wait for, if known.
-        silent: ranks without a report.
-        goes_on: ranks that make progress. If there are any, the job is slow but does not hang.
+        sentence: the explanation for the user.
+        missing: the ranks for which others wait; empty if they are not known.
+        silent: the ranks that have written no report.
+        goes_on: the ranks that still make progress. If there are any, the job is slow but does not hang.
     """
 
     sentence: str
@@ -36,7 +37,8 @@ class Explanation:
 
 
 def explain(reports: Mapping[int, Report]) -> Explanation:
-    """Explain a hang from reports by rank. There must be at least one report."""
+    """Explain why a job hangs, or why an error ended it, from the reports of its ranks (by rank, at least
+    one)."""
     size = max(report.world_size for report in reports.values())
     silent = tuple(rank for rank in range(size) if rank not in reports)
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
@@ -70,7 +72,8 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """Explain a hang from this rank's report only, for when reports cannot be written to disk."""
+    """Explain a hang as far as this rank's own report allows. Used if no report can be written to disk, so
+    the ranks cannot read each other's."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -120,8 +123,8 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
 
 
 def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
-    """Describe the calls in which ranks wait, at most three: ``ranks 0-2 wait in all_reduce #418 of the mp
-    group [0..3]``."""
+    """Return a text that says in which calls ``ranks`` wait, such as ``ranks 0-2 wait in all_reduce #418 of
+    the mp group [0..3]``. At most three calls are named."""
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
@@ -175,7 +178,8 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """Describe the state of silent ranks in the kernel, as reported by other ranks."""
+    """Return a text that says why ``ranks`` have written no report: the state of their processes, as the
+    kernel shows it to other ranks on the same machine."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -298,7 +302,8 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
 
 
 def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
-    """Return the verb in singular or plural: ``wait`` becomes ``waits`` for one rank."""
+    """Return the form of a verb that fits the number of ranks: ``waits`` for one rank, ``wait``
+    for several."""
     if plural is not None:
         return singular_stem if len(ranks) == 1 else plural
     return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

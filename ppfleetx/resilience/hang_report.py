@@ -1,4 +1,4 @@
-"""The report that each rank writes when a job makes no progress."""
+"""The hang report: what a rank was doing when the job made no progress, or when an error ended the rank."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", 
 
 @dataclass(frozen=True)
 class CallNote:
-    """One recorded call in a report.
+    """One collective or message in a hang report.
 
     Attributes:
-        operation, number, peer, asks: see :class:`~ppfleetx.resilience.flight_recorder.Call`; ``peer`` is a
-            rank of the job, -1 for a collective.
-        group: the group's name and ranks, e.g. "the mp group [0..3]".
-        group_id: Paddle's number of the group, the same on all ranks.
-        ranks: ranks of the group, numbered within the job.
-        shape: shape of this rank's tensor, if there is one.
+        operation, number, asks: as in :class:`~ppfleetx.resilience.flight_recorder.Call`.
+        peer: the rank of the job to which a message is sent or from which it comes; -1 for a collective.
+        group: name and ranks of the process group, such as "the mp group [0..3]".
+        group_id: Paddle's number of the process group, the same on all ranks.
+        ranks: the group's members, as ranks of the job.
+        shape: shape of this rank's input tensor; None if there is none.
         seconds_ago: time from the start of the call to the report.
-        state: ``done``, ``called`` (it returned and continues in the background) or ``in the call``.
+        state: ``in the call``; ``called`` if the call has returned and the operation continues in the
+            background; ``done``.
     """
 
     operation: str
@@ -60,7 +61,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key under which the other participants count this call in :attr:`Report.counts`."""
+        """The key in :attr:`Report.counts` under which the other ranks that take part count this operation.
+        For a send it is the key of the receives, and the reverse. The number of this rank must be appended to
+        the key of a message."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -74,30 +77,32 @@ class CallNote:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of one rank.
+    """The hang report of one rank.
 
     Attributes:
         rank, world_size: number of this rank, and number of ranks in the job.
-        written: time of the report, in seconds since 1970.
-        step, place: step and activity of the program since ``place_seconds`` before the report.
-        quiet_seconds: time since the rank's last progress.
-        timeout: seconds without progress after which the rank counts as hung.
-        works: whether the rank moves data, or has been computing for less than the limit.
-        computes: whether the rank computes, for any length of time.
-        where: file, line and function where the main thread is, or the thread that it waits for.
-        importing: module that is being imported, if any.
-        waits_for: call that the main thread waits for, or that failed.
-        failure: error that ended this rank, or "".
-        lost: whether ``failure`` says that another rank has ended.
-        counts: number of calls that this rank has begun. The key ``5`` counts collectives of the group with
-            id 5, ``5>2`` messages to rank 2 in this group, and ``5<2`` messages from rank 2.
-        calls: last calls, oldest first.
-        peers: state in the kernel of the job's other processes on this machine, if it explains why they do
-            not respond: "is stopped", "has ended".
-        killed_for_memory: number of processes that the kernel has killed for lack of memory since the run
-            began.
-        memory: sizes of memory in bytes.
-        stacks: stacks of all threads.
+        written: when the report was made, in seconds since 1970.
+        step: optimizer step; None before the first.
+        place, place_seconds: what the program was doing, such as "reading data", and for how many seconds
+            already.
+        quiet_seconds: seconds since this rank last made progress.
+        timeout: seconds without progress after which a rank counts as hung.
+        works: whether the rank moves data to or from files, or has been computing, but not for longer than
+            the watchdog allows.
+        computes: whether the rank computes, however long it has done so.
+        where: file, line and function in which the main thread is, or the helper thread for which it waits.
+        importing: name of the module that is being imported, or None.
+        waits_for: the call in which the main thread waits; for a rank that failed, the call that failed.
+        failure: the error that ended this rank, or "".
+        lost: whether ``failure`` only says that another rank has ended.
+        counts: how many calls this rank has begun so far. The key ``5`` counts the collectives of the process
+            group with number 5, ``5>2`` its messages to rank 2 in this group, and ``5<2`` those from rank 2.
+        calls: the last recorded calls, oldest first.
+        peers: by rank, for the job's other processes on this machine, why they do not respond: "is stopped",
+            "has ended". "" if the kernel shows nothing unusual.
+        killed_for_memory: how many processes the kernel has killed for lack of memory since the run began.
+        memory: memory of this process and of the machine in bytes, by name.
+        stacks: the Python stack of each thread, by the thread's name.
     """
 
     rank: int
@@ -126,13 +131,13 @@ class Report:
 
     @property
     def goes_on(self) -> bool:
-        """Whether this rank makes progress, so that it may be slow but does not hang."""
+        """Whether this rank still makes progress. It may be slow, but it does not hang."""
         return not self.failure and (self.works or self.quiet_seconds < self.timeout / 2)
 
     @property
     def asks(self) -> bool:
-        """Whether this rank reports because it makes no progress, and not because another rank requested a
-        report."""
+        """Whether this rank was the one without progress and so asks the other ranks for their reports. False
+        if it only answers such a request."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
@@ -142,10 +147,10 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Parse the output of :meth:`to_json`.
+        """Return the report in ``text``, which :meth:`to_json` has written.
 
         Raises:
-            ValueError: the text is not a report.
+            ValueError: the text is not a complete report.
         """
         try:
             tree = json.loads(text)
@@ -187,12 +192,12 @@ def capture_report(
     failed: BaseException | None = None,
     lost: bool = False,
 ) -> Report:
-    """Make this rank's report.
+    """Make the hang report of this rank.
 
     Args:
-        quiet: seconds since the last progress.
-        failed: error that ends the rank.
-        timeout, works, computes, lost: see :class:`Report`.
+        quiet: seconds since the rank last made progress.
+        failed: the error that ends the rank; None if the rank hangs.
+        timeout, works, computes, lost: the attributes of :class:`Report` with these names.
     """
     record.join_device()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
@@ -231,7 +236,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Return whether the main thread waits for its card, and therefore for the collectives queued on it."""
+    """Return whether the main thread, whose innermost Python frame is ``frame``, is inside Paddle. Then it
+    presumably waits for its card, and so for the collectives that are queued there."""
     for _ in range(4):
         if frame is None:
             return False
@@ -242,7 +248,8 @@ def _waits_for_a_device(frame: Any) -> bool:
 
 
 class _Groups:
-    """Looks up ranks and ids of process groups, which Paddle stores elsewhere."""
+    """Looks up the number and the ranks of a process group. Paddle keeps them in another object than the
+    group itself."""
 
     def __init__(self, record: CallRecord) -> None:
         collective = sys.modules.get("paddle.distributed.collective")
@@ -300,7 +307,8 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 
 
 def main_place(frame: FrameType | None) -> str:
-    """Return the :func:`innermost` call of the main thread, or of the helper thread that it waits for."""
+    """Return where the main thread is, as ``file.py:12 in function``. If it only waits for one of our helper
+    threads, return where that thread is."""
     own = innermost(frame)
     begins = _HELPERS.get(own.partition(":")[0])
     if begins is None or frame is None or not _is_waiting(frame):
@@ -315,7 +323,7 @@ def main_place(frame: FrameType | None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the place where an error was raised, as ``file.py:12 in function``."""
+    """Return where an error was raised, as ``file.py:12 in function``."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -323,7 +331,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """Return the innermost call that is not a wait in the standard library, as ``file.py:12 in function``."""
+    """Return where a thread is, as ``file.py:12 in function``. Functions of the standard library in which
+    threads wait are skipped; their caller is returned."""
     while frame is not None and frame.f_back is not None and _is_waiting(frame):
         frame = frame.f_back
     if frame is None:
@@ -341,7 +350,8 @@ def _is_waiting(frame: FrameType) -> bool:
 
 
 def importing(frame: FrameType | None) -> str | None:
-    """Return the innermost module that is being imported, or None."""
+    """Return the name of the module that a thread is importing, or None. Of nested imports, it is the
+    innermost."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTS and frame.f_code.co_name == "_find_and_load":
             return str(frame.f_locals.get("name"))
@@ -350,7 +360,8 @@ def importing(frame: FrameType | None) -> str | None:
 
 
 def stacks() -> dict[str, list[str]]:
-    """Return the Python stack of each thread, outermost call first, by the thread's name."""
+    """Return the Python stack of each thread of this process, by the thread's name. The outermost call comes
+    first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {}
     for ident, frame in sys._current_frames().items():
@@ -368,8 +379,8 @@ _SAME_HANG_SECONDS = 120.0  # the reports of one hang are written within this ti
 
 
 def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """Return the reports of the last hang in a directory, which may also contain reports of earlier hangs or
-    larger jobs."""
+    """Return only the reports that belong to the last hang. The directory may also contain reports of earlier
+    hangs, or of a job with another number of ranks."""
     if not reports:
         return {}
     last = max(reports.values(), key=lambda report: report.written)
@@ -383,12 +394,12 @@ def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
 def read_reports(
     directory: Path, *, since: float = 0.0, faults: dict[Path, str] | None = None
 ) -> dict[int, Report]:
-    """Return the newest report of each rank in a directory.
+    """Return the newest hang report of each rank in a directory.
 
     Args:
         since: ignore reports written before this time (seconds since 1970).
-        faults: a dictionary that is filled with the files that cannot be read, and the reasons; a full disk
-            may have truncated them.
+        faults: if given, filled with the files that cannot be read and the reasons; a full disk may have cut
+            them short.
     """
     found: dict[int, Report] = {}
     for path in sorted(directory.glob("rank_*.json")):

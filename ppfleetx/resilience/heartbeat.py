@@ -1,4 +1,4 @@
-"""Record the program's progress, for the watchdog."""
+"""The program records here what it is doing and that it makes progress; the watchdog reads it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """Activity and time of the last progress, written by the program and read by another thread.
+    """What the program is doing, and when it last made progress. The program's main thread writes it, and the
+    watchdog's thread reads it.
 
     Attributes:
-        place: current activity of the program, e.g. "reading data".
+        place: what the program is doing, such as "reading data".
         step: optimizer step; None before the first.
-        since: time of the last progress, in seconds of the monotonic clock.
-        is_under_way: whether a step has been done, so that later steps should take about as long.
+        since: when the program last made progress, in seconds of the monotonic clock.
+        is_under_way: whether the start is over: the first training step is done, or the model to evaluate or
+            generate with is loaded. Until then, the watchdog has another time limit.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,8 @@ class Progress:
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """Record that the program now does ``place``, and ``step`` if it is a new step."""
+        """Record progress: the program begins the activity ``place``, in optimizer step ``step`` (None: the
+        step does not change)."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step
@@ -35,7 +38,8 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context manager: the program does ``place`` inside, and the previous activity afterwards."""
+        """Context manager: record that the program does the activity ``place`` inside the block, and what it
+        did before again afterwards."""
         before = self.place
         self.beat(place)
         try:

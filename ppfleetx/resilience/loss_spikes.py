@@ -1,8 +1,10 @@
-"""Detect steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
+"""Detect training steps whose loss or gradient norm suddenly jumps (``Engine.spike``), before the weights are
+updated. All ranks come to the same decision.
 
-A value is a spike if it exceeds the median of the last steps by a number of deviations. The deviation is
-1.4826 times the median absolute deviation (MAD), which is the standard deviation for normally distributed
-values. It is at least 1 % of the median; otherwise any change would be a spike after nearly equal values.
+A value is a spike if it exceeds the median of the last steps by more than a set number of deviations. The
+deviation is 1.4826 times the median absolute deviation (MAD), which is the standard deviation for normally
+distributed values. It is at least 1 % of the median, because otherwise, after nearly equal values, any change
+would count as a spike.
 """
 
 from __future__ import annotations
@@ -25,19 +27,21 @@ Repeat = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Spike:
-    """A step whose loss or gradient norm jumped, and the reaction.
+    """A training step whose loss or gradient norm jumped, and what was done about it.
 
     Attributes:
-        step: optimizer step. It was taken only if ``action`` is ``repeated``.
-        what: value that jumped, ``loss`` or ``grad_norm``; ``loss`` if both did.
+        step: number of the optimizer step. Its update was made only if ``action`` is ``repeated``.
+        what: the value that jumped: ``loss`` or ``grad_norm``. It is ``loss`` if both did.
         loss, grad_norm: loss and gradient norm of the step.
-        median, deviation: median and deviation of ``what`` over the window; None if the value is not finite.
-        action: ``skip``, ``rewind``, ``stop``, or ``repeated`` if the step was repeated and was no spike
-            then.
-        repeated_loss, repeated_grad_norm: loss and gradient norm of the repeated step, if there was one.
-        to_step: for ``rewind``, the step of the checkpoint that the run went back to.
-        samples: the step's samples in the training order, as [first, one past the last]. After a rewind, the
-            samples from the checkpoint up to these are skipped too.
+        median, deviation: median and deviation of the last steps' values of ``what``; None if there were no
+            steps yet.
+        action: ``skip``: the update was left out. ``rewind``: the run went back to a checkpoint. ``stop``:
+            the run ended. ``repeated``: the step was computed again, without a jump, and that result was
+            used.
+        repeated_loss, repeated_grad_norm: the values when the step was computed again; None if it was not.
+        to_step: for ``rewind``, the step of the checkpoint; else None.
+        samples: the samples of the step, as positions in the training order: [first, one past the last].
+            After a ``rewind``, the run skips these and all samples between the checkpoint and them.
     """
 
     step: int
@@ -58,7 +62,9 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """The cause according to the repeated step: ``data``, ``machine`` or ``unknown``."""
+        """What caused the spike, judged by computing the step again. ``data``: the same values came out, so
+        the cause is the data or the model. ``machine``: other values came out, so the machine has computed
+        wrongly. ``unknown``: the step was not computed again."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
         same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)
@@ -93,19 +99,20 @@ class Spike:
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
-        """Return a copy of the spike with its outcome.
+        """Return a copy of this spike that says what became of it.
 
         Args:
-            to_step: step that the run went back to; None if it did not go back, which turns a rewind into
-                a skip.
-            samples: samples of the step.
+            to_step: the step of the checkpoint to which the run went back; None if it did not. An intended
+                ``rewind`` without such a checkpoint becomes a ``skip``.
+            samples: the samples of the step, for :attr:`samples`.
         """
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
 
 
 class SpikeGuard:
-    """Compares each step with the last steps, before its update."""
+    """Compares the loss and gradient norm of each step with those of the last steps, and decides whether the
+    weights may be updated."""
 
     def __init__(self, options: SpikeConfig, any_rank: Callable[[bool], bool]) -> None:
         self._options, self._any_rank = options, any_rank
@@ -124,9 +131,15 @@ class SpikeGuard:
         return self._found
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
-        """Decide whether to take the step; the decision is the same on all ranks.
+        """Decide whether this step's update of the weights may be made. The decision is the same on all
+        ranks.
 
-        Returns the loss and the gradient norm to use, and whether to take the step.
+        Args:
+            repeat: computes the step again and returns its loss and gradient norm. It is called for a spike
+                if ``Engine.spike.replay`` is on.
+
+        Returns:
+            The loss and the gradient norm to use from now on, and whether to make the update.
         """
         spike = self._agreed(loss, grad_norm)
         again: tuple[float, float] | None = None
@@ -147,11 +160,13 @@ class SpikeGuard:
 
     @property
     def gives_up(self) -> bool:
-        """Whether more than ``Engine.spike.max_in_a_row`` steps in a row were spikes."""
+        """Whether so many steps in a row were spikes that the run must end: more than
+        ``Engine.spike.max_in_a_row``."""
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:
-        """Return the reason why the run must end after a spike, or "" if it can continue."""
+        """Return why the run must end after this spike, or "" if it may go on. Counts how often the run has
+        gone back to each checkpoint, so call it once per spike."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -161,11 +176,13 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON values."""
+        """Return what a checkpoint must contain so that a resumed run detects spikes as this one would: the
+        values of the last steps. Consists of JSON values."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state`. An empty state resets the guard."""
+        """Restore what :meth:`state` returned. With an empty ``state``, as from a checkpoint without it, the
+        guard starts anew."""
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
         self._losses = deque(losses, maxlen=self._options.window)
@@ -173,8 +190,11 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed(self, loss: float, grad_norm: float) -> str | None:
-        """Return the name of the value that jumped on any rank, or None. Ranks must agree explicitly, because
-        their sums may differ in the last bit."""
+        """Return which value jumped, ``loss`` or ``grad_norm``, if it did so on any rank; otherwise None.
+
+        The ranks exchange this, because their sums may differ in the last bit, so a value can exceed the
+        limit on one rank only.
+        """
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

@@ -1,5 +1,5 @@
-"""Directories for the ranks' hang reports. Every access has a time limit, because the disk itself may
-hang."""
+"""Directories to which the ranks write their hang reports. Every access has a time limit, because a broken
+disk may be why the job hangs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ Result = TypeVar("Result")
 
 
 class ReportDir:
-    """One directory of reports, created with ``mode``.
+    """One directory of hang reports. It is created, when the first report is written, with the permissions
+    ``mode``.
 
-    Accesses run in a separate thread, which may block forever. After an access that does not return in time,
-    the directory is no longer used.
+    All accesses run in a separate thread, because a broken disk can block a thread forever. If one takes
+    longer than :data:`PATIENCE_SECONDS`, the directory is not used any more.
 
     Attributes:
-        seconds: CPU time of the thread.
+        seconds: CPU time that the thread has used.
     """
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:
@@ -41,14 +42,15 @@ class ReportDir:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread. Call this early, because Python starts no threads once the process is ending."""
+        """Start the thread that accesses the directory. Call this early if the directory is needed at exit,
+        because Python starts no threads once the process is ending."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Return whether a rank without progress has written a report after ``since`` (seconds since 1970).
-        Such a report requests reports from the other ranks."""
+        """Return whether, after ``since`` (seconds since 1970), a rank has written a report because it made
+        no progress. Such a report is a request to all other ranks to write theirs."""
 
         def look() -> bool:
             if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
@@ -58,7 +60,8 @@ class ReportDir:
         return bool(self._do(look))
 
     def write(self, report: Report, text: str) -> bool:
-        """Write this rank's report as JSON and as ``text``. Returns whether this worked."""
+        """Write this rank's report to the directory, as JSON for other ranks and as ``text`` for the user.
+        Returns False if that was not possible."""
 
         def write_both() -> bool:
             base = self.directory / f"rank_{report.rank:05d}"
@@ -79,7 +82,8 @@ class ReportDir:
         return self._do(lambda: read_reports(self.directory, since=since)) or {}
 
     def clear(self, rank: int | None = None) -> None:
-        """Delete the reports of ``rank``, or of the whole job if it is None."""
+        """Delete the hang reports of ``rank`` (None: of all ranks) from the directory, and the directory if
+        it is empty then."""
         if not self._is_started:
             return
 
@@ -96,13 +100,14 @@ class ReportDir:
         self._do(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
     def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
-        """Call ``act`` in this directory's thread. Returns None if it fails or does not finish in time.
+        """Run ``act``, which accesses the directory of reports, in the thread for that, and return its
+        result. Returns None if it fails or takes too long.
 
-        In a shared location, ``act`` is not called if another user has created the directory, or a link with
-        its name.
+        With ``mode`` :data:`PRIVATE`, ``act`` does not run if the directory, or a link with its name, belongs
+        to another user.
 
         Args:
-            creates: whether to create a missing directory.
+            creates: whether to create the directory if it does not exist.
         """
         if self._is_dead:
             return None

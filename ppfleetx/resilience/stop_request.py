@@ -1,4 +1,4 @@
-"""Treat SIGTERM and Ctrl-C as a request to stop after the current step."""
+"""Let SIGTERM and Ctrl-C stop a training run only after the current step, on all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SET_BY_LAUNCHER = "PADDLE_TRAINER_ID"
 
 
 class StopRequest:
-    """Context manager in which the first SIGTERM or SIGINT only requests a stop. Its truth value says whether
-    to stop.
+    """Context manager inside which SIGTERM and Ctrl-C do not end the process, but request that the run stops
+    after its step. The object is true once the run must stop.
 
-    A second Ctrl-C ends the process at once. The ranks of a job get signals at different moments and must
-    stop after the same step, so a signal received here (:attr:`signal_name`) has no effect until the ranks
-    have agreed to stop.
+    The ranks of a job get signals at different moments but must stop after the same step. So a signal only
+    sets :attr:`signal_name`. At each step the ranks exchange whether one of them got a signal, and
+    :meth:`agree` records the result. Ctrl-C after an earlier signal ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,8 @@ class StopRequest:
         return self._agreed
 
     def agree(self, requested: object) -> bool:
-        """Record whether any rank got a signal (``requested``). If so, all ranks stop."""
+        """Record whether the run must stop, and return it. ``requested`` says whether any rank of the job has
+        got a signal; pass the same value on all ranks."""
         self._agreed = self._agreed or bool(requested)
         return self._agreed
 

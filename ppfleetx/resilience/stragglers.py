@@ -1,9 +1,12 @@
-"""Find slow ranks by the time per step that each rank does not spend waiting for others.
+"""Find slow ranks, by the part of a step that each rank does not spend waiting for other ranks.
 
-All ranks need the same time for a step, because fast ranks wait for slow ones. They differ in their own time,
-in which they do *not* wait. If it is 1.3 s for the slowest rank and 1.0 s for the others, the job loses 0.3 s
-per step. A rank is compared with the other ranks of its pipeline stage, which have the same work. A rank that
-is alone in its stage is compared with the other stages, and counts as slow if it takes 1.5 times as long.
+A step takes equally long on all ranks, because fast ranks wait for slow ones. What differs is a rank's *own
+time*, in which it does not wait. If it is 1.3 s on the slowest rank and 1.0 s on the others, the job loses
+0.3 s per step.
+
+The own time of a rank is compared with that of the other ranks of its pipeline stage, which have the same
+work. A rank that is alone in its stage is compared with the other stages. Because these may have less work,
+it counts as slow only if it takes 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ _UNLIKE = 1.5  # tolerance in comparisons with other stages, which may have less
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A slow rank. Times are in seconds per step.
+    """A slow rank, with mean times in seconds per step. *Own time* is the part of a step in which a rank does
+    not wait for other ranks.
 
     Attributes:
-        data, compute: time waiting for data, and the rest of its own time.
-        usual: own time of the median rank; with two ranks, the own time of the faster one.
-        alone: whether it is the only rank of its pipeline stage, and is compared with other stages.
+        data: time in which the rank waited for training data. It is part of its own time.
+        compute: the rest of its own time.
+        usual: own time of the median of the ranks with which it is compared; of two ranks, that of the faster
+            one.
+        alone: whether no other rank is in its pipeline stage, so it is compared with other stages.
     """
 
     rank: int
@@ -51,12 +57,12 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The slow ranks of the last steps.
+    """The slow ranks of the last ``steps`` steps before ``step``.
 
     Attributes:
-        cost: fraction of time that the job would save if the slowest rank were as fast as the median
-            rank.
-        slowest: slow ranks, slowest first.
+        step_seconds: mean time of a step.
+        cost: the fraction of that time that would be saved if the slowest rank were as fast as is usual.
+        slowest: the slow ranks, slowest first.
     """
 
     step: int
@@ -75,7 +81,7 @@ class Stragglers:
 
 
 class StragglerTable:
-    """Sums the times of all ranks and compares them at regular intervals."""
+    """Adds up the times of all ranks over a number of steps, and then searches them for slow ranks."""
 
     def __init__(self, every: int, stages: Sequence[int], gather: Callable[[str], list[str]]) -> None:
         self._every, self._stages, self._gather = every if len(stages) > 1 else 0, stages, gather
@@ -86,19 +92,25 @@ class StragglerTable:
         self.found: Stragglers | None = None
 
     def took(self, total: float, data: float, waited: float) -> None:
-        """Record the seconds of this rank's last step, and of its waits for data and for other ranks."""
+        """Record how long this rank's last step took: in total, waiting for training data, and waiting for
+        other ranks, in seconds."""
         self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
     @property
     def own(self) -> list[int]:
-        """The arguments of the last :meth:`took` in microseconds, to send to the other ranks."""
+        """The three times of this rank's last step, as given to :meth:`took`, in microseconds. They are meant
+        to be sent to the other ranks."""
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add :attr:`own` of all ranks, int64 ``[rank, 3]``, after ``step`` steps. A collective.
+        """Add the times of step ``step`` on all ranks. After a set number of steps, compare the ranks and set
+        :attr:`found`.
 
-        Afterwards :attr:`found` is the result, the same on all ranks; None if no comparison was due or no
-        rank is slow.
+        :attr:`found` is the same on all ranks. It is None if it was not yet time to compare, or if no rank is
+        slow. All ranks must call this, because they exchange their host names.
+
+        Args:
+            times: the value of :attr:`own` on each rank, int64 ``[rank, 3]``.
         """
         self.found = None
         if not self._every or not times.any():
@@ -118,8 +130,15 @@ class StragglerTable:
 def find_stragglers(
     times: np.ndarray, stages: Sequence[int], hosts: Sequence[str], step: int, steps: int
 ) -> Stragglers | None:
-    """Find the slow ranks, from mean seconds ``[rank, (total, data, waited)]`` and the pipeline stages.
-    Returns None if no rank is slow."""
+    """Return the slow ranks, or None if no rank is slow.
+
+    Args:
+        times: mean seconds per step ``[rank, 3]``: in total, waiting for training data, waiting for other
+            ranks.
+        stages: pipeline stage of each rank.
+        hosts: name of each rank's machine.
+        step, steps: the last step, and the number of steps measured.
+    """
     total, data, waited = times.T
     own = np.maximum(total - waited, data)
     alone = [list(stages).count(stage) == 1 and len(stages) > 1 for stage in stages]

@@ -1,8 +1,9 @@
-"""Restart a command that fails, after all of its processes have ended.
+"""Run a training command again when it fails, after all of its processes have ended.
 
-Paddle's launcher restarts its ranks only with an etcd server; without one, its ``--max_restart`` does
-nothing. The supervisor needs no server: it restarts the launcher. Ranks outlive a launcher that is killed,
-because they have their own sessions, but the supervisor finds them as its descendants.
+Paddle's launcher can restart ranks only with an etcd server; without one, its ``--max_restart`` does nothing.
+The supervisor needs no server, because it restarts the launcher itself. If a launcher is killed, its ranks
+live on, because each has its own session. The supervisor finds and ends them, because they are its
+descendants.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ _FINAL = {
 
 
 class ProcessesRemainError(RuntimeError):
-    """Processes of an earlier start do not end. A new start would conflict with them."""
+    """Processes of the command that failed cannot be ended, so it is not started again: they would get in its
+    way."""
 
 
 RESUME = "Engine.save_load.resume"
 
 
 def with_resume(command: Sequence[str]) -> list[str]:
-    """Add ``-o Engine.save_load.resume=auto`` to ``command``, unless it already sets this key to resume.
+    """Return ``command`` with ``-o Engine.save_load.resume=auto``, so that a restarted run continues from its
+    last checkpoint. A command that already sets this key to resume is returned unchanged.
 
     Raises:
-        ConfigError: ``command`` sets the key to another value, so that each restart would be a new run.
+        ConfigError: the command sets the key to another value, with which each restart would begin a new run.
     """
     overrides = [text.partition("=") for text in _overrides(command)]
     given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
@@ -68,13 +71,17 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
-    """Run ``command`` until it succeeds, a signal stops it, or ``max_restarts`` is reached.
+    """Run ``command``, and run it again when it fails, at most ``max_restarts`` times.
 
-    A restart waits until all processes of the last start have ended. User errors and Ctrl-C are not followed
-    by a restart.
+    Before each restart, all processes of the failed run must have ended. There is no restart after a user
+    error (exit code 2), after Ctrl-C, or after a signal to the supervisor.
+
+    Args:
+        backoff: seconds to wait before the first restart; doubled for each further one.
+        grace: seconds that processes have to end after SIGTERM, before SIGKILL.
 
     Returns:
-        The exit code of the last start.
+        The exit code of the last run.
     """
     log = configure_logging()
     stop = threading.Event()
@@ -124,10 +131,10 @@ def _run_once(
 
 
 def _end_rest(grace: float) -> None:
-    """End ranks that outlived the command.
+    """End the processes that the command has started and that still run after it has ended.
 
     Raises:
-        ProcessesRemainError: some ranks do not end.
+        ProcessesRemainError: some of them do not end.
     """
     log = get_logger()
     deadline = time.monotonic() + _SETTLE_SECONDS
@@ -152,8 +159,9 @@ def _processes(pids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
-    """Context manager: forward SIGTERM and SIGINT to the process group of the running command, and set
-    ``stop``."""
+    """Context manager inside which SIGTERM and SIGINT to this process set ``stop`` and are forwarded to the
+    supervised command and its process group. It yields an empty list, into which the caller puts the
+    command's process."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

@@ -1,10 +1,13 @@
-"""A thread in each rank that detects a run without progress, and lets all ranks explain the cause.
+"""The watchdog: a thread in each rank that notices when the run makes no progress, and has all ranks find the
+cause together.
 
-1. A rank that makes no progress for the timeout writes its report (``hang_report.py``). 2. The other ranks
-see it and write their own reports, whatever they are doing. 3. After a short wait each rank reads all reports
-(a frozen rank writes none) and combines them
-   (``hang_diagnosis.py``). If a rank still works, the job is only slow and continues. Otherwise the
-   explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
+1. A rank that has made no progress for the timeout writes a report (``hang_report.py``).
+2. The other ranks see this report and write their own, whatever they are doing.
+3. After a short wait, each rank reads the reports of all ranks and finds the cause (``hang_diagnosis.py``). A
+   rank that is frozen has written none.
+
+If a rank still makes progress, the job is only slow, and it continues. Otherwise the cause is printed, and
+every rank ends with exit code 4. If the configuration says so, they keep waiting instead.
 """
 
 from __future__ import annotations
@@ -43,14 +46,15 @@ _ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
 
 @dataclass(frozen=True)
 class Limits:
-    """``Engine.hang_timeout`` and related keys.
+    """The watchdog's settings, from ``Engine.hang_timeout`` and related keys.
 
     Attributes:
-        timeout: seconds without progress after which a rank counts as hung; 0: no limit.
-        start_timeout: the same limit before the first step is done.
-        ends: whether to end the process, rather than only report.
-        counts_work: whether computing counts as progress for a while. With a card, it does not count during a
-            step or while the program waits for the card, because a waiting thread spins.
+        timeout: seconds without progress after which a rank counts as hung; 0: no watchdog.
+        start_timeout: the timeout until the first step is done.
+        ends: whether to end the process after a hang, or only to report it.
+        counts_work: whether computing counts as progress for a while. Set it to False for a run on a card.
+            Computing then does not count during a step or while the program waits for the card, because a
+            thread that waits for a card keeps a core busy.
     """
 
     timeout: float = 600.0
@@ -60,13 +64,19 @@ class Limits:
 
 
 def own_process() -> tuple[str, int, float]:
-    """Return the machine, process id and start time of this process, for :func:`remember_peers` on the other
-    ranks."""
+    """Return what identifies this process to other ranks, for :func:`remember_peers`: machine, process id,
+    start time."""
     return machine(), os.getpid(), birth_of(os.getpid())
 
 
 class Watchdog:
-    """Watches the progress of this process."""
+    """A thread that watches whether this process makes progress, and reports and explains a hang.
+
+    Args:
+        who: rank and machine of this process.
+        directory: where the ranks write their hang reports.
+        end: ends the process after a hang; called if ``limits.ends``.
+    """
 
     def __init__(
         self,
@@ -111,8 +121,8 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """Return the seconds since the last progress; 0 during the rendezvous, which has another time
-        limit."""
+        """Return the seconds since this rank last made progress, to compare with the timeout. It is 0 during
+        the rendezvous at the start, which has a time limit of its own."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)
@@ -121,22 +131,24 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silence(self) -> float:
-        """Return the seconds since the last activity of the program or its communication, without time in
-        which the whole process was suspended."""
+        """Return the seconds since the program last recorded progress or began or ended a collective. Time in
+        which the process was suspended does not count."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
     @property
     def _patience_with_computing(self) -> float:
-        """The seconds for which computing alone counts as progress. There is no limit during the start, which
-        may take long, or for a single process, which keeps no other process waiting."""
+        """The number of seconds for which computing alone, without another sign of progress, counts as
+        progress. There is no limit at the start, which may take long. Nor is there one for a single process,
+        because it keeps no other process waiting."""
         limits = self._limits
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Do not count a sleep so long that the process or the whole job must have been suspended."""
+        """Take a suspended process into account. If the watchdog slept for ``seconds``, much longer than it
+        wanted, the process was suspended, so that time does not count towards the timeout."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
@@ -164,7 +176,8 @@ class Watchdog:
                 self._inquire(timeout, works)
 
     def _own_seconds(self) -> float:
-        """Return the CPU time of the watchdog itself, which does not count as progress."""
+        """Return the CPU time that the watchdog's own threads have used. It is subtracted, because it is not
+        work of the program."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
 
@@ -232,12 +245,13 @@ class Watchdog:
         return replace(report, peers=states, killed_for_memory=killed)
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
-        """Write a report of this rank's activity when an error ended it, for ``ppfleetx hang-report``.
+        """Write a hang report for a rank that an error ends. ``ppfleetx hang-report`` shows it. Does nothing
+        if the job has only one rank.
 
         Args:
-            lost: whether the error says that another rank has ended.
-            at_end: whether to write only when the process exits. It should print its error first, because a
-                launcher may kill it at any moment.
+            lost: whether the error only says that another rank has ended.
+            at_end: whether to write the report only when the process exits, so that it prints its error
+                first. A launcher may kill it at any moment.
         """
         if self._who.world_size == 1 or is_end_decided():
             return
@@ -278,7 +292,7 @@ class Watchdog:
             time.sleep(self._tick / 2)
 
     def _patience(self, timeout: float) -> float:
-        """Return the number of seconds to wait for the reports of the other ranks."""
+        """Return for how many seconds a rank waits for the reports of the other ranks."""
         return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
     def _print(self, text: str, explanation: Explanation, written: Sequence[Path]) -> None:
@@ -299,7 +313,8 @@ def _since(reports: Mapping[int, Report]) -> str:
 
 
 def readable(report: Report) -> str:
-    """Format a report as text: its facts, the last calls, and the stacks of all threads."""
+    """Format a hang report as text for the user: what the rank was doing, its last collectives, and the
+    stacks of all threads."""
     lines = [
         f"rank {report.rank} of {report.world_size}, process {report.pid} on {report.host}",
         f"step {report.step}, {report.place} for {report.place_seconds:.1f} s, no progress for "
@@ -319,8 +334,8 @@ def readable(report: Report) -> str:
 
 
 def _beside(directory: Path) -> list[Path]:
-    """Return directories on the local disk and in memory, where the ranks of one machine find each other's
-    reports if ``directory`` is on a dead or full disk."""
+    """Return further directories for hang reports, one on the local disk and one in memory. If ``directory``
+    is on a broken or full disk, the ranks of one machine find each other's reports there."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
     name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
     local = Path(tempfile.gettempdir())
@@ -335,7 +350,8 @@ def current() -> Watchdog | None:
 
 
 def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], None]) -> Watchdog | None:
-    """Start a watchdog that replaces any earlier one. Returns None if ``limits`` turn it off."""
+    """Start the watchdog of this process and return it, or None if ``limits`` turn it off. An earlier
+    watchdog is stopped."""
     global _current
     finish()
     PROGRESS.begin()
@@ -353,6 +369,7 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Record the job's processes, given :func:`own_process` of each rank."""
+    """Tell the watchdog which processes the ranks of the job are. For each rank, ``processes`` has what
+    :func:`own_process` returned there."""
     if _current is not None:
         _current.processes = {rank: tuple(one) for rank, one in processes.items()}

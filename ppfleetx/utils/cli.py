@@ -1,4 +1,5 @@
-"""The end of programs: errors become one message and an exit code."""
+"""How a program ends: an error that is not a bug of the program becomes one message and an exit code, without
+a traceback."""
 
 from __future__ import annotations
 
@@ -35,12 +36,17 @@ _GRACE_SECONDS = 20.0
 
 
 def run_tool(main: Callable[[], int | None]) -> None:
-    """Run a program's ``main`` and end the process with its exit code.
+    """Run a program's ``main`` and end the process with an exit code that says why it ended.
 
-    A :class:`UserError` or a missing library prints one message and ends with code 2. The other codes are 5
-    if memory ran out, 6 for an error of the card, 3 if another process of the job ended (even if Paddle wraps
-    that error in another), and 141, without a message, if the reader of standard output is gone (``| head
-    -1``). Any other exception is a bug and keeps its traceback.
+    A :class:`UserError` or a missing library prints one message and ends with code 2. Other codes are:
+
+    - 3 if another process of the job has ended, even if Paddle has wrapped that error in another
+    - 5 if memory ran out
+    - 6 for an error of the card
+    - 130 after Ctrl-C
+    - 141, without a message, if the reader of standard output is gone (``| head -1``)
+
+    Any other exception is a bug and keeps its traceback.
 
     SIGTERM and SIGHUP end the process with a message after cleanup, unless the program handles them itself,
     as training handles SIGTERM. Characters that standard output cannot encode are written as escapes.
@@ -81,18 +87,19 @@ def _call(main: Callable[[], int | None]) -> int | None:
 
 
 class _SignalCameError(BaseException):
-    """Raised when a signal ends this process, so that ``finally`` blocks clean up."""
+    """Raised by the handler of a signal that is to end this process. It lets ``finally`` blocks clean up
+    first."""
 
 
 _received: list[int] = []  # signal numbers
 
 
 def _unwind_at_signals() -> None:
-    """Let this process clean up (temporary directories) and print a message before SIGTERM or SIGHUP ends it
-    (exit code 143 or 129 in a shell). A second signal ends it at once.
+    """Let this process clean up when SIGTERM or SIGHUP comes: it removes temporary directories, prints a
+    message, and then ends by the signal. A shell shows exit code 143 or 129. A second signal ends it at once.
 
-    Does nothing in the ranks of a job: they may wait for others in C++ code, where no Python handler runs,
-    and the launcher reports why it ends them.
+    Does nothing in the ranks of a job. They may be waiting for others in C++ code, where no Python handler
+    runs, and the launcher reports why it ends them.
     """
     own, handled = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
 
@@ -122,13 +129,15 @@ def _end_by_signal() -> None:
 
 
 def _keep_exit_code() -> None:
-    """Ignore SIGTERM from now on: a launcher that ends this rank must not change its exit code."""
+    """Ignore SIGTERM from now on, if this process is a rank of a job: it ends by itself, and the launcher's
+    SIGTERM would replace its exit code."""
     if _SET_BY_LAUNCHER in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_code_of(error: Exception) -> int | None:
-    """Report an error that is not a bug of this program and return its exit code. Returns None for a bug."""
+    """Return the exit code for an error that is not a bug of this program, and print a message. Returns None
+    for a bug."""
     ended = ended_peer_in(error)
     if ended is not None and is_end_decided():
         time.sleep(_GRACE_SECONDS)  # another thread has reported the reason and ends the process
@@ -150,7 +159,8 @@ def _exit_code_of(error: Exception) -> int | None:
 
 
 def _wait_for_the_launcher() -> None:
-    """Give the launcher time to find the failed rank. The launcher then ends this rank."""
+    """Wait before this rank ends because another one has failed, so that the launcher finds the other rank
+    first. The wait ends with the launcher's SIGTERM, or after a few seconds."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS
@@ -165,7 +175,8 @@ def _reader_has_gone() -> bool:
 
 
 def _discard_output() -> None:
-    """Discard buffered output, because Python would fail to flush it at exit."""
+    """Discard what standard output has buffered. Nobody reads it any more, and Python would fail to write it
+    at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -9,19 +9,20 @@ The file affects only processes started as ``python -m paddle.distributed.launch
 
 - ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
   ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
-  Paddle starts one process for each, so the variable is set to the value of ``--devices``.
+  Paddle starts one process for each. So this module sets the variable to the value of ``--devices``.
 - Waiting for other nodes (``--master``) has a time limit. Paddle's launcher waits forever for a missing node,
   at an address where nothing answers, and at a port that another program holds.
 - The exit code says what happened. Paddle's launcher exits with the bare number of a signal: 2 after Ctrl-C,
   which is also ppfleetx's code for a user error.
 - After Ctrl-C, the last lines of the first rank's log are printed, such as where the run was saved. Paddle's
-  launcher closes the log.
+  launcher closes the log before.
 
-A thread and an exit handler implement the last three. Nothing in Paddle is replaced.
+The first point sets an environment variable; a thread and an exit handler do the rest. Nothing in Paddle is
+replaced.
 
-Python runs the ``import`` lines of ``.pth`` files at start, in every process of the environment. This is the
-only way to run code before Paddle's launcher without a command of our own, so that existing commands work
-unchanged. In all other processes, the line only compares one word.
+Python runs the ``import`` lines of ``.pth`` files whenever it starts in this environment. Only in this way
+can code run before Paddle's launcher when users start it by its usual command. In all other processes, the
+line only looks for the launcher's name on the command line.
 """
 
 from __future__ import annotations
@@ -75,15 +76,16 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Prepare this process if it is the launcher. Idempotent, because Python may call it twice (lib and
-    lib64)."""
+    """If this process is Paddle's launcher, make the changes that this module describes. Python may call this
+    twice (from lib and lib64); the second call has no effect."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Prepare this process, once, as the launcher with these options."""
+    """Make the changes that this module describes in this process, which is Paddle's launcher with the
+    arguments ``options``. A second call has no effect."""
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
@@ -94,7 +96,8 @@ def prepare(options: Sequence[str]) -> None:
 
 
 def launcher_options(argv: Sequence[str]) -> list[str] | None:
-    """Return the arguments after ``-m paddle.distributed.launch``, or None if Python runs something else."""
+    """Return the arguments of Paddle's launcher if the command line ``argv`` starts it (``-m
+    paddle.distributed.launch``); otherwise None."""
     words = iter(range(1, len(argv)))
     for place in words:
         if argv[place] == "-m":
@@ -107,7 +110,8 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 
 def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Make as many devices visible as the command line needs, unless the user's variable already does."""
+    """Set ``CUDA_VISIBLE_DEVICES`` in ``environ`` such that Paddle's launcher starts as many processes as its
+    ``--devices`` or ``--nproc_per_node`` ask for. The user's value is kept if it already allows that."""
     visible = environ.get(_VISIBLE, "").split(",")
     devices = option_of(options, "--devices") or option_of(options, "--gpus")
     number = option_of(options, "--nproc_per_node") or ""
@@ -120,7 +124,11 @@ def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> N
 
 
 def install(site_packages: Path | None = None) -> Path:
-    """Write the file to ``site_packages`` (default: this environment's), and return its path."""
+    """Write the ``.pth`` file that makes Python call :func:`apply` when it starts. Returns its path.
+
+    Args:
+        site_packages: directory for the file; None: that of this Python environment.
+    """
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
@@ -143,7 +151,8 @@ def watch_launcher(argv: Sequence[str]) -> None:
 
 
 def option_of(argv: Sequence[str], name: str) -> str | None:
-    """Return the value of an option of the launcher, or None if it is not given."""
+    """Return the value of the launcher's option ``name`` from its arguments, or None if it is not
+    among them."""
     for place, word in enumerate(argv):
         if word.endswith(".py"):  # what follows are the program's arguments
             break
@@ -155,7 +164,8 @@ def option_of(argv: Sequence[str], name: str) -> str | None:
 
 
 def _controller() -> Any:
-    """Return the launcher's controller, which handles its signals, or None if there is none yet."""
+    """Return the object of Paddle's launcher that controls the ranks, or None if it does not exist yet. It is
+    found as the launcher's handler of SIGTERM."""
     controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
@@ -176,8 +186,10 @@ def _watch(limit: float) -> None:
 
 
 def _end_with_conventional_code() -> None:
-    """Set the launcher's exit code. After a signal: 0 if its ranks ended without errors, else 128 + signal.
-    After a failure: the code that explains it (a hang, no memory, a broken card), from whichever rank has it.
+    """End the launcher with the exit code that is usual in a shell. Python calls this at exit.
+
+    After a signal, the code is 0 if all ranks ended without errors, and else 128 + the signal's number. After
+    a failure, it is the code of the rank that explains it best: a hang, too little memory, a broken card.
     """
     controller = _controller()
     if controller is None:
@@ -200,7 +212,8 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling(codes: Sequence[int | None]) -> int:
-    """Return the exit code that explains the failure, not the code of a rank that the launcher ended."""
+    """Return the exit code that best explains why a job failed, from those of its ranks. Ranks that the
+    launcher has ended are considered last."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
@@ -211,7 +224,8 @@ def _most_telling(codes: Sequence[int | None]) -> int:
 
 
 class _Log:
-    """The log of the first rank. After a signal it is printed here, because the launcher has closed it."""
+    """The log file of the first rank. Paddle's launcher shows it, but closes it after a signal; this class
+    prints the rest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -219,10 +233,11 @@ class _Log:
         self._rest: BinaryIO | None = None
 
     def follow(self, controller: Any) -> bool:
-        """Keep the log open. After a signal, print what the launcher has not printed yet.
+        """Open the log if the launcher has created it, and after a signal print what the launcher has not
+        shown of it. Call this repeatedly.
 
         Returns:
-            Whether there is a log already.
+            Whether the log exists.
         """
         containers = controller.pod.containers
         opened = getattr(containers[0], "_log_handler", None) if containers else None
@@ -244,8 +259,8 @@ _log = _Log()
 
 
 def _watch_meeting(controller: Any, limit: float) -> None:
-    """Watch until the launcher starts its ranks. End the launcher if it cannot start them or takes too
-    long."""
+    """Wait until the nodes of the job have met and the launcher starts its ranks. If that takes longer than
+    ``limit`` seconds or is impossible, end the launcher with a message."""
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -276,7 +291,8 @@ class _Meeting:
         self._port, self._where = int(port or 0), address
 
     def examine_port(self) -> None:
-        """End the launcher at once if it has to open the port and another program holds it."""
+        """End the launcher with a message if the nodes are to meet at a port of this machine that another
+        program holds."""
         if self._port and self._host in ("127.0.0.1", self._controller.ctx.node.ip):
             problem = self._problem_of_port()
             if problem and self._controller.master.server is None and _is_meeting(self._controller):
@@ -309,8 +325,8 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """Return a text that says what the launcher waits for, with advice, and whether a foreign program
-        answers instead."""
+        """Return what the launcher is waiting for, as a sentence with advice. The second result says whether
+        something other than a launcher answers at the address where the nodes meet."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -334,11 +350,12 @@ class _Meeting:
         return "Is the first node's launcher started, is the address right, does a firewall block it?"
 
     def _entries(self) -> list[dict[str, Any]]:
-        """Return the entries of the nodes that have arrived.
+        """Ask the first node's launcher which nodes have arrived, and return what they have announced about
+        themselves.
 
         Raises:
-            OSError: nothing answers.
-            ValueError, http.client.HTTPException: the program that answers is not a launcher.
+            OSError: nothing answers at its address.
+            ValueError, http.client.HTTPException: what answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:
             raise ValueError("it is not a launcher")

@@ -1,4 +1,5 @@
-"""Find the device that Paddle will use, without importing Paddle."""
+"""Find out which device Paddle will use, and whether it can do what the configuration asks for, without
+importing Paddle."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def cpu_obstacle(dtype: str) -> str | None:
-    """Return the reason why this machine's CPU cannot compute in ``float16`` or ``bfloat16``, or None if it
-    can once the operators are compiled."""
+    """Return why this machine's CPU cannot compute in ``dtype``, which is ``float16`` or ``bfloat16``.
+    Returns None if it has the instructions for that type."""
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
     if not BFLOAT16 & flags_in(read_cpuinfo()):
@@ -44,11 +45,11 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Return sentences, each naming a key whose value cannot run on the device.
+    """Return a sentence for each key of the configuration whose value the device does not support.
 
     Args:
         cfg: a loaded configuration.
-        device: kind of device of the run.
+        device: the kind of device on which it is to run, such as ``cpu``.
     """
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
@@ -63,14 +64,15 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """Return the device that ``Global.device`` selects, given the installed Paddle.
+    """Return the kind of device that a value of ``Global.device`` selects: for ``auto``, a card that the
+    installed Paddle supports, or else the CPU.
 
     Args:
-        wanted: value of ``Global.device``.
-        place: place where it was set, for messages.
+        wanted: the value of ``Global.device``.
+        place: where it was set, for the error message.
 
     Raises:
-        ConfigError: no installed build or plugin of Paddle supports that kind of card.
+        ConfigError: neither the installed Paddle nor a plugin supports that kind of device.
     """
     cards = _kinds_of_cards()
     if wanted == "auto":
@@ -87,7 +89,8 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """Return advice on how to install support for a kind of device, as the beginning of a sentence."""
+    """Return what to install for a kind of device, as the beginning of a sentence such as "Install the plugin
+    for npu". If the name seems misspelled, it asks for the name that was meant."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -98,7 +101,8 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Explain an error during the import of Paddle, if a device caused it. Returns None for other causes."""
+    """Translate an error that Paddle raised while it was imported into one that tells the user what to do.
+    Returns None unless the cause is a plugin that does not load, or a card that does not exist."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -113,7 +117,8 @@ def refused_at_import(error: Exception) -> ConfigError | None:
 
 
 def no_such_card(variable: str, number: str) -> ConfigError:
-    """Make the error for a process whose assigned card does not exist."""
+    """Return the error for a process to which the launcher has assigned a card that this machine does not
+    have."""
     return ConfigError(
         "this process was given a card that this machine does not have or does not show: start as many "
         "processes as there are cards (--nproc)",
@@ -124,22 +129,27 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return whether the installed Paddle may support a kind of device. Without Paddle, any may be
-    supported."""
+    """Return whether the installed Paddle may support a kind of device. True if that cannot be ruled out: if
+    Paddle is not installed, or if there is a directory of plugins."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Choose ``Global.device`` for a recipe that names a kind of card. If the installed Paddle does not
-    support that kind, returns ``auto`` and the reason."""
+    """Return the value of ``Global.device`` for a recipe that is made for a kind of card, and why it differs
+    from ``kind``.
+
+    It is ``kind``, with the reason "", if the installed Paddle may support that kind. Otherwise it is
+    ``auto``.
+    """
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"
 
 
 def _kinds_of_cards() -> list[str]:
-    """Return the kinds of cards that installed builds and plugins support. ``auto`` selects the first."""
+    """Return the kinds of cards, such as ``gpu``, that the installed builds and plugins of Paddle support.
+    ``Global.device: auto`` selects the first."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
     # Names of directories, because reading the metadata of all packages takes a tenth of a second.
     packages = (

@@ -1,4 +1,4 @@
-"""Atomic writes, fsync and locks."""
+"""Files that a program writes: atomic writes, lock files, and checks whether a path can be written."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _RANDOM_CHARACTERS = 8  # random characters in names made by tempfile.mkstemp
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> Iterator[IO]:
-    """Open a temporary file beside ``path``; on success flush it to disk and rename it to ``path``.
+    """Context manager that replaces a file as a whole: yields a temporary file beside ``path``, and at the
+    end renames it to ``path``.
 
-    Readers see either the old or the new file, complete. On an exception the temporary file is removed.
+    Readers see either the old file or the complete new one. If the code inside raises an exception, the
+    temporary file is removed and the old file stays.
 
     Args:
-        flush: whether to wait until the disk has the file. Without it, the file may be lost if the machine
+        flush: whether to wait until the new file is on the disk. Without this, it may be lost if the machine
             fails.
 
     Raises:
@@ -57,10 +59,10 @@ def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> I
 
 
 def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
-    """Remove temporary files of :func:`atomic_write` that killed processes left beside these files of
-    ``directory``.
+    """Remove temporary files of :func:`atomic_write` that remain because a process was killed while it wrote
+    one of the files ``names`` in ``directory``.
 
-    No other process may be writing the files.
+    No other process may be writing these files.
     """
     for name in names:
         for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
@@ -68,13 +70,14 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether ``path`` exists and is not an empty directory, so that new files would mix with old
-    ones."""
+    """Return whether there is already something at ``path``: a file, or a directory that is not empty. Output
+    written there would mix with it."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Return the reason why ``directory``, which need not exist yet, is not writable, or None if it is."""
+    """Return why no files can be written to ``directory``, or None if they can. If the directory does not
+    exist, it must be possible to create it."""
     # Unlike Path.exists, os.path.exists does not raise for an unreadable directory.
     places = (directory.absolute(), *directory.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
@@ -86,7 +89,8 @@ def why_not_writable(directory: Path) -> str | None:
 
 
 def refuse_unwritable(directory: Path, key: str) -> None:
-    """Raise ConfigError, before any work is done, if the directory of option ``key`` is not writable."""
+    """Raise ConfigError if no files can be written to ``directory``, which the user has given by the option
+    ``key``. Call this before long work whose results are to be written there."""
     rule = why_not_writable(directory)
     if rule is not None:
         raise ConfigError(rule, key=key, value=str(directory))
@@ -94,8 +98,13 @@ def refuse_unwritable(directory: Path, key: str) -> None:
 
 @contextlib.contextmanager
 def writing(key: str | None, path: str | Path, *, place: str | None = None) -> Iterator[None]:
-    """Context manager: turn an OSError into a ConfigError that says that the file or directory of ``key``
-    cannot be written."""
+    """Context manager: turn an OSError raised inside into a ConfigError which says that ``path`` cannot be
+    written.
+
+    Args:
+        key: the option by which the user has given the path; None if there is none.
+        place: where the option was set, for the error message.
+    """
     try:
         yield
     except OSError as error:
@@ -105,7 +114,8 @@ def writing(key: str | None, path: str | Path, *, place: str | None = None) -> I
 
 
 def refuse_as_new_file(path: Path, key: str) -> None:
-    """Raise ConfigError if the file of option ``key`` exists, or if its directory does not."""
+    """Raise ConfigError if ``path``, given by the option ``key``, is not good as the name of a new file: it
+    exists, or its directory does not."""
     if path.exists():
         raise ConfigError("the file exists already; nothing is overwritten", key=key, value=path)
     if not path.parent.is_dir():
@@ -113,8 +123,8 @@ def refuse_as_new_file(path: Path, key: str) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a file to the first free name of ``name.1.suffix``, ``name.2.suffix``, ..., and return the new
-    path."""
+    """Rename the file ``name.suffix`` to ``name.1.suffix``, or to the next number that is not taken. Returns
+    the new path."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     return path.rename(aside)
@@ -130,9 +140,13 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
-    """Hold ``path`` as a lock file, or raise ``refusal`` if another process still holds it after ``seconds``.
+    """Context manager that holds a lock file at ``path``, so that no other process enters the block at the
+    same time.
 
     The system releases the lock even if the process is killed. The empty file remains.
+
+    Args:
+        refusal: the exception to raise if another process still holds the lock after ``seconds``.
     """
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:

@@ -1,7 +1,8 @@
-"""The operators that ppfleetx runs on a card: a committed table, recorded by ``make operators``.
+"""The kernels of Paddle that ppfleetx runs on a card, as a table in ``gpu_operators.json``. ``make
+operators`` records it from test runs.
 
-``gpu_operators.json`` has one line per kernel: the element types that ppfleetx uses it with, and the types
-that Paddle registers for GPUs and for Ascend. This module only reads files; callers query Paddle.
+For each kernel, the table has the element types with which ppfleetx uses it, and those that Paddle registers
+for GPUs and for Ascend cards. This module only reads the file; it does not import Paddle.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _IN_FLOAT32 = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of the table.
+    """One kernel of Paddle in the table.
 
     Attributes:
-        used: element types that it runs with, usually of its first operand.
+        used: element types with which ppfleetx uses it; usually that of its first operand.
         gpu: element types that Paddle registers for a GPU.
-        npu: element types that Ascend's plugin registers, or that Paddle registers for the devices of all
-            plugins.
+        npu: element types that are available on Ascend cards, from their plugin or from kernels that Paddle
+            registers for the devices of all plugins.
     """
 
     used: tuple[str, ...]
@@ -45,7 +46,7 @@ class Kernel:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The types that are used but not registered for a GPU."""
+        """The element types that ppfleetx uses but that Paddle does not register for a GPU."""
         return tuple(dtype for dtype in self.used if dtype not in self.gpu)
 
 
@@ -58,21 +59,22 @@ def used_kernels() -> dict[str, Kernel]:
 
 
 def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
-    """Return the kernels that ppfleetx uses on the device of a plugin, and their types.
+    """Return the kernels that ppfleetx uses on a plugin's device, such as an Ascend card, each with its
+    element types.
 
-    Flash attention, fused operators and products with biases run only on GPUs. ``all_reduce`` is left to the
-    host's process groups. Types for which ``ppfleetx.distributed.device.lacks_kernel`` selects float32 are
-    left out.
+    Left out are kernels that ppfleetx uses only on GPUs: flash attention, fused operators, products with
+    biases. ``all_reduce`` is left out because process groups perform it there. Also left out are types for
+    which ppfleetx uses float32 instead if the device has no kernel.
     """
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
     return {name: tuple(t for t in types if (name, t) not in _IN_FLOAT32) for name, types in asked.items()}
 
 
 def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:
-    """Return the element types that a build has for a GPU, or for other ``backends``.
+    """Return the element types for which a build of Paddle has a kernel, on GPUs or on other ``backends``.
 
     Args:
-        keys: keys of one kernel in ``paddle.base.core._get_registered_phi_kernels("function")``, such as
+        keys: the kernel's keys in ``paddle.base.core._get_registered_phi_kernels("function")``, such as
             ``(GPU, Undefined(AnyLayout), float32)``.
     """
     parts = (key.strip("() ").split(", ") for key in keys)
@@ -80,8 +82,9 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """Describe, in one sentence per key, the operations that a run on Ascend computes on the host, with
-    copies, because the plugin has no kernel. ``docs/devices/ascend.md`` has the full list."""
+    """For a run on an Ascend card, list the keys of the configuration that make some operations run on the
+    host, with copies, because the plugin lacks their kernels. Returns a sentence for each key.
+    ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

@@ -1,4 +1,8 @@
-"""Read files that a user or another program wrote. Errors become one sentence that names the file."""
+"""Read files that a user or another program has written. Whatever is wrong with a file becomes an error with
+one sentence that names it.
+
+The functions take the class ``error`` of the exception that they raise.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,11 @@ _KINDS = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISCHR: "a
 
 @contextmanager
 def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Context manager: open a file for reading bytes.
+    """Context manager: open a file to read bytes from it.
 
     Raises:
-        error: the file does not exist, is not a file, or cannot be opened or read.
+        error: the file does not exist, is not a regular file, or cannot be read. ``error`` is the class that
+            was passed.
     """
     file_status(path, error)
     try:
@@ -32,10 +37,11 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """Return the status of a file.
+    """Return what ``os.stat`` says about a file.
 
     Raises:
-        error: the file does not exist, or is a directory, a pipe (which may have no writer) or a device.
+        error: the file does not exist, or is a directory, a device or a pipe, from which reading could block
+            forever. ``error`` is the class that was passed.
     """
     try:
         status = Path(path).stat()
@@ -49,7 +55,8 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """Context manager or decorator: turn an OSError into ``error``, which names the file."""
+    """Context manager or decorator: turn an OSError into an exception of the class ``error``, with the name
+    of the file in its message."""
     try:
         yield
     except OSError as reason:
@@ -57,8 +64,12 @@ def os_errors(error: type[UserError]) -> Iterator[None]:
 
 
 def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = CheckpointError) -> bytes:
-    """Return the content of a file. Raises ``error`` as :func:`opened` does, and if the file is longer than
-    ``max_bytes``."""
+    """Return the bytes of a file.
+
+    Raises:
+        error: the file cannot be read, or is longer than ``max_bytes``. ``error`` is the class that was
+            passed.
+    """
     with opened(path, error) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -69,16 +80,24 @@ def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = Chec
 def read_json(
     path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, error: type[UserError] = CheckpointError
 ) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ``error`` as :func:`read_bounded` and :func:`parse_json`
-    do."""
+    """Read a JSON file that contains an object, and return that as a dictionary.
+
+    Raises:
+        error: the file cannot be read, is longer than ``max_bytes``, or is not accepted by
+            :func:`parse_json`. ``error`` is the class that was passed.
+    """
     return parse_json(read_bounded(path, max_bytes, error), str(path), error)
 
 
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
-    """Return the object in JSON text.
+    """Parse JSON text that contains an object, and return that as a dictionary.
+
+    Args:
+        place: where the text comes from, for the error message.
 
     Raises:
-        error: the text is not JSON (NaN and infinities are not), is not an object, or has a key twice.
+        error: the text is not valid JSON, has NaN or an infinity, is not an object, or has a key twice.
+            ``error`` is the class that was passed.
     """
     try:
         text = content.decode("utf-8")

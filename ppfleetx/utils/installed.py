@@ -1,4 +1,4 @@
-"""Find installed libraries, and tell the user how to install a missing one."""
+"""The libraries that ppfleetx needs: which are installed, and what to tell the user if one is missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def version_of(distribution: str) -> str | None:
 
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
-    """Return advice for the user about a failed import, or None if the failure is a bug of the program."""
+    """Return an error that says how to install the library whose import has failed with ``error``. Returns
+    None if it is not a library that users install; then the failed import is a bug."""
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(

@@ -1,6 +1,6 @@
-"""The program's logger, with FleetX's line format.
+"""The logger of ppfleetx. It writes to standard output, in FleetX's format, in color on a terminal:
 
-``[2022-07-27 12:40:00,833] [ INFO] - message`` on stdout; colors only on a terminal.
+``[2022-07-27 12:40:00,833] [    INFO] - message``
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger ``ppfleetx``, which has no handler until a program calls
+    """Return the logger of ppfleetx. It writes nothing by itself until a program calls
     :func:`configure_logging`."""
     return logging.getLogger("ppfleetx")
 
 
 def configure_logging(*, quiet: bool = False) -> logging.Logger:
-    """Add the logger's stdout handler. With ``quiet``, for ranks other than the main rank, only warnings are
-    shown."""
+    """Make ppfleetx's logger write to standard output, and return it. With ``quiet``, it writes only warnings
+    and errors. That is for ranks whose progress is not shown."""
     logger = get_logger()
     logger.handlers.clear()
     handler = _Handler(_Stdout())
@@ -31,7 +31,8 @@ def configure_logging(*, quiet: bool = False) -> logging.Logger:
 
 
 class _Handler(logging.StreamHandler):
-    """A handler that lets the program end silently when the reader of a pipe is gone."""
+    """A log handler that passes on a broken pipe, as after ``| head -1``, so that the program ends. Python's
+    own handler would print a traceback and go on."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging's name
         if isinstance(sys.exception(), BrokenPipeError):
@@ -40,7 +41,8 @@ class _Handler(logging.StreamHandler):
 
 
 class _Stdout:
-    """The current ``sys.stdout``, which a progress bar or a test may replace at any time."""
+    """A stream that writes to whatever ``sys.stdout`` is at that moment. A progress bar or a test may replace
+    ``sys.stdout`` at any time."""
 
     def write(self, text: str) -> int:
         return sys.stdout.write(text)

@@ -1,4 +1,4 @@
-"""The CPU, memory, processes and network interfaces of this machine, as Linux describes them."""
+"""What Linux says about this machine and its processes: CPU, memory, activity, network interfaces."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages now, whatever the 
 
 
 def read_cpuinfo(path: Path = CPUINFO) -> str:
-    """Return the start of the kernel's CPU description, or "" if there is none."""
+    """Return the first 16 KiB of ``/proc/cpuinfo``, or "" if the file does not exist."""
     return path.read_text(errors="replace")[:16384] if path.exists() else ""
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """Return the instruction sets of the first CPU in ``cpuinfo``, by the kernel's names."""
+    """Return the feature flags of the first CPU in the text of ``/proc/cpuinfo``, such as ``avx2``."""
     return frozenset(cpuinfo.partition("flags")[2].partition("\n")[0].split())
 
 
 def available_cpus() -> int:
-    """Return the number of CPUs that this process may run on (its affinity, not the machine's total)."""
+    """Return on how many CPUs this process may run. That can be fewer than the machine has (CPU affinity)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_fraction() -> float:
-    """Return the fraction of the machine's memory that is available; 1 if unknown."""
+    """Return what fraction of the machine's memory is available, from 0 to 1; 1 if unknown."""
     kibibytes = _numbers(_MEMINFO)
     return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
 
@@ -51,8 +51,8 @@ def available_bytes() -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers in a ``/proc`` file with lines like ``NAME: NUMBER kB``, or nothing if it cannot be
-    read."""
+    """Read a file of ``/proc`` with one name and number per line, such as ``MemTotal: 16384 kB``, and return
+    the numbers by name. Returns an empty dictionary if the file cannot be read."""
     try:
         words = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -61,10 +61,10 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to back a block of memory by huge pages of 2 MiB, including the pages at its ends if they
-    belong to the process. Does nothing if the system does not support this.
+    """Ask Linux to use huge pages of 2 MiB for a block of memory, so that a core reads matrices faster: by up
+    to a fifth, and small ones by up to a third. Does nothing if the system cannot do that.
 
-    A core then reads matrices up to a fifth faster, and small ones up to a third.
+    A huge page at either end of the block is included if the rest of it belongs to the process too.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
@@ -77,7 +77,8 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def back_process_by_huge_pages() -> None:
-    """Call :func:`back_by_huge_pages` for all large blocks that this process has allocated."""
+    """Ask Linux to use huge pages for all large blocks of memory that this process has allocated so far
+    (:func:`back_by_huge_pages`)."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -99,7 +100,7 @@ def interface_address(name: str) -> str:
 
 
 def interface_flags(name: str) -> int:
-    """Return the flags of a network interface (linux/if.h).
+    """Return the flags of a network interface, as defined in linux/if.h, such as 0x1 for "up".
 
     Raises:
         OSError: there is no such interface.
@@ -123,8 +124,13 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """Return the reason why a process of this machine does not respond, as a verb phrase; "" if it runs
-    normally."""
+    """Return why a process on this machine does not respond, such as "has ended" or "is stopped by a
+    debugger"; "" if it runs normally.
+
+    Args:
+        born: start time of the process (:func:`birth_of`). It tells the process from a later one with the
+            same number.
+    """
     if not Path("/proc/self/stat").exists():
         return ""
     fields = _stat(pid)
@@ -134,7 +140,8 @@ def state_of(pid: int, born: float) -> str:
 
 
 def birth_of(pid: int) -> float:
-    """Return the start time of a process, in clock ticks since the machine booted; 0 if unknown."""
+    """Return when a process has started, in clock ticks since the machine booted; 0 if that
+    cannot be read."""
     fields = _stat(pid)
     return float(fields[19]) if fields else 0.0
 
@@ -146,7 +153,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def machine() -> str:
-    """Return an identifier of this machine and container."""
+    """Return a text that is equal for two processes if they run on the same machine and in the same
+    container, so that each can look up the other's process id."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -164,14 +172,18 @@ def memory() -> dict[str, int]:
 
 
 def _queued_seconds() -> float:
-    """Return the seconds for which the main thread was ready and waited for a core."""
+    """Return for how many seconds the main thread has been ready to run but waited for a free core."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 class WorkMeter:
-    """Measures whether this process computes, or moves bytes to or from files."""
+    """Measures whether this process is working: whether it computes, and whether it reads or writes files.
+
+    Args:
+        watching: returns the CPU seconds that do not count, such as those of the thread that measures.
+    """
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
         self._watching = watching
@@ -183,8 +195,9 @@ class WorkMeter:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Return whether the process, since the last call, used at least ``share`` of a core (or was ready
-        to), and whether it moved at least ``size`` bytes per second."""
+        """Return two flags about the time since the last call. The first says whether the process used at
+        least the fraction ``share`` of a core, or would have if one had been free. The second says whether it
+        read or wrote at least ``size`` bytes per second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

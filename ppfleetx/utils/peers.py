@@ -1,7 +1,8 @@
-"""The other processes of the job: how long to wait for them at the start, and how to end when one is lost.
+"""What a process does about the other processes of its job: how long it waits for them at the start, and how
+it ends when one of them is gone.
 
-Code that communicates with other processes reports a lost process here, and ``utils/cli.py`` ends the
-program.
+Code that communicates reports a lost process here. The program that runs (``utils/cli.py``) sets how this
+process ends then.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _START_SECONDS = 600.0
 
 
 def start_timeout() -> float:
-    """Return the number of seconds that the nodes, and then the ranks, of a job wait for each other at the
-    start (``PPFLEETX_START_TIMEOUT``, default 600).
+    """Return for how many seconds the nodes of a job, and then its ranks, wait for each other at the start
+    (``PPFLEETX_START_TIMEOUT``, default 600).
 
     Raises:
         ConfigError: the variable is not a number of at least 1.
@@ -35,7 +36,7 @@ def start_timeout() -> float:
 
 
 def seconds_in(variable: str, default: float, *, least: float = 0.0) -> float:
-    """Read a number of seconds from an environment variable.
+    """Return the number of seconds in the environment variable ``variable``, or ``default`` if it is not set.
 
     Raises:
         ConfigError: the variable is not a number, or is less than ``least``.
@@ -67,21 +68,24 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """End this process ``grace`` seconds after the loss of a peer, whatever it is doing.
+    """From now on, the loss of another process of the job ends this process with ``exit_code``: ``grace``
+    seconds later, whatever it is doing then.
 
-    Usually its next communication raises an error earlier, but it may compute for hours before.
+    Usually it ends earlier, because its next communication raises an error. But without this it might compute
+    for hours before it communicates.
     """
     _state.grace, _state.exit_code = grace, exit_code
 
 
 def may_end_process() -> bool:
-    """Return whether this process may be ended: it runs one of ppfleetx's programs, not a user's."""
+    """Return whether ppfleetx may end this process: True for ppfleetx's own programs, which have called
+    :func:`end_with_peers`, and False for a user's program."""
     return _state.grace is not None
 
 
 def decide_end() -> None:
-    """Record that a thread is about to end this process, so that later errors in other threads are treated as
-    consequences."""
+    """Record that a thread, such as the watchdog, has decided to end this process. Errors that other threads
+    raise from now on are only consequences and are not reported."""
     _state.is_ending = _state.is_decided = True
 
 
@@ -90,11 +94,12 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """Record that a peer is gone and the job cannot continue. Called once, from any thread.
+    """Record that another process of the job is gone, so the job cannot continue. If :func:`end_with_peers`
+    was called, this process ends after the time set there.
 
     Args:
-        sentence: message to print if this process is ended.
-        say_goodbye: a function that informs the other processes, called just before the process ends.
+        sentence: the message to print then.
+        say_goodbye: informs the other processes; called just before this process ends.
     """
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
@@ -104,7 +109,8 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember an error that is about to be raised, because Paddle may replace it with another."""
+    """Remember and return ``error``, which says that another process has ended; the caller raises it.
+    :func:`ended_peer_in` recognizes it even if Paddle replaces it by another error."""
     _state.raised = error
     return error
 
@@ -113,9 +119,11 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """Return the error that names the process whose end caused ``error``, or None.
+    """Return the error which says that another process of the job has ended, if that is the cause of
+    ``error``; otherwise None.
 
-    Paddle turns an error in the backward pass of a ``PyLayer`` into an OSError that quotes the error.
+    It may be hidden: Paddle turns an error in the backward pass of a ``PyLayer`` into an OSError that quotes
+    it.
     """
     for one in _chain(error):
         if isinstance(one, PeerEndedError):

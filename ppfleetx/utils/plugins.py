@@ -1,7 +1,7 @@
-"""Plugins: the user's own modules that register callbacks, optimizers, layers and so on.
+"""Import plugins: the user's own modules that register callbacks, optimizers, layers and so on.
 
-The modules named by ``--plugin`` or ``PPFLEETX_PLUGINS`` are imported once, before the configuration is
-validated, so that the configuration may use the registered names.
+``--plugin`` or the environment variable ``PPFLEETX_PLUGINS`` names the modules. They are imported before the
+configuration is validated, so that it may use the names that they register.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
 
 def import_named_plugins(names: Iterable[str] = ()) -> None:
-    """Import the plugins of ``PPFLEETX_PLUGINS`` (module names separated by commas) and ``names``.
+    """Import the modules in the environment variable ``PPFLEETX_PLUGINS`` (separated by commas), and those in
+    ``names``.
 
-    Afterwards the variable names all of them, for child processes.
+    Afterwards the variable names all of them, so that child processes import them too.
 
     Raises:
         ConfigError: a plugin cannot be imported.
@@ -62,7 +63,8 @@ def _import(name: str, named_by: str) -> None:
 
 
 def _failed(error: BaseException, name: str, named_by: str) -> ConfigError:
-    """Describe the error and its place in one sentence, instead of a traceback."""
+    """Return the error to raise if a plugin cannot be imported: one sentence that says what is wrong, and in
+    which line of the plugin."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -1,8 +1,10 @@
-"""Settings for speed on CPUs, which must be made before Paddle's first matrix product.
+"""Settings of a process that make Paddle faster on CPUs. They must be made before Paddle's first matrix
+product.
 
-Paddle's MKL uses SSE on AMD, and glibc's malloc returns large blocks to the kernel after every operator,
-which zeroes them again. This module corrects both, unless the user has set the variables.
-``PPFLEETX_TUNE_CPU=0`` disables it. ``docs/numerics.md`` has measurements.
+Without them, Paddle's MKL uses only SSE on AMD processors. And glibc's malloc returns large blocks to the
+kernel after every operator; the kernel must zero them before they are used again. The settings correct both,
+unless the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` disables them. ``docs/numerics.md`` has
+measurements.
 """
 
 from __future__ import annotations
@@ -45,8 +47,13 @@ _TOO_LATE = (
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
-    """Return the MKL code path for a CPU, given ``/proc/cpuinfo``: "7" for AVX-512, "5" for AVX2, None for
-    MKL's own choice. Only AMD needs this."""
+    """Return the value of ``MKL_DEBUG_CPU_TYPE`` that makes MKL use an AMD processor's vector instructions:
+    "7" for AVX-512, "5" for AVX2. Returns None, for MKL's own choice, if the processor has neither or is not
+    from AMD.
+
+    Args:
+        cpuinfo: content of ``/proc/cpuinfo``.
+    """
     if "AuthenticAMD" not in cpuinfo:
         return None
     flags = flags_in(cpuinfo)
@@ -56,7 +63,8 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """Return the number of math threads of this process: available CPUs divided by the ranks on this node."""
+    """Return how many threads each rank on this machine should compute with: ``num_cpus`` divided by the
+    number of ranks."""
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
@@ -67,17 +75,16 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process, and make a rank end with its launcher. Call this before importing
-    Paddle.
+    """Make the settings for speed on CPUs in this process, and, if it is a rank, let it end with its
+    launcher. Call this before importing Paddle.
 
-    After the import only malloc can be set, and the first such call logs a warning.
+    If Paddle is imported already, only malloc can be set, and a warning is logged the first time.
 
     Args:
-        device: "cpu" also sets the math threads and Paddle's way of copying; other devices keep Paddle's
-            choice.
+        device: for "cpu", the number of threads and the way in which Paddle copies tensors are also set.
 
     Returns:
-        One line for the log: the settings that were set, kept or skipped.
+        One line for the log: which settings were made, and which the user's variables have kept.
     """
     global _said
     end_with_launcher()
@@ -131,12 +138,12 @@ def _set_contiguous_copies() -> str:
 
 
 def _is_theirs(name: str) -> bool:
-    """Return whether a variable was set by the user rather than by an earlier call."""
+    """Return whether the environment variable ``name`` was set by the user, and not by this module."""
     return os.environ.get(name) not in (None, _ours.get(name))
 
 
 def _set(name: str, value: str) -> str:
-    """Set a variable unless the user has set it. Returns a text for the log."""
+    """Set an environment variable unless the user has set it. Returns its name and value, for the log."""
     if _is_theirs(name):
         return f"{name}={os.environ[name]} (yours)"
     os.environ[name] = _ours[name] = value
@@ -144,10 +151,10 @@ def _set(name: str, value: str) -> str:
 
 
 def _set_by_launcher(name: str) -> bool:
-    """Return whether Paddle's launcher, not the user, has set the variable.
+    """Return whether Paddle's launcher, and not the user, has set an environment variable of this rank.
 
-    The launcher imports Paddle, which sets OMP_NUM_THREADS=1, and its ranks inherit the variable. The kernel
-    still shows the environment with which the launcher was started.
+    The launcher imports Paddle, which sets OMP_NUM_THREADS=1, and the ranks inherit that. But ``/proc`` still
+    shows the environment with which the user started the launcher.
     """
     if "PADDLE_LOCAL_SIZE" not in os.environ:
         return False
@@ -159,10 +166,11 @@ def _set_by_launcher(name: str) -> bool:
 
 
 def import_paddle() -> None:
-    """Import Paddle, without the banner that it prints whenever OMP_NUM_THREADS is not 1.
+    """Import Paddle faster and with less output than by ``import paddle``. Does nothing if it is imported
+    already.
 
-    The banner warns of ranks that share cores, which :func:`thread_count` prevents. All other output of the
-    import is kept. Does nothing if Paddle is already imported.
+    If OMP_NUM_THREADS is not 1, Paddle prints a banner that warns of ranks which share cores. It is left out,
+    because :func:`thread_count` prevents that. All other output of the import is kept.
 
     Raises:
         NotInstalledError: Paddle is not installed.
@@ -178,7 +186,7 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context manager for code that may import Paddle. Paddle is then imported as by
+    """Context manager for code that may import Paddle. If it does, the import is as fast and as quiet as by
     :func:`import_paddle`."""
     if "paddle" in sys.modules:
         yield
@@ -205,8 +213,8 @@ def loading_paddle() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """Context manager that delays the first Ctrl-C to the end, because it would become an ``ImportError``
-    while Paddle loads. A second Ctrl-C takes effect at once."""
+    """Context manager that delays Ctrl-C to the end of the block. While Paddle loads, it would become a
+    misleading ``ImportError``. A second Ctrl-C takes effect at once."""
     before, came = signal.getsignal(signal.SIGINT), []
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -232,8 +240,9 @@ def _quick_imports() -> Iterator[None]:
 
     - Garbage collection is off during the import, and ignores the imported objects afterwards. Modules,
       functions and classes are never garbage, but there are so many that examining them takes time.
-    - ``httpx``, which Paddle imports, does not find its command line program ``httpx._main``, and so does not
-      import terminal libraries. Afterwards ``httpx._main`` can be imported as usual.
+    - Paddle imports ``httpx``, which imports a terminal library only for its command line program. That
+      program, ``httpx._main``, is hidden during the import, so the library is not loaded. Afterwards it can
+      be imported as usual.
     """
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules
@@ -251,10 +260,11 @@ def _quick_imports() -> Iterator[None]:
 
 
 def _undo_root_logging(stream: io.StringIO) -> None:
-    """Remove the root logger's handler that Paddle installed while stderr was ``stream``.
+    """Remove the log handler that Paddle has added to Python's root logger while it was imported. It writes
+    to ``stream``, which stood in for standard error and which nobody reads afterwards.
 
-    Messages of other libraries would be lost in this handler. Without a handler, Python prints warnings and
-    errors to stderr.
+    In that handler, messages of other libraries would be lost. Without a handler, Python prints their
+    warnings and errors to standard error.
     """
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:

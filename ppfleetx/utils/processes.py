@@ -1,7 +1,8 @@
-"""End processes jointly: a rank with its launcher, and all descendants of a supervisor.
+"""Make sure that no process of a job is left running: a rank ends with the launcher that started it, and a
+supervisor can end all of its descendants.
 
-Otherwise a rank would outlive a ``kill -9`` of its launcher. This works on Linux; most functions have no
-effect on other systems.
+Without this, ranks would live on after a ``kill -9`` of their launcher. It works on Linux; on other systems,
+most functions have no effect.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _AFTER_KILL_SECONDS = 30.0
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM, and later SIGKILL, when the launcher that started it is gone.
+    """Let this rank end with its launcher: when the launcher is gone, however it ended, this process gets
+    SIGTERM, and later SIGKILL.
 
-    On SIGTERM a training run stops after its step and saves. Idempotent. Does nothing in a process that no
-    launcher started.
+    On SIGTERM a training run stops after its step and saves. Further calls have no effect, nor does a call in
+    a process that Paddle's launcher has not started.
     """
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
@@ -90,13 +92,15 @@ def process_exists(pid: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parents end (PR_SET_CHILD_SUBREAPER)."""
+    """Make this process the parent of its descendants whose own parents end, so that :func:`descendants`
+    still finds them (PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:
-    """Return the running descendants of this process, without zombies."""
+    """Return the ids of all running processes that descend from this one. Processes that have ended (zombies)
+    are not included."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -112,10 +116,11 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> list[int]:
-    """Send SIGTERM to all descendants, and SIGKILL to those that still run ``grace`` seconds later.
+    """End all processes that descend from this one: by SIGTERM, and ``grace`` seconds later by SIGKILL.
 
     Returns:
-        The descendants that did not end even then, because the kernel holds them.
+        The ids of those that have not ended even then, for example because the kernel waits for a broken
+        disk.
     """
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
         signaled: set[int] = set()

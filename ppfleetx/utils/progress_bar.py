@@ -1,4 +1,4 @@
-"""A progress bar for terminals and notebooks. Elsewhere nothing is shown."""
+"""A progress bar for terminals and notebooks. If the output goes to a file or a pipe, no bar is shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REDRAWS_PER_SECOND = 4
 
 
 class ProgressBar:
-    """A bar with description, percentage, rate, time left, and a changing text."""
+    """A progress bar in one line: a description, percentage, rate, time left, and a text that may change."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ProgressBar:
             self._drawing.stop()
 
     def advance(self, amount: float, text: str | None = None) -> None:
-        """Add ``amount``. ``text`` replaces the text at the end of the line."""
+        """Add ``amount`` to what is done. ``text``, if given, replaces the text at the end of the bar."""
         if self._drawing is not None:
             self._drawing.advance(amount, text)
 
@@ -106,7 +106,8 @@ class _NotebookLine:
 
 
 class _TerminalBar:
-    """A progress bar of ``rich``. Other output is printed above the bar."""
+    """A progress bar in a terminal, drawn by the library ``rich``. Other output of the program appears above
+    the bar."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._progress = _make_progress(unit)

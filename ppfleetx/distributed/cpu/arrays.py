@@ -1,4 +1,5 @@
-"""Access to the memory of Paddle's CPU tensors, and reductions with bitwise equal results on all ranks."""
+"""NumPy access to the memory of Paddle's CPU tensors, and reductions whose results are bitwise equal on all
+ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """Return the tensor's own memory as a flat array, without a copy. Raises CommError if the element type is
-    not supported or the memory is not contiguous."""
+    """Return a flat NumPy array that shares the tensor's memory.
+
+    Raises:
+        CommError: NumPy cannot represent the element type, or the tensor is not contiguous.
+    """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"tensors of {tensor.dtype} cannot be communicated")
@@ -48,11 +52,12 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 class TensorMemory:
-    """The memory of one operation's tensors, kept alive until :meth:`finish`.
+    """NumPy views of the tensors that one collective reads and writes. It keeps the tensors alive until
+    :meth:`finish`.
 
-    Strided tensors (such as transposed gradients) are communicated through a contiguous copy. If
-    ``takes_strided`` is False, they raise CommError, as with NCCL, so that tests on a CPU find code that
-    would fail on a GPU.
+    For a strided tensor, such as a transposed gradient, the view is a contiguous copy, which :meth:`finish`
+    writes back. Tests set ``takes_strided`` to False: strided tensors then raise CommError. NCCL refuses them
+    too, so such tests find on a CPU what would fail on a GPU.
     """
 
     takes_strided = True
@@ -74,8 +79,8 @@ class TensorMemory:
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 
     def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """Return a flat array of ``tensor``'s contents. Changes to the array are visible in the tensor after
-        :meth:`finish`."""
+        """Return a flat array with ``tensor``'s contents, into which the collective writes its result. The
+        tensor has the result after :meth:`finish`."""
         array = self.read(tensor)
         if not tensor.is_contiguous():
             self._strided.append((_strided_array(tensor), array))
@@ -100,16 +105,22 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round to the nearest bfloat16, ties to even. A NaN stays a NaN."""
+    """Round float32 ``values`` to the nearest bfloat16, ties to even, and return the bits as uint16. A NaN
+    stays a NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
-    """Reduce ``parts`` (one per rank, in rank order) into ``out``, which may be one of ``parts``.
+    """Reduce the arrays ``parts`` elementwise into ``out``, in the order of ``parts`` (one array per rank, in
+    rank order).
 
-    16-bit floats are accumulated in float32 and rounded once.
+    ``out`` may be one of ``parts``. 16-bit floats are accumulated in float32 and rounded once at the end.
+
+    Args:
+        op: SUM, MAX, MIN or PRODUCT of this module.
+        bfloat16: whether the arrays, of type uint16, hold the bits of bfloat16 numbers.
     """
     ufunc, narrow = _UFUNC[op], bfloat16 or out.dtype == np.float16
 

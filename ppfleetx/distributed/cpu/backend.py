@@ -1,10 +1,10 @@
-"""Process groups for Paddle's CPU build. Fleet's own tensor and pipeline parallel code runs on them
+"""Process groups for Paddle's CPU build, on which fleet's tensor-parallel and pipeline-parallel code runs
 unmodified.
 
-This backend is for development and continuous integration: Paddle's Gloo groups lack half of the operations
-that fleet uses, and conflict with each other. With a CUDA build, ``install()`` does nothing, and NCCL is
-used. ``docs/cpu_backend.md`` explains how the backend works and what it guarantees. ``patches.py`` lists
-every attribute of Paddle that is replaced.
+They are meant for development and continuous integration. Paddle's own CPU groups, based on Gloo, lack half
+of the operations that fleet uses, and several of them conflict with each other. With a CUDA build,
+``install()`` does nothing and NCCL is used. ``docs/cpu_backend.md`` explains how the backend works and what
+it guarantees. ``patches.py`` lists every attribute of Paddle that is replaced.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _groups: list[CpuProcessGroup] = []
 
 
 def install() -> bool:
-    """Replace Paddle's "gloo" process groups with this module's. Must be called before ``fleet.init``;
-    idempotent.
+    """Make Paddle create this module's process groups wherever it would create those of its backend "gloo".
+
+    Call it before ``fleet.init``; further calls have no effect.
 
     Returns:
-        Whether this module's groups are in use: False with a CUDA build, where nothing is replaced.
+        Whether this module's groups are used. With a CUDA build of Paddle, nothing is replaced, and the
+        result is False.
     """
     if is_built_for_gpus():
         return False
@@ -41,13 +43,14 @@ def install() -> bool:
 
 
 def traffic() -> dict[int, dict[str, Any]]:
-    """Return this rank's communication since the start or the last :func:`reset_traffic`, by group id.
+    """Return how much this rank has communicated in each process group since the start, or since the last
+    call of :func:`reset_traffic`.
 
     Returns:
         ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload`` is
-        the bytes passed to the operations. ``sent`` is the bytes that one rank sends in the textbook
-        algorithm (n ranks; S = bytes of the whole tensor, which is the output of an all-gather, and the input
-        of a reduce-scatter, scatter or all-to-all):
+        the number of bytes passed to the operations. ``sent`` is the number of bytes that one rank would send
+        with the textbook algorithm. With n ranks and S bytes in the whole tensor (the output of an
+        all-gather; the input of a reduce-scatter, scatter or all-to-all), it is:
 
         ========================== =========================================
         all_reduce (ring)          2 (n-1)/n S
@@ -59,8 +62,8 @@ def traffic() -> dict[int, dict[str, Any]]:
         send                       S
         ========================== =========================================
 
-        The bytes on the wire differ: a small all-reduce is sent to all ranks at once, and only the source
-        sends a broadcast.
+        The bytes that really pass through the connections differ: a small all-reduce is sent to all ranks at
+        once, and only the source sends a broadcast.
     """
     return {
         group.group_id: {
@@ -78,17 +81,18 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Tell the other ranks that this rank ends. Called at exit of Python; call it yourself before
-    ``os._exit``."""
+    """Tell the other ranks that this rank ends. Python calls this at exit. Before ``os._exit``, which skips
+    that, call it yourself."""
     if _mesh is not None:
         _mesh.close()
 
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
-    """Create a process group. Replaces ``ProcessGroupGloo.create``.
+    """Create a process group of CPU tensors. ``install()`` lets Paddle call this in place of
+    ``ProcessGroupGloo.create``.
 
-    The first group is the default group: creating it is a collective of all ranks, which opens the
-    connections. Later groups need no communication.
+    The first group contains all ranks. Creating it opens the connections between them, so all ranks must do
+    that together. Creating later groups needs no communication.
     """
     global _mesh
     if _mesh is None:

@@ -1,7 +1,8 @@
-"""A CPU process group with Paddle's interface: collectives and point-to-point messages.
+"""A process group for CPU tensors with the interface of Paddle's process groups: collectives and
+point-to-point messages.
 
-Reductions add in rank order, and 16-bit floats in float32. Each element is reduced either by one rank or by
-all ranks in the same order, so all ranks get bitwise equal results in every run.
+Reductions add the ranks' contributions in rank order; 16-bit floats are added in float32. So results are
+bitwise equal on all ranks and in every run.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _SMALL_BYTES = 1 << 14
 
 
 class CpuProcessGroup:
-    """The methods of Paddle's ``core.ProcessGroup`` for CPU tensors.
+    """A process group for CPU tensors, with the methods of Paddle's ``core.ProcessGroup``.
 
-    Ranks in arguments are ranks within the group. Methods return a task. With ``sync_op=False``, the
-    operation is complete only after the task's ``wait()``, even for a send.
+    Ranks in arguments are numbers within the group. Each method returns a task. With ``sync_op=False``, the
+    operation, even a send, is complete only after the task's ``wait()``.
     """
 
     def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
@@ -55,8 +56,8 @@ class CpuProcessGroup:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the job. Looked up late, because Paddle's Group object, which knows the
-        ranks, is created after this object."""
+        """The group's members, as ranks of the job. They are looked up at first use, because Paddle knows
+        them only after it has created this object."""
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -64,7 +65,7 @@ class CpuProcessGroup:
 
     @cached_property
     def _key(self) -> int:
-        """A 64-bit number that identifies the group in the job, equal on all members."""
+        """A 64-bit number that identifies the group in messages. All members compute the same number."""
         identity = f"{self.group_id}:{self._generation}:{self.ranks}"
         return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
 
@@ -115,8 +116,8 @@ class CpuProcessGroup:
         return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather ``tensor`` of all members into ``out``. Without ``sync_op``, the two arguments are swapped,
-        as in Paddle's older signature."""
+        """Gather the ``tensor`` of every member into ``out``, in rank order. Without ``sync_op``, the call is
+        taken as Paddle's older ``all_gather(tensor, out)``."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()
@@ -133,7 +134,8 @@ class CpuProcessGroup:
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Gather ``tensor`` into ``out``, where member i contributes the i-th of ``num`` equal parts."""
+        """Cut ``tensor`` into ``num`` equal parts, contribute the part ``id``, and gather the parts of all
+        members into ``out``. ``num`` must be the size of the group and ``id`` this member's number."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -171,15 +173,15 @@ class CpuProcessGroup:
     def _steps_of_root(
         self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
     ) -> Callable[[int, Signature], Steps]:
-        """Make the steps of an operation in which the root sends ``outgoing`` and the others receive
-        ``incoming``."""
+        """Make the function that runs a collective in which member ``root`` sends ``outgoing[member]`` to
+        each other member. Each of them receives it into ``incoming[root]``."""
         if self._rank == root:
             return partial(self._exchange, phase=0, outgoing=outgoing, incoming={})
         return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """Sum into member ``dst``. Each member sums one part, as in :meth:`all_reduce`, and sends it to
-        ``dst``."""
+        """Sum ``tensor`` over the members; only member ``dst`` gets the result, in its ``tensor``. To share
+        the work, each member sums one part of the tensor and sends it to ``dst``."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         is_root = self._rank == dst
         array = memory.write(tensor) if is_root else memory.read(tensor)
@@ -201,8 +203,9 @@ class CpuProcessGroup:
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        """Scatter ``tensors`` from member ``src``. Without ``sync_op``, the signature is Paddle's older
-        ``scatter(tensor, out, src)``."""
+        """Distribute the ``tensors`` of member ``src``: member i receives ``tensors[i]``, or the i-th equal
+        part of a single tensor, into ``out``. Without ``sync_op``, the call is taken as Paddle's older
+        ``scatter(tensors, out, src)``."""
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
         memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
@@ -295,7 +298,8 @@ class CpuProcessGroup:
     def _transfer(
         self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
-        """Transfer one message between two members. The n-th send is matched with the n-th receive."""
+        """Send ``array`` to member ``peer``, or, if ``incoming``, receive it from there. The n-th send to a
+        member is matched with that member's n-th receive from this one."""
         counter = self._from if incoming else self._to
         with self._lock:
             number = counter.get(peer, 0)
@@ -332,7 +336,7 @@ class CpuProcessGroup:
     def send_partial(
         self, tensor: paddle.Tensor, dst: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
-        """Send the ``id``-th of ``num`` equal parts of ``tensor``."""
+        """Cut ``tensor`` into ``num`` equal parts and send only the part ``id`` to member ``dst``."""
         memory = TensorMemory()
         array = np.split(memory.read(tensor), num)[id]
         self._count("send", array.nbytes, array.nbytes)
@@ -342,7 +346,7 @@ class CpuProcessGroup:
     def recv_partial(
         self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
-        """Receive the ``id``-th of ``num`` equal parts of ``tensor``."""
+        """Receive only the part ``id`` of ``tensor``, cut into ``num`` equal parts, from member ``src``."""
         memory = TensorMemory()
         array = np.split(memory.write(tensor), num)[id]
         code = DTYPE_CODES[tensor.dtype]
@@ -352,17 +356,19 @@ class CpuProcessGroup:
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Complete a batch of messages. Its receives were only posted so far, so no order of calls can
-        deadlock."""
+        """Wait for the sends and receives that were called since ``_start_coalescing``. Paddle calls both
+        around a batch of messages."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
 
     def eager_connect(self) -> None:
-        """Do nothing: the connections exist already."""
+        """Do nothing. Paddle calls this to connect the members early, but they have been connected since the
+        first group was created."""
 
     def eager_connect_ring_exchange(self) -> None:
-        """Do nothing: the connections exist already."""
+        """Do nothing. Paddle calls this to connect neighboring members early, but they have been connected
+        since the first group was created."""
 
     # -- building blocks -------------------------------------------------------------------
 
@@ -384,7 +390,8 @@ class CpuProcessGroup:
         root: int = -1,
         takes_memory: bool = False,
     ) -> Operation:
-        """Start a collective. All members must pass the same ``dtype``, ``nbytes`` and ``root``."""
+        """Start a collective, and wait for it if ``sync``. All members must pass the same ``name``,
+        ``dtype``, ``nbytes`` and ``root``; a difference is detected as an error."""
         with self._lock:
             number = self._number
             self._number += 1
@@ -416,7 +423,8 @@ class CpuProcessGroup:
         outgoing: dict[int, np.ndarray],
         incoming: dict[int, np.ndarray],
     ) -> Steps:
-        """Send ``outgoing[member]`` and receive ``incoming[member]``, for all members at the same time."""
+        """Send the array ``outgoing[m]`` to each member m, and wait until a message of each member m has
+        arrived in the array ``incoming[m]``."""
         me, size = self._rank, self._size
         wanted: list[tuple[Key, Signature, memoryview]] = [
             ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
@@ -437,7 +445,8 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """Exchange ``pieces``, one per member, and sum the pieces for this member into ``out``."""
+        """Perform a reduce-scatter: send ``pieces[m]`` to each member m, and reduce this member's piece over
+        all members into ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, code)
@@ -477,8 +486,8 @@ def _finished(steps: Steps, memory: TensorMemory) -> Steps:
 
 
 def _add_paddles_spellings() -> None:
-    """Add Paddle's alternative method names. ``*_on_calc_stream`` equals the plain method, because a CPU has
-    only one stream."""
+    """Add the other method names that Paddle uses: ``allreduce``, and each name with ``_on_calc_stream``,
+    which makes no difference because a CPU has only one stream."""
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
         method = getattr(CpuProcessGroup, name.removesuffix(ending), None)

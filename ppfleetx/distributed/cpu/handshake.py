@@ -1,7 +1,8 @@
-"""Connect the ranks of a CPU job. Both ends of each connection prove that they belong to the job.
+"""Open the connections between the ranks of a CPU job. Both ends of a connection prove with a secret token
+that they belong to the job.
 
-Each pair of ranks has one connection for messages. Ranks on different hosts have a second connection that
-detects a lost host (``keepalive.py``). Other programs that connect are rejected.
+Each pair of ranks has one connection for messages. Ranks on different hosts have a second, idle one, which
+detects the loss of the other host (``keepalive.py``). Connections of other programs are closed.
 """
 
 from __future__ import annotations
@@ -35,9 +36,16 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Connect to all other ranks of the job, whose addresses are exchanged in a rendezvous. Raises
-    ConfigError if this process cannot listen on ``address``, StartError if a rank does not arrive, does not
-    answer or has the wrong token."""
+    """Connect this rank to every other rank of the job and return the connections by rank. The ranks learn
+    each other's addresses in a rendezvous.
+
+    Args:
+        address: this machine's IP address, at which the other ranks can connect.
+
+    Raises:
+        ConfigError: this process cannot listen on ``address``.
+        StartError: a rank does not arrive in time, does not answer, or has the wrong token.
+    """
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
     except OSError as error:
@@ -75,9 +83,13 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Get the job's token and the listening addresses of all ranks by a rendezvous; ``own`` is this rank's
-    address. Raises ConfigError if the environment does not name the rendezvous address, StartError if the
-    rendezvous fails or a rank did not arrive in time."""
+    """Take part in the job's rendezvous, in which all ranks announce the address on which they listen;
+    ``own`` is that of this rank. Returns all addresses and a secret token that is the same for all ranks.
+
+    Raises:
+        ConfigError: the environment does not say where the ranks meet.
+        StartError: the rendezvous fails, or a rank does not arrive in time.
+    """
     point, seconds = meeting_point(), start_timeout()
     member = Member("rank {} at {}:{}".format(rank, *own), rank, own)
     try:
@@ -116,9 +128,13 @@ def _accept(
 
 
 def local_address() -> str:
-    """Return this rank's address for other ranks: that of the interface ``GLOO_SOCKET_IFNAME``, as in
-    Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets. Raises
-    ConfigError if the interface has no address."""
+    """Return the IP address at which other ranks can connect to this one: the address of the network
+    interface ``GLOO_SOCKET_IFNAME`` if that is set, as in Paddle's Gloo. Otherwise, the host in
+    ``PADDLE_CURRENT_ENDPOINT``, which Paddle's launcher sets.
+
+    Raises:
+        ConfigError: the interface has no address.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"
@@ -134,8 +150,8 @@ def local_address() -> str:
 
 
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to rank ``other``. Both ends send the job's token, which all ranks received in the
-    rendezvous."""
+    """Connect to rank ``other``, which listens, and check its identity: each side sends the secret token that
+    all ranks got in the rendezvous."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)

@@ -1,4 +1,5 @@
-"""Operations in progress, and the thread that advances them while the program computes."""
+"""Running collectives and messages of a CPU process group, and the thread that continues them while the
+program computes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Receive:
-    """A posted receive. ``spare`` holds the payload if it could not be read directly into ``view``."""
+    """A message that an operation expects, and the memory ``view`` into which it is to be read. If the
+    message came before it was expected, or is not the expected one, it is kept in ``spare``."""
 
     __slots__ = ("done", "key", "signature", "spare", "spare_signature", "view")
 
@@ -28,7 +30,7 @@ class Receive:
 
 
 class Inbox:
-    """Matches posted receives with arriving messages."""
+    """Matches the messages that operations expect with the messages that arrive."""
 
     def __init__(self, rank: int, state: threading.Condition, pool: BufferPool) -> None:
         self._rank, self._state, self._pool = rank, state, pool
@@ -54,8 +56,13 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Check a payload that was not read directly into place, and copy it there. Raises OutOfStepError if
-        the payload belongs to another operation."""
+        """Check the message that has arrived for ``receive``, and copy it into the memory where the operation
+        expects it. Does nothing if it was read there directly.
+
+        Raises:
+            OutOfStepError: the message belongs to another operation, so the ranks do not run the same
+                operations.
+        """
         if receive.spare is None:
             return
         buffer, receive.spare = receive.spare, None
@@ -72,7 +79,9 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Read an arriving message of ``length`` bytes with ``read``. Called by reader threads."""
+        """Take an arriving message of ``length`` bytes from a connection: directly into the memory of the
+        operation that expects it, or else into a buffer. The thread that reads from the connection calls
+        this; ``read`` fills the memory that it is given."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -91,7 +100,7 @@ _SMALL = 1 << 16  # for smaller buffers, allocation is cheaper than a search of 
 
 
 class BufferPool:
-    """Recycles byte buffers, because the page faults of a new 64 MB array cost more than copying it."""
+    """Keeps byte buffers for reuse: the page faults of a new 64 MB array cost more time than copying it."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._held = limit, 0
@@ -99,7 +108,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> np.ndarray:
-        """Return a uint8 array of ``nbytes`` bytes with undefined contents."""
+        """Return an uninitialized uint8 array of ``nbytes`` bytes."""
         if nbytes < _SMALL:
             return np.empty(nbytes, np.uint8)
         with self._lock:
@@ -127,11 +136,13 @@ STARTED_SUMS = 2
 
 
 class Operation:
-    """An operation, written as a generator that yields the receives it needs next.
+    """A running collective or message. It is also the task that Paddle gets from a process group's methods.
 
-    A thread that waits for one operation can advance all others. So two ranks may wait for two asynchronous
-    operations in different orders. ``busy`` is set while a thread advances the operation; change it only
-    under the lock ``state`` of the mesh.
+    The operation is a generator ``steps``. Each ``yield`` hands over the messages that must arrive before the
+    generator can continue. So a thread that waits for one operation can meanwhile continue others, and two
+    ranks may wait for the same operations in different orders.
+
+    ``busy`` is set while a thread runs the generator; change it only while holding ``Mesh.state``.
     """
 
     def __init__(
@@ -154,7 +165,8 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Return whether a thread may advance this operation now."""
+        """Return whether a thread may continue this operation now: no other thread does, and the messages
+        that it waits for have arrived."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:
@@ -164,7 +176,7 @@ class Operation:
         return sorted({receive.key[0] for receive in self._receives if not receive.done})
 
     def advance(self) -> None:
-        """Run until the operation has to wait for a message."""
+        """Continue the operation until it ends or has to wait for a message."""
         self.started = True
         while not self.done and self._has_arrived():
             for receive in self._receives:
@@ -197,14 +209,15 @@ class Operation:
 
 
 class Progress:
-    """A thread that advances operations in the background, oldest first.
+    """A thread that continues asynchronous operations while the program computes, oldest first.
 
-    Sending and summing release the GIL, so the program computes meanwhile. The thread advances any operation
-    that is ready, of any group, so groups cannot deadlock by waiting for each other.
+    Sending and summing release the GIL, so the program does not stand still. The thread continues any
+    operation whose messages have arrived, of any process group, so groups cannot deadlock by waiting for each
+    other.
 
-    Reductions need memory for received data, so at most :data:`STARTED_SUMS` of them are started per group,
-    in order; other operations start at once. There is always progress, because the oldest unfinished
-    operation is started on every member.
+    Reductions need memory for the data they receive. So at most :data:`STARTED_SUMS` of them run at a time in
+    each group, in the order of their calls; other operations start at once. This cannot deadlock, because the
+    oldest unfinished operation has started on every member.
     """
 
     def __init__(

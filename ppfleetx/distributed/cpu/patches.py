@@ -1,8 +1,9 @@
-"""Every attribute of Paddle that the CPU process groups replace, with the reason and the Paddle version.
+"""The list of everything in Paddle that the CPU process groups replace, each with the reason and the Paddle
+version.
 
-``TABLE`` is the complete list. Nothing is replaced before ``backend.install()``. For each entry,
-``tests/distributed/cpu/test_patches.py`` tests whether the reason still holds for unpatched Paddle. If that
-test fails, the entry can be removed.
+The list is ``TABLE``. Nothing is replaced before ``backend.install()``. For each entry,
+``tests/distributed/cpu/test_patches.py`` checks in unmodified Paddle that the reason still holds. If that
+test fails, Paddle has been fixed, and the entry can be removed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class _Identity(PyLayer):
 
 
 class _SoftmaxCrossEntropy(PyLayer):
-    """Cross-entropy of logits whose classes are split over the group in rank order.
+    """Cross-entropy of vocabulary-parallel logits: each rank of the group holds the logits of a range of
+    classes, in rank order.
 
-    Computed in float32 or float64. ``loss`` has the shape ``[..., 1]`` and is zero at ``ignore_index``.
+    It is computed in float32, or in float64 for float64 logits. The loss has the shape of the logits with 1
+    as last dimension, and is zero where the label is ``ignore_index``.
     """
 
     @staticmethod
@@ -105,8 +108,8 @@ _OperatorMaker = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Replacement:
-    """A replaced attribute. ``make`` takes the original (None if Paddle has none) and returns the
-    replacement."""
+    """One attribute of Paddle to replace. ``make`` is called with the original attribute (None if Paddle has
+    none) and returns what replaces it."""
 
     owner: str  # import path of the module, plus ":Class" for a class attribute
     name: str
@@ -124,7 +127,8 @@ _create_process_group: Callable[[int, int, int], Any] | None = None
 
 
 def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
-    """Replace everything in ``TABLE``. Idempotent."""
+    """Replace everything in ``TABLE`` that is not replaced yet. Paddle then creates CPU process groups by
+    ``create_process_group(rank, size, group_id)``."""
     global _create_process_group
     _create_process_group = create_process_group
     for entry in TABLE:

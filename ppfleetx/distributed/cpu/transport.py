@@ -1,12 +1,14 @@
-"""The connections of one rank of a CPU job, and its operations in progress. Every wait has a time limit.
+"""The connections of one rank of a CPU job to all other ranks, and its running collectives and messages.
+Every wait has a time limit.
 
-Each pair of ranks has one connection, shared by all process groups, and a thread that always reads from it.
-So a send never waits for the receiver's program, and no order of sends and receives can deadlock. Collectives
-with ``sync_op=False`` run in another thread, so their messages are sent while the program computes.
+Each pair of ranks has one connection, shared by all process groups. A thread reads from it all the time, so a
+send never waits until the receiver's program calls receive, and no order of sends and receives can deadlock.
+Collectives with ``sync_op=False`` run in another thread, so their messages are sent while the program
+computes.
 
-``handshake.py`` makes the connections, ``wire.py`` defines their frames, ``operation.py`` matches messages
-with receives, and ``keepalive.py`` detects lost hosts. None of these modules depends on Paddle: they handle
-memory as ``memoryview`` and NumPy arrays.
+``handshake.py`` makes the connections, ``wire.py`` defines the format of messages, ``operation.py`` matches
+messages with the operations that expect them, and ``keepalive.py`` detects lost hosts. None of these modules
+depends on Paddle: they handle memory as ``memoryview`` and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ _LONGEST = 2000  # characters of an error message sent to other ranks
 
 
 class Mesh:
-    """This rank's connections to all other ranks, and its operations in progress.
+    """The connections of this rank to all other ranks, and its running collectives and messages.
 
     Attributes:
-        blocked_on: operation that the program is waiting for, or None.
+        blocked_on: the operation that the program is waiting for at the moment, or None.
+        state: the lock of all data that the threads share. Waiting threads are notified through it.
     """
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
@@ -68,7 +71,12 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank to all other ranks of the job. Raises the errors of :func:`connect_ranks`."""
+        """Connect this rank to all other ranks of the job. Raises what :func:`connect_ranks` raises.
+
+        Args:
+            address: this machine's IP address, at which the other ranks can connect.
+            timeout: time limit in seconds of each wait for another rank; 0: none.
+        """
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
@@ -85,8 +93,8 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """Close the sockets in a forked child, such as a data loader's worker, which would otherwise keep
-        them open after the parent dies."""
+        """Close this process's copies of the connections. A forked child, such as a data loader's worker,
+        calls this; otherwise its copies would keep the connections open after the parent has died."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -94,7 +102,8 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends, and whether it failed."""
+        """Tell the other ranks that this rank ends, and the error if it failed. Waits up to two seconds until
+        they have received that."""
         if self._closed:
             return
         self._closed = True
@@ -113,10 +122,10 @@ class Mesh:
             time.sleep(0.005)
 
     def _has_undelivered(self) -> bool:
-        """Return whether a peer's kernel has not yet acknowledged everything sent.
+        """Return whether some data that this rank has sent is not yet acknowledged by the receiving kernel.
 
-        If the process exited too early, its kernel would answer arriving messages with a reset, and data in
-        flight would be lost, including the closing message.
+        While there is such data, the process must not exit. Its kernel would answer messages that still
+        arrive with a TCP reset, which discards the data in flight, including this rank's closing message.
         """
         with self.state:
             peers = [peer for rank, peer in self.peers.items() if rank not in self._ended]
@@ -129,8 +138,12 @@ class Mesh:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> None:
-        """Send ``view``; its memory may be changed after the call. Raises PeerLostError, or CommTimeoutError
-        if the peer stops reading."""
+        """Send the bytes of ``view`` to rank ``dst``. They may be overwritten as soon as this returns.
+
+        Raises:
+            PeerLostError: the rank has ended.
+            CommTimeoutError: the rank does not read what is sent to it.
+        """
         peer = self.peers.get(dst)
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
@@ -200,8 +213,14 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``, advancing the program's other operations meanwhile. Raises PeerLostError,
-        OutOfStepError or CommTimeoutError, which name the missing rank and the operation."""
+        """Wait until ``operation`` is complete. Meanwhile, continue other operations that the program has
+        started.
+
+        Raises:
+            PeerLostError: a rank that must take part has ended.
+            OutOfStepError: another rank runs a different operation in its place.
+            CommTimeoutError: nothing arrives within the time limit.
+        """
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
             while not operation.done:
@@ -217,8 +236,11 @@ class Mesh:
                         raise
 
     def advance(self, operation: Operation) -> None:
-        """Advance an operation that this thread has marked ``busy``, and remove it when done. Raises
-        CommError if it fails. The operation also keeps the error for the thread that waits for it."""
+        """Continue ``operation``, which the calling thread has marked ``busy``, until it ends or has to wait
+        for a message.
+
+        If it fails, the error is raised here, and again in the thread that waits for the operation.
+        """
         try:
             operation.advance()
         except BaseException as error:
@@ -264,7 +286,9 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
-        """Return whether ``operation`` has ended or any operation can advance. The caller holds ``state``."""
+        """Return whether the thread that waits for ``operation`` can do something: the operation is over, or
+        this or another of the program's operations has got the messages that it needs to continue. Call it
+        while holding ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -278,8 +302,13 @@ class Mesh:
 
 
 class EndedRanks:
-    """The ranks that have ended, with reasons. Callers must hold the lock ``state``. ``names`` are the names
-    of the other ranks, for messages."""
+    """The other ranks that have ended, each with the reason, and which of them failed first. Use it only
+    while holding ``Mesh.state``.
+
+    Args:
+        rank: this rank.
+        names: the names of the other ranks, for messages.
+    """
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
         self._rank, self._names = rank, names
@@ -294,7 +323,8 @@ class EndedRanks:
         return self._cause is not None
 
     def add(self, rank: int, reason: str, *, failed: bool) -> bool:
-        """Record that ``rank`` has ended. Returns whether this is the first failure of the job."""
+        """Record that ``rank`` has ended: by a failure if ``failed``, or else as planned. Returns whether
+        this is the first failure in the job that this rank learns of."""
         if rank in self._reasons:
             return False
         self._reasons[rank] = reason
@@ -304,8 +334,12 @@ class EndedRanks:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """Record the closing message of ``rank``. ``text`` is the error with which it ended, or "". ``lost``
-        is the rank whose loss caused that error, or -1. Returns whether this is the first failure of the job.
+        """Record the closing message that ``rank`` sent before it ended. Returns whether this is the first
+        failure in the job that this rank learns of.
+
+        Args:
+            text: the error with which ``rank`` ended; "" if it ended as planned.
+            lost: the rank whose end caused that error; -1 if ``rank`` failed by itself.
         """
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
@@ -318,23 +352,29 @@ class EndedRanks:
         return is_first
 
     def sentence(self) -> str:
-        """Describe which rank failed first and why. A rank must have failed."""
+        """Return the sentence that says which rank failed first and why. Call it only after a rank has
+        failed."""
         assert self._cause is not None
         rank, reason = self._cause
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """Make the error for the operation ``text``, which waits for ``rank`` (-1: none) and cannot complete.
+        """Make the error of an operation that cannot complete because a rank has ended.
 
-        The error names the first rank that failed, because ``rank`` may have ended only as a consequence.
+        The error names the rank of the job that failed first, because ``rank`` may have ended only as a
+        consequence.
+
+        Args:
+            text: description of the operation.
+            rank: the rank for which the operation waits; -1 if unknown.
         """
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
 
     def farewell(self) -> tuple[str, int]:
-        """Return the closing message for other ranks: the error of this process, and the rank that caused it
-        (-1: none)."""
+        """Return what to tell the other ranks when this process ends: the error that ended it ("" if none),
+        and the rank whose end caused the error (-1 if none)."""
         if self._cause is not None:
             return self._cause[1][:_LONGEST], self._cause[0]
         failure = getattr(sys, "last_value", None)  # the uncaught exception that Python prints at exit
@@ -344,8 +384,12 @@ class EndedRanks:
 
 
 def time_limit() -> float:
-    """Return the time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
-    Raises ConfigError if the variable is not a number of at least 0."""
+    """Return for how many seconds a rank waits for another before it raises an error
+    (``PADDLE_CPU_COMM_TIMEOUT``, default 1800; 0: without limit).
+
+    Raises:
+        ConfigError: the variable is not a number of at least 0.
+    """
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 

@@ -1,5 +1,5 @@
-"""The protocol between two ranks of a CPU job: frames on a TCP connection. A frame is a fixed-size header and
-a payload."""
+"""The format of messages between two ranks of a CPU job. A message on the TCP connection is a header of fixed
+size, followed by the payload."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ HEADER = struct.Struct("!BBBBiQQQQ")
 
 
 class CommError(RuntimeError):
-    """An operation between ranks cannot complete."""
+    """A collective or message between ranks cannot complete."""
 
 
 class StartError(CommError, PeerEndedError):
-    """The rendezvous of the ranks of the job failed."""
+    """The ranks of a CPU job could not connect to each other at its start."""
 
 
 class PeerLostError(CommError, PeerEndedError):
-    """Another rank that this rank depends on has ended."""
+    """A collective or message cannot complete because another rank has ended."""
 
 
 class OutOfStepError(CommError):
-    """Two ranks run different operations where they must run the same operation."""
+    """Another rank runs a different collective, or one with other sizes, where this rank expects its own."""
 
 
 class CommTimeoutError(CommError, PeerEndedError):
-    """Nothing arrived within the time limit, although the other rank is alive."""
+    """Another rank sent or read nothing within the time limit, although its connection is open."""
 
 
 class Signature(NamedTuple):
@@ -76,7 +76,7 @@ def make_header(
     number: int = 0,
     length: int = 0,
 ) -> bytes:
-    """Make the header of a frame whose payload has ``length`` bytes."""
+    """Return the header of a message whose payload has ``length`` bytes."""
     operation, dtype, nbytes, root = signature or (0, 0, 0, -1)
     return HEADER.pack(kind, operation, dtype, phase, root, group, number, nbytes, length)
 
@@ -85,8 +85,9 @@ class Peer:
     """The connection to another rank.
 
     Attributes:
-        name: rank and address, for messages.
-        watch: second, idle connection to a rank on another host.
+        name: that rank and its address, for error messages.
+        watch: a second connection to the same rank, on which nothing is sent. It detects the loss of the
+            other host; None if both ranks are on the same host.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -96,7 +97,8 @@ class Peer:
         self._sending = threading.Lock()
 
     def receive(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes. Raises EOFError if the connection is closed."""
+        """Fill ``view`` with the next bytes from the connection. Raises EOFError if the other rank has closed
+        it."""
         while view.nbytes:
             count = self.connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)
             if count == 0:
@@ -104,15 +106,19 @@ class Peer:
             view = view[count:]
 
     def receive_header(self) -> tuple[int, ...]:
-        """Receive the next frame's header and return its fields. Raises EOFError if the connection is
-        closed."""
+        """Receive the header of the next message and return its fields. Raises EOFError if the other rank has
+        closed the connection."""
         header = bytearray(HEADER.size)
         self.receive(memoryview(header))
         return HEADER.unpack(header)
 
     def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
-        """Send one frame. Blocks while the peer's reader thread is busy, and up to ``patience`` seconds (-1:
-        no limit) while another thread is sending. Raises OSError."""
+        """Send one message: ``header``, then ``payload``. If the other rank does not read, this blocks until
+        the socket's send timeout. Raises OSError if the message cannot be sent.
+
+        Args:
+            patience: seconds to wait while another thread is sending on this connection; -1: without limit.
+        """
         if not self._sending.acquire(timeout=patience):
             raise TimeoutError("another thread is still sending")
         parts = [memoryview(header)] if payload is None else [memoryview(header), payload]
@@ -127,6 +133,7 @@ class Peer:
             self._sending.release()
 
     def undelivered(self) -> int:
-        """Return the bytes not yet acknowledged by the peer's kernel. A shutdown counts as one byte."""
+        """Return the number of sent bytes that the other rank's kernel has not yet acknowledged. A shutdown
+        of the connection counts as one byte."""
         count = fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(count, sys.byteorder)
