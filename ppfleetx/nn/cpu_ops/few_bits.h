@@ -42,7 +42,8 @@ using Bytes = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias))
 struct EightBits {
   using Stored = int8_t;
   static constexpr bool kHasOffsets = false, kRounds = false;
-  static constexpr int kSideBySide = 4;  // panels that are read together for one row
+  static constexpr int kSideBySide = 4;  // panels that are read together for one row, from groups of kShortest on
+  static constexpr int64_t kShortest = kBlock;
   static constexpr int64_t kUnit = kBlock, kUnitBytes = kBlock * kWidth;
   explicit EightBits(const int8_t* block) : block_(block) {}
   Vector Weights(int i, int v) const {
@@ -64,6 +65,7 @@ struct FourBits {
   using Stored = uint8_t;
   static constexpr bool kHasOffsets = false, kRounds = false;
   static constexpr int kSideBySide = 2;
+  static constexpr int64_t kShortest = 64;
   static constexpr int64_t kUnit = kBlock, kUnitBytes = kWidth * 4;
   explicit FourBits(const int8_t* block) {
     for (int v = 0; v < kVectors; ++v) words_[v] = *reinterpret_cast<const Integers*>(block + v * kLanes * 4);
@@ -150,8 +152,9 @@ struct Panel {
 
 // What a panel's group adds to its columns, for R rows: sums += parts * scale + x_sums * offset.
 template <class Format, int R>
-void AddGroup(const Panel& panel, int64_t group, int64_t row, const Vector (&parts)[R][kVectors],
-              Vector (&sums)[R][kVectors], int64_t rows = R) {
+inline __attribute__((always_inline)) void AddGroup(const Panel& panel, int64_t group, int64_t row,
+                                                    const Vector (&parts)[R][kVectors], Vector (&sums)[R][kVectors],
+                                                    int64_t rows = R) {
   if constexpr (Format::kHasOffsets) {
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel.scales) + group * 2 * kWidth;
     for (int v = 0; v < kVectors; ++v) {
@@ -601,8 +604,8 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   std::vector<float> x_sums;
   if (Format::kHasOffsets) x_sums = SumsOfGroups(x, rows, matrix.groups, padded / matrix.groups);
   const int64_t num_panels = matrix.Panels(), bytes = padded / kBlock * Format::kUnitBytes;
-  constexpr int kTogether = Format::kSideBySide;  // for one row
-  const int64_t num_sets = rows == 1 ? num_panels / kTogether : 0;
+  constexpr int kTogether = Format::kSideBySide;
+  const int64_t num_sets = rows == 1 && padded / matrix.groups >= Format::kShortest ? num_panels / kTogether : 0;
 #pragma omp parallel for schedule(static)
   for (int64_t set = 0; set < num_sets; ++set) {
     Panel panels[kTogether];
