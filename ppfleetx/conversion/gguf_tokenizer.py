@@ -1,8 +1,8 @@
 """Convert tokenizers between GGUF metadata and the tokenizer files of transformers.
 
-llama.cpp has two kinds of BPE. ``gpt2`` is byte-level BPE: text is split by a regular expression, which the
-file only names, and bytes are merged. ``llama`` merges characters, as SentencePiece does, and stores scores
-instead of merges.
+GGUF files have two kinds of BPE. ``gpt2`` is byte-level BPE: a regular expression, which the file only names,
+splits text into pieces, and bytes are merged within a piece. ``llama`` merges characters, as SentencePiece
+does, and has a score for each token in place of a list of merges.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 def _words(digits: str) -> str:
-    """The splitting pattern of GPT-4 and similar tokenizers. ``digits`` is the quantifier for digits per
-    piece."""
+    """Return the regular expression with which GPT-4 and similar tokenizers split text. ``digits`` is the
+    quantifier that limits how many digits a piece has."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits
@@ -66,10 +66,11 @@ _WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
-    """The contents of ``tokenizer.json`` and ``tokenizer_config.json``, by file name, from GGUF metadata.
+    """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns their contents by
+    file name.
 
-    Raises CheckpointError, naming the file ``place``, if the tokenizer's kind is not supported or parts are
-    missing.
+    Raises CheckpointError, naming the file ``place``, if this kind of tokenizer is not supported, or a part
+    of it is missing.
     """
     kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
     if kind not in ("gpt2", "llama"):
@@ -112,8 +113,11 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
-    """The id of a special token, such as ``bos``. None if it is missing or out of range: some writers store
-    -1, which llama.cpp ignores as well."""
+    """Return the id of a special token, such as ``bos``, from GGUF metadata.
+
+    None if there is none. An id out of range means the same: some writers store -1, which llama.cpp ignores,
+    too.
+    """
     number = metadata.get(f"{_KEY}{name}_token_id")
     return number if number is not None and 0 <= number < num_tokens else None
 
@@ -121,7 +125,8 @@ def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int |
 def _of_bytes(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> tuple[dict[str, Any], str]:
-    """The ``tokenizer.json`` of a byte-level BPE, and the name of its pre-tokenizer."""
+    """Make the ``tokenizer.json`` of a byte-level BPE. Also returns llama.cpp's name for the way in which it
+    splits text."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":
@@ -170,7 +175,8 @@ def _of_characters(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """All pairs of tokens that form another token, sorted by that token's score, highest first."""
+    """Make the list of BPE merges from the scores of tokens: all pairs of tokens that form another token, the
+    pair whose result has the highest score first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:
@@ -187,7 +193,7 @@ def _added(number: int, token: str, *, is_special: bool) -> dict[str, Any]:
 
 
 def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """The post-processor that adds BOS before a text, EOS after it, or both."""
+    """Make the post-processor of a ``tokenizer.json`` that adds BOS before a text, EOS after it, or both."""
     if not wanted:
         return None
     pieces = {name: {"SpecialToken": {"id": token, "type_id": 0}} for name, token in wanted.items()}
@@ -205,9 +211,9 @@ def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, An
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The GGUF metadata of a tokenizer.
+    """Make the GGUF metadata of a tokenizer.
 
-    ``vocab_size`` is the number of rows of the model's embedding; GGUF needs a token for each. Raises
+    ``vocab_size`` is the number of rows of the model's embedding, because GGUF needs a token for each. Raises
     CheckpointError if llama.cpp does not support this kind of tokenizer.
     """
     definition = tokenizer.definition
@@ -253,8 +259,14 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 
 
 def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Mapping[str, Any]) -> int:
-    """llama.cpp's type of a token. ``characters`` is the ``model`` of a SentencePiece BPE, or empty for
-    byte-level BPE."""
+    """Return the number by which llama.cpp knows the type of a token, such as normal, control or byte.
+
+    Args:
+        token: the token; None for a row of the embedding without a token.
+        added: its entry in ``added_tokens`` of the ``tokenizer.json``.
+        characters: the ``model`` of the ``tokenizer.json`` if it merges characters, as SentencePiece does;
+            empty for byte-level BPE.
+    """
     if token is None:
         return _UNUSED
     if characters and token == characters.get("unk_token"):
@@ -267,7 +279,8 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Scores of tokens: tokens that are merged earlier have higher scores."""
+    """Make llama.cpp's scores of tokens from the list of BPE merges. The earlier a token is merged, the
+    higher is its score."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)
@@ -280,7 +293,8 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
 
 
 def _cut_of(tokenizer: Tokenizer) -> str:
-    """llama.cpp's name for a tokenizer's pre-tokenizer. Raises CheckpointError if llama.cpp has none."""
+    """Return llama.cpp's name for the way in which a tokenizer splits text. Raises CheckpointError if
+    llama.cpp does not have it."""
     found = _essence(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
         if _essence(cut) == found:
@@ -292,7 +306,7 @@ def _cut_of(tokenizer: Tokenizer) -> str:
 
 
 def _essence(cut: Any) -> Any:
-    """A pre-tokenizer without settings that do not affect tokens."""
+    """Remove the settings of a ``pre_tokenizer`` that do not affect tokens, so that two can be compared."""
     if isinstance(cut, Mapping):
         return {key: _essence(value) for key, value in cut.items() if key != "trim_offsets"}
     return [_essence(one) for one in cut] if isinstance(cut, list) else cut
