@@ -108,7 +108,8 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``Model`` section without unknown keys and without keys that affect only speed and memory."""
+    """Return a ``Model`` section as a checkpoint's ``config.yaml`` has it: without keys that affect only
+    speed and memory, and without unknown keys."""
     return {
         key: value
         for key, value in section.items()
@@ -130,7 +131,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files in ``source``, including ``generation_config.json``."""
+    """Copy the tokenizer files, and ``generation_config.json``, from directory ``source`` to ``target``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
         if file.is_file() and source.resolve() != target.resolve():

@@ -1,4 +1,5 @@
-"""Rewrite a checkpoint with other files: all in one rank directory, or split for a parallel plan."""
+"""Rewrite a checkpoint into other files: all tensors whole, in one rank directory; or split for a parallel
+plan."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """Copy a checkpoint with all ranks' slices joined: one file of weights, and one of optimizer state.
-    Training can continue from it. Returns its step directory."""
+    """Copy a checkpoint, and join the slices of all ranks: one file of weights, and one of optimizer state.
+    Training can continue from the copy. Returns its step directory."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     target = save_checkpoint(
@@ -54,8 +55,8 @@ def merge(path: str | Path, output: str | Path) -> Path:
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """Copy a checkpoint with its tensors split into one directory for each rank of a tensor- and pipeline-
-    parallel plan. Returns its step directory.
+    """Copy a checkpoint, and split its tensors into one directory for each rank of a plan with tensor and
+    pipeline parallelism. Returns the step directory of the copy.
 
     This is an optimization: any plan can read any checkpoint, but after this, each rank of ``plan`` reads
     only its own files.

@@ -63,9 +63,9 @@ def load_model(
     """Load weights from a checkpoint into the parameters of this rank. Returns the names of the loaded
     parameters.
 
-    Element types are converted. If the checkpoint has 16-bit weights with float32 master weights, the master
-    weights are loaded into parameters of another type. If vocabulary padding differs, only the entries of
-    real tokens are loaded, and the padding keeps its values.
+    Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights,
+    parameters of any other type get the master weights, which are more precise. If vocabulary padding
+    differs, only the entries of real tokens are loaded, and the padding keeps its values.
 
     Args:
         named_params: (name in the whole model, parameter) of this rank.

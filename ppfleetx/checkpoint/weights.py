@@ -62,8 +62,8 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """Convert all tensors except ``keep`` to one element type, when they are read. None
-        converts nothing."""
+        """Convert all tensors except those named in ``keep`` to one element type, lazily. If ``dtype`` is
+        None, nothing is converted."""
         if dtype is None:
             return self
         return self.with_tensors(
@@ -149,7 +149,7 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
     """Convert the slices of a model from float32 back to the 16-bit types of the file from which it was
-    loaded, to keep the new file as small.
+    loaded, so that the new file is not larger.
 
     ``stored`` has the element type of each tensor in that file. If any element would change, all slices are
     returned unchanged.

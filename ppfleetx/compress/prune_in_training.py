@@ -98,7 +98,7 @@ class PruningInTraining:
 
     @property
     def zero_share(self) -> float:
-        """The fraction of all elements of the layers' matrices that have been pruned so far."""
+        """The fraction of all elements of the layers' matrices that has been pruned so far."""
         zero = total = 0.0
         for own, spec in model_spec(self._model).blocks[0].parameters().items():
             shape = spec.shape

@@ -370,8 +370,8 @@ class Quantizer:
 
 
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
-    """Describe the input feature of a layer whose inputs, or weights, are largest relative to the median
-    feature. Returns an empty text if none is an outlier.
+    """Describe the most extreme input feature of a layer, for a warning. Its inputs, or its weights, are the
+    largest relative to the median of all features. Returns an empty text if none is an outlier.
 
     Args:
         inputs: largest magnitude of each input feature ``[k]``.
@@ -472,8 +472,7 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Convert the recorded statistics to what they would be if the inputs were divided by ``factors``,
-        which SmoothQuant does afterwards."""
+        """Update the recorded statistics after SmoothQuant, which divides the inputs by ``factors``."""
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor

@@ -115,8 +115,8 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
 def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
     """Return the id of a special token, such as ``bos``, from GGUF metadata.
 
-    None if there is none. An id out of range means the same: some writers store -1, which llama.cpp ignores,
-    too.
+    None if it is missing or not the id of a token. Some writers store -1 for a missing token, and llama.cpp
+    accepts this.
     """
     number = metadata.get(f"{_KEY}{name}_token_id")
     return number if number is not None and 0 <= number < num_tokens else None
@@ -293,8 +293,8 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
 
 
 def _cut_of(tokenizer: Tokenizer) -> str:
-    """Return llama.cpp's name for the way in which a tokenizer splits text. Raises CheckpointError if
-    llama.cpp does not have it."""
+    """Return the name by which GGUF files refer to the way in which a tokenizer splits text. Raises
+    CheckpointError if it has no name there."""
     found = _essence(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
         if _essence(cut) == found:

@@ -95,8 +95,8 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def expert_name(in_layer: str) -> str | None:
-    """Convert Megatron's name of an expert's parameter, within its layer, to ours. The number of the expert
-    stays that in the file. None if the parameter is not an expert's."""
+    """Convert Megatron's name of an expert's parameter, within its layer, to ours. The expert keeps the
+    number that it has in the file. None if the parameter is not an expert's."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None
@@ -124,8 +124,8 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Stack the parameters of a layer's experts into one tensor for each layer and matrix, as ours are.
-    Raises CheckpointError if experts are missing or unexpected."""
+    """Stack the matrices of a layer's experts into one tensor per kind of matrix, with the experts as its
+    first dimension, as ours have. Raises CheckpointError if experts are missing or unexpected."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

@@ -77,7 +77,7 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into ``directory``: one safetensors file, or if there are more than ``max_bytes``,
+    """Write tensors into ``directory``: one safetensors file, or if they are larger than ``max_bytes``,
     several with an index. Only one tensor is in memory at a time."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):

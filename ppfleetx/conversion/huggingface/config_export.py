@@ -73,8 +73,8 @@ def _made(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """If no layer has a dense MLP, set the width of dense MLPs to that of the experts, because some model
-    types have only one key for both."""
+    """If every layer has experts, set the width of dense MLPs, which is then unused, to that of the experts.
+    Some model types have only one key for both."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model

@@ -254,8 +254,8 @@ def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Return whether a key that is not converted only states what is true without it, such as a ``head_dim``
-    that equals hidden size / heads."""
+    """Return whether a ``config.json`` key only repeats what follows from other keys, such as a ``head_dim``
+    that equals hidden size / heads. Such a key need not be converted."""
     hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
     if key == "num_key_value_heads":
         return value == heads

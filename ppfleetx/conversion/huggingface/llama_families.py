@@ -44,7 +44,7 @@ _GATE_AND_UP = in_layers(_LAYER, {"mlp.fc1": "mlp.gate_up_proj"})
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    """Convert the sliding window of Qwen models, and which layers use it."""
+    """Convert the settings of the sliding window of Qwen models: its size, and which layers use it."""
     layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     if window is None and "sliding_attention" in config.get("layer_types", ()):

@@ -32,9 +32,9 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Set which layers have experts: all except the layers ``dense``.
+    """Make the ``Model`` key that says which layers have experts: all except the layers ``dense``.
 
-    The result is ``moe.first_dense_layers`` if the dense layers are the first ones; otherwise ``moe.layers``.
+    It is ``moe.first_dense_layers`` if the dense layers are the first ones; otherwise ``moe.layers``.
     """
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
