@@ -1,7 +1,7 @@
 """Read GPTQ and AWQ checkpoints. Linear layers are dequantized to floating-point weights.
 
-In place of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words with the first in
-the lowest bits, and a scale and an integer zero point for each group of inputs:
+In place of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words with the first
+in the lowest bits, and a scale and an integer zero point for each group of inputs:
 
 =========  =========================  =====================
 tensor     GPTQ                       AWQ (``gemm``)
@@ -13,12 +13,12 @@ X.g_idx    [in], group of each input  none
 =========  =========================  =====================
 
 ``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])``, where ``g`` is the group of input ``i``.
-Without ``g_idx``, each group is ``group_size`` consecutive inputs; a ``group_size`` of -1 means one group. AWQ's
-words hold eight consecutive outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+Without ``g_idx``, each group is ``group_size`` consecutive inputs; a ``group_size`` of -1 means one group.
+AWQ's words hold eight consecutive outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
-In GPTQ's first ``checkpoint_format`` (later ``format``), a zero point z is stored as z - 1. GPTQModel subtracts
-1 from all zero points of a word at once, so a zero point of 0 borrows from its neighbor. The reader adds in the
-same way, which undoes this.
+In GPTQ's first ``checkpoint_format`` (later ``format``), a zero point z is stored as z - 1. GPTQModel
+subtracts 1 from all zero points of a word at once, so a zero point of 0 borrows from its neighbor. This reader
+adds in the same way, which undoes the borrow.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
 ``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
