@@ -25,7 +25,7 @@ class ForeignFormats:
 
     def open(self, path: Path) -> Checkpoint:
         """Open another program's checkpoint directory, for which `is_readable` is true, without converting it
-        first. Raises CheckpointError."""
+        first. Raises CheckpointError if it is incomplete or damaged."""
         raise AssertionError(f"nothing reads {path}")
 
 

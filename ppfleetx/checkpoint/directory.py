@@ -92,7 +92,7 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
     """Open the path that `resolve_checkpoint` returned, which is a checkpoint of ppfleetx or FleetX. Raises
-    CheckpointError."""
+    CheckpointError if it is incomplete or damaged."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)

@@ -41,7 +41,7 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
     """Write the name of a complete checkpoint to the file ``best`` in its output directory. `keep_newest`
-    never deletes this checkpoint. Raises CheckpointError."""
+    never deletes this checkpoint. Raises CheckpointError if the file cannot be written."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)

@@ -38,7 +38,8 @@ class Difference:
 
 
 def open_for_inspection(path: str | Path) -> Checkpoint:
-    """Open any path that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError."""
+    """Open the checkpoint at any path that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError if
+    there is no undamaged checkpoint."""
     return open_resolved(resolve_checkpoint(path))
 
 

@@ -33,8 +33,8 @@ _BLOCK_BYTES = 64 * 1024 * 1024
 class Checkpoint:
     """A checkpoint that is open for reading.
 
-    :func:`open_checkpoint` has checked everything except the tensor data. The data that `read` returns is
-    checked then, and `verify` checks all data.
+    Opening it with :func:`open_checkpoint` checks everything except the tensor data. `read` checks the data
+    that it returns, and `verify` checks all data.
     """
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:

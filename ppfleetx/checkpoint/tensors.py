@@ -154,7 +154,7 @@ def load_masters(
 
     Call this after :func:`load_model`. Otherwise the first update would overwrite the loaded 16-bit
     parameters with master weights from before. If the checkpoint has no master weights, its weights are used.
-    Raises CheckpointError.
+    Raises CheckpointError if data is damaged.
     """
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
@@ -165,8 +165,8 @@ def load_masters(
 
 
 class _Place:
-    """Which part of the whole tensor this rank's optimizer state is. A state with its parameter's shape is
-    the same part; any other state is whole on every rank."""
+    """The place of this rank's optimizer state within the whole tensor. A state with its parameter's shape
+    has the parameter's place. Any other state is whole on every rank."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)

@@ -95,8 +95,8 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
     """Return the tensors of ``weights`` in the order and shapes of the parameters of ``model``. Vocabulary
-    padding is added or removed. Raises CheckpointError if a tensor is missing, unknown or of another shape.
-    """
+    padding is added or removed as ``model`` requires. Raises CheckpointError if a tensor is missing, unknown
+    or of another shape."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]

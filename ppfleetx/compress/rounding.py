@@ -6,10 +6,11 @@ the integer q = round(x / scale) and read as q * scale, where q is from -(2^(b-1
 Rounding is to nearest, ties to even. On an asymmetric grid, q is from -2^(b-1) to 2^(b-1) - 1 and is read as
 q * scale + offset.
 
-A matrix is ``[k, n]``: k input features, n output features. Input features may be divided into g groups of k
-/ g consecutive ones. Scales of symmetric grids are float32: ``[1, 1]``, one for the whole matrix; ``[1, n]``,
-one per output feature; or ``[g, n]``, one per group and output feature. Scales and offsets of asymmetric
-grids are one float16 array ``[2 g, n]``, in which each group has a row of scales and then a row of offsets.
+A matrix is ``[k, n]``: k input features, n output features. Input features may be divided into g groups of
+``k / g`` consecutive ones. Scales of symmetric grids are float32: ``[1, 1]``, one for the whole matrix;
+``[1, n]``, one per output feature; or ``[g, n]``, one per group and output feature. Scales and offsets of
+asymmetric grids are one float16 array ``[2 g, n]``, in which each group has a row of scales and then a row of
+offsets.
 
 llama.cpp's Q4_1, AWQ and most GPTQ files use asymmetric 4-bit grids. Their values can be stored without loss
 on our asymmetric 8-bit grids, whose steps are 17 times as fine.

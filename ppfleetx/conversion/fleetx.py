@@ -57,7 +57,7 @@ def is_fleetx(path: Path) -> bool:
 
 def open_fleetx(path: Path) -> ForeignCheckpoint:
     """Open a FleetX directory for loading its weights, with the interface of a checkpoint of ppfleetx. Raises
-    CheckpointError."""
+    CheckpointError if it is incomplete or damaged."""
     return ForeignCheckpoint(path, read_fleetx(path))
 
 

@@ -17,8 +17,8 @@ Without ``g_idx``, each group is ``group_size`` consecutive inputs; a ``group_si
 AWQ's words hold eight consecutive outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
 In GPTQ's first ``checkpoint_format`` (later ``format``), a zero point z is stored as z - 1. GPTQModel
-subtracts 1 from all zero points of a word at once, so a zero point of 0 borrows from its neighbor. This reader
-adds in the same way, which undoes the borrow.
+subtracts 1 from all zero points of a word at once, so a zero point of 0 borrows from its neighbor. Here 1 is
+added in the same way, which undoes the borrow.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
 ``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and

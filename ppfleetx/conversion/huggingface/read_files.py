@@ -49,7 +49,7 @@ class Stored:
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
     """Read ``config.json`` in a model directory, or ``model_config.json`` of older PaddleNLP versions. Raises
-    CheckpointError."""
+    CheckpointError if there is none, or it is damaged."""
     if not (directory / CONFIG).exists() and (directory / PADDLE_CONFIG).is_file():
         return _flattened(read_json(directory / PADDLE_CONFIG, max_bytes=_MAX_CONFIG_BYTES))
     return read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)

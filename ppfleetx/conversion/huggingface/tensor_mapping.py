@@ -55,7 +55,7 @@ class Rule:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of Hugging Face's tensors, in the order of ``theirs``."""
+        """The shapes of Hugging Face's tensors, in the order in which ``theirs`` names them."""
         if self.num_heads is not None:
             return [(self.num_heads, self.shape[0] // self.num_heads)]
         shapes = [self._shape]
@@ -64,7 +64,8 @@ class Rule:
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
-        """Build our parameter from all of Hugging Face's tensors, in the order of ``theirs``."""
+        """Build our parameter from all of Hugging Face's tensors, given in the order in which ``theirs``
+        names them."""
         if self.num_heads is not None:
             return arrays[0].reshape(self.shape)
         if self.num_experts is None:
