@@ -56,7 +56,7 @@ class Distillation(WrappedTask):
             teacher = self._outputs(self._loaded(factory), batch, in_pieces)
         if in_pieces:
             add = partial(self._add_divergence, factory=factory)
-            return super().loss(_PiecesOfBoth(outputs, teacher, add), batch, factory)
+            return super().loss(_ChunksWithTeacher(outputs, teacher, add), batch, factory)
         found = super().loss(outputs, batch, factory)
         mask = factory.local_positions(batch["loss_mask"])
         return replace(found, loss=self._add_divergence(found.loss, outputs, teacher, mask, factory))
@@ -93,7 +93,7 @@ class Distillation(WrappedTask):
         return self._teacher
 
 
-class _PiecesOfBoth(DeferredLogits):
+class _ChunksWithTeacher(DeferredLogits):
     """Student logits that are computed in chunks along the sequence to save memory. Computes the loss of each
     chunk together with the teacher's logits for the same chunk."""
 

@@ -80,7 +80,7 @@ class PruningInTraining:
         num_new = self._take_out(scores, out)
         self._begun, self._out = True, out
         if num_new:
-            get_logger().info(f"pruned after {step} steps: {self._said()}")
+            get_logger().info(f"pruned after {step} steps: {self._summary()}")
 
     def finish(self) -> None:
         """Log, at the end of training, how much was pruned and the command that removes the zeros. Raises
@@ -92,7 +92,7 @@ class PruningInTraining:
         words = [f"--ratio {options.ratio!r}", f"--criterion {options.criterion}"]
         words += [f"--part {options.part}"] if options.part != "both" else []
         get_logger().info(
-            f"pruned: {self._said()}. The smaller model: ppfleetx prune {output} {' '.join(words)} "
+            f"pruned: {self._summary()}. The smaller model: ppfleetx prune {output} {' '.join(words)} "
             f"--output {output}-pruned"
         )
 
@@ -116,7 +116,7 @@ class PruningInTraining:
         groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
         return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
 
-    def _said(self) -> str:
+    def _summary(self) -> str:
         model, (groups, units) = self._model, self._out
         return (
             f"{groups} of {model.kv_heads} key/value heads and {units} of {model.ffn_size} feed-forward "

@@ -189,7 +189,7 @@ class Quantizer:
         self._checkpoint = with_vocabulary(checkpoint, model.vocab_size)
         self._model, self._options, self._room = model, options, room
         self._names = list(parameter_shapes(model))
-        self._walk = None if samples is None else _Walk(samples, model.vocab_size)
+        self._activations = None if samples is None else _Activations(samples, model.vocab_size)
         self._ready: dict[str, TensorSlice] = {}
         self._outliers: dict[str, str] = {}
         self.report = Report()
@@ -224,20 +224,20 @@ class Quantizer:
             )
             stored = self._quantize(stage, layer, new)
             self._keep(new, stored)
-            if self._walk is not None:
+            if self._activations is not None:
                 small = build_stage(small_stage, None, small_shared)
                 small.eval()
                 self._fill(small, stored)
                 products = _Products(layer, small)
                 with products:
-                    self._walk.advance(layer, small, is_last=stage is stages[-1])
+                    self._activations.advance(layer, small, is_last=stage is stages[-1])
                 self.report.set_output_errors(products.errors())
             get_logger().info(f"quantized {stage.name}: {len(stored)} of {len(new)} parameters")
         self._warn()
-        if self._walk is not None:
-            walk = self._walk
-            self.report.num_measured = walk.num_measured
-            self.report.perplexity_before, self.report.perplexity_after = walk.perplexities()
+        if self._activations is not None:
+            activations = self._activations
+            self.report.num_measured = activations.num_measured
+            self.report.perplexity_before, self.report.perplexity_after = activations.perplexities()
         return list(self._ready.values())
 
     def _quantize(
@@ -253,9 +253,9 @@ class Quantizer:
                     forms[linear] = form
         one_matrix = [linear for linear in forms if parameters[f"{linear}.weight"].ndim == 2]
         seen = _Inputs(layer, [linear for linear in one_matrix if linear.startswith("decoder.")])
-        if self._walk is not None and seen.linears:
+        if self._activations is not None and seen.linears:
             with seen:
-                self._walk.pass_calibration(layer)
+                self._activations.pass_calibration(layer)
             if self._options.smooth:
                 seen.divide(smooth_block(parameters, seen.largest))
             for linear in one_matrix:
@@ -328,7 +328,7 @@ class Quantizer:
             remedies = ["--to int8 without --activations and --smooth"]
             if not self._options.smooth:
                 remedies.insert(0, "--smooth")
-            if self._walk is None and self._options.trained is None:
+            if self._activations is None and self._options.trained is None:
                 get_logger().warning(
                     "activations are rounded to 8 bits, and nothing has measured what that changes; a few "
                     "channels with large values can spoil a model. --calibration DATA measures it"
@@ -478,7 +478,7 @@ class _Inputs:
             self.largest[linear] /= factor
 
 
-class _Walk:
+class _Activations:
     """Passes windows of tokens through the original and the quantized model at the same time,
     stage by stage."""
 

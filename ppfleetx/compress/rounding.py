@@ -110,7 +110,7 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
             middle = levels.mean(axis=1, keepdims=True)
             levels -= middle
             spread = np.maximum(np.square(levels).sum(axis=1, keepdims=True), 1)
-            grid = _halves(
+            grid = _grid_through(
                 (levels * grouped).sum(axis=1, keepdims=True) / spread,
                 grouped.mean(axis=1, keepdims=True),
                 at=middle,
@@ -124,17 +124,19 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
     low, high = (of(grouped, axis=1, keepdims=True) for of in (np.min, np.max))
     largest = np.maximum(high, -low)
     if bits == 8:  # Q8_0
-        yield _halves(largest / 127, np.float32(0), at=0)
+        yield _grid_through(largest / 127, np.float32(0), at=0)
     else:  # Q4_0: the largest magnitude is at the end of the longer side
         end = 2 ** (bits - 1)
-        yield _halves(
+        yield _grid_through(
             largest / end, np.where(high > -low, high, low), at=np.where(high > -low, end - 1, -end)
         )
     for share in _SHARES if bits < 8 else (1.0,):
-        yield _halves((high - low) * np.float32(share / (2**bits - 1)), (high + low) / 2, at=-0.5)
+        yield _grid_through((high - low) * np.float32(share / (2**bits - 1)), (high + low) / 2, at=-0.5)
 
 
-def _halves(step: np.ndarray, value: np.ndarray, at: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+def _grid_through(
+    step: np.ndarray, value: np.ndarray, at: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
     """Make an asymmetric grid on which the integer ``at`` stands for ``value``. Returns scale and offset,
     rounded to float16 precision."""
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)

@@ -32,7 +32,7 @@ def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [cut, _GPT2 | {"use_regex": False}]}
 
 
-def _words(digits: str) -> str:
+def _gpt4_pattern(digits: str) -> str:
     """Return the regular expression with which GPT-4 and similar tokenizers split text. ``digits`` is the
     quantifier that limits how many digits a piece has."""
     return (
@@ -46,8 +46,8 @@ def _words(digits: str) -> str:
 _CUTS = {
     "gpt-2": _GPT2,
     "smollm": _DIGITS,
-    "llama-bpe": _split(_words("{1,3}")),
-    "qwen2": _split(_words("")),
+    "llama-bpe": _split(_gpt4_pattern("{1,3}")),
+    "qwen2": _split(_gpt4_pattern("")),
 }
 """Pre-tokenizers: ``tokenizer.ggml.pre`` -> ``pre_tokenizer`` of a ``tokenizer.json``."""
 _OTHER_NAMES = {
@@ -103,7 +103,7 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
         "eos_token": metadata.get(f"{_KEY}add_eos_token", False),
     }
     wanted = [name for name, is_added in around.items() if is_added and name in config]
-    definition["post_processor"] = _around({name: config[name] for name in wanted}, vocab)
+    definition["post_processor"] = _post_processor({name: config[name] for name in wanted}, vocab)
     if isinstance(template := metadata.get(_TEMPLATE), str):
         config["chat_template"] = template
     return {
@@ -192,7 +192,7 @@ def _added(number: int, token: str, *, is_special: bool) -> dict[str, Any]:
     return {"id": number, "content": token, **flags, "special": is_special}
 
 
-def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
+def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
     """Make the post-processor of a ``tokenizer.json`` that adds BOS before a text, EOS after it, or both."""
     if not wanted:
         return None
@@ -242,7 +242,11 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         }
     else:
         merges = [" ".join(pair) for pair in merge_pairs(model)]
-        made |= {f"{_KEY}model": "gpt2", f"{_KEY}pre": _cut_of(tokenizer), f"{_KEY}merges": merges}
+        made |= {
+            f"{_KEY}model": "gpt2",
+            f"{_KEY}pre": _pre_tokenizer_name(tokenizer),
+            f"{_KEY}merges": merges,
+        }
     named = {
         name: ids[token]
         for name, key in _NAMED.items()
@@ -292,12 +296,12 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
-def _cut_of(tokenizer: Tokenizer) -> str:
+def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     """Return the name by which GGUF files refer to the way in which a tokenizer splits text. Raises
     CheckpointError if it has no name there."""
-    found = _essence(tokenizer.definition.get("pre_tokenizer"))
+    found = _comparable(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
-        if _essence(cut) == found:
+        if _comparable(cut) == found:
             return name
     raise CheckpointError(
         f"{tokenizer.place} splits text in a way that cannot be written as GGUF; supported: the ways of "
@@ -305,8 +309,8 @@ def _cut_of(tokenizer: Tokenizer) -> str:
     )
 
 
-def _essence(cut: Any) -> Any:
+def _comparable(cut: Any) -> Any:
     """Remove the settings of a ``pre_tokenizer`` that do not affect tokens, so that two can be compared."""
     if isinstance(cut, Mapping):
-        return {key: _essence(value) for key, value in cut.items() if key != "trim_offsets"}
-    return [_essence(one) for one in cut] if isinstance(cut, list) else cut
+        return {key: _comparable(value) for key, value in cut.items() if key != "trim_offsets"}
+    return [_comparable(one) for one in cut] if isinstance(cut, list) else cut

@@ -38,7 +38,7 @@ def hf_config(
     if original is not None and describes(original, model):
         config = {key: value for key, value in original.items() if key != "dtype"}
     else:
-        config = _made(model) | (token_ids or {"bos_token_id": None, "eos_token_id": None})
+        config = _config_of(model) | (token_ids or {"bos_token_id": None, "eos_token_id": None})
     return config | {"torch_dtype": NAME_OF_DTYPE[dtype]}
 
 
@@ -50,7 +50,7 @@ def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
         return False
 
 
-def _made(model: ModelConfig) -> dict[str, Any]:
+def _config_of(model: ModelConfig) -> dict[str, Any]:
     """Make a ``config.json`` of the first Hugging Face model type that can express the network ``model``.
     Raises CheckpointError if there is none."""
     reasons = []

@@ -57,7 +57,7 @@ def read_hf(directory: str | Path) -> Weights:
     tensors = loads(network(config))
     used: set[str] = set()
     for rule in rules(config):
-        theirs = [_present(stored, name, directory) for name in rule.theirs]
+        theirs = [_name_in_files(stored, name, directory) for name in rule.theirs]
         used.update(theirs)
         tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], directory)
     next_tokens = _of_next_tokens(set(stored) - used, config, keys)
@@ -152,7 +152,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write("\n")
 
 
-def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
+def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
     """Find the tensor that transformers calls ``name`` under the name that the files use. GPT-2's tensors may
     lack their prefix, and GPT-NeoX's head has two names."""
     for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
