@@ -1,4 +1,8 @@
-"""Checkpoints, and a registry of foreign formats. Importing the registry does not import the readers."""
+"""Checkpoints, and the registry of other programs' formats (:func:`read_also`).
+
+The readers of these formats are in :mod:`ppfleetx.conversion`, which imports this package. The registry lets
+this package call them without importing them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,18 @@ if TYPE_CHECKING:
 
 
 class ForeignFormats:
-    """Checkpoint formats of other programs. This base class knows none."""
+    """Interface to the readers of other programs' checkpoint formats. This base class reads none."""
 
     def described(self, path: Path) -> str | None:
-        """Return sentences that say what ``path`` is and how to convert it, starting with the path; None if
-        unknown."""
+        """Describe the checkpoint of another program at ``path`` and how to convert it, in sentences that
+        start with the path. None if ``path`` is not one."""
 
     def is_readable(self, path: Path) -> bool:
         return False
 
     def open(self, path: Path) -> Checkpoint:
-        """Open a readable directory to load weights from. Raises CheckpointError."""
+        """Open another program's checkpoint directory, for which `is_readable` is true, without converting it
+        first. Raises CheckpointError if it is incomplete or damaged."""
         raise AssertionError(f"nothing reads {path}")
 
 
@@ -32,6 +37,6 @@ def foreign_formats() -> ForeignFormats:
 
 
 def read_also(formats: ForeignFormats) -> None:
-    """Register the foreign formats that loading a checkpoint can read or explain."""
+    """Register the object through which this package reads and describes other programs' checkpoints."""
     global _formats
     _formats = formats

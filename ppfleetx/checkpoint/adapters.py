@@ -32,10 +32,11 @@ def is_adapter_or_head(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """Return a hash of the element type and the first numbers of each tensor, independent of the plan.
+    """Return a hash of a model's weights, which shows whether LoRA adapters belong to them.
 
-    Training changes the first numbers of every tensor, so two models have different hashes. Damage elsewhere
-    is found by the checkpoint's own checksums.
+    The hash covers the element type and the first few numbers of each tensor in ``names``. Training changes
+    these numbers, so two models have different hashes. The hash does not depend on the parallel plan that
+    saved the checkpoint.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
@@ -53,8 +54,8 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
 
 
 def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
-    """Raise CheckpointError unless ``adapters`` were trained on the base weights at ``place``, which have
-    this fingerprint."""
+    """Raise CheckpointError unless ``adapters`` were trained on the base weights at ``place``.
+    ``fingerprint`` is the :func:`base_fingerprint` of these weights."""
     trained_on = adapters.manifest.fingerprints.get(BASE)
     if trained_on is None:
         raise CheckpointError(
@@ -84,12 +85,18 @@ _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
-    """Merge adapters into their base weights and write the resulting model. Returns its step directory.
+    """Merge LoRA adapters into their base weights, and write the merged model. Returns its step directory.
 
-    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
-    quantized. ``base`` are the frozen weights of adapters that were saved without them; None: the path stored
-    in the checkpoint. Raises CheckpointError if there are no adapters, or if they were trained on another
-    base.
+    The sum ``W + alpha / rank * A B`` is computed in float32. It is stored in the element type of the base
+    weight W, or in float32 if W is quantized.
+
+    Args:
+        path: the checkpoint with the adapters.
+        output: a new or empty directory.
+        base: the base weights, if the checkpoint contains only adapters; None: the path that it names.
+
+    Raises:
+        CheckpointError: there are no adapters, or they were trained on another base.
     """
     output = Path(output)
     if is_taken(output):
@@ -110,16 +117,19 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
 @dataclass(frozen=True)
 class TrainedAdapters:
-    """The adapters of a checkpoint: for each linear layer X, float32 ``X.lora.a [in, rank]`` and ``X.lora.b
-    [rank, out]``."""
+    """LoRA adapters read from a checkpoint. ``tensors`` has two float32 matrices for each adapted linear
+    layer X: ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]``."""
 
     lora: LoraConfig
     tensors: Mapping[str, np.ndarray]
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
-    """Read the adapters at ``path``, which were trained on the weights at ``base``. Raises CheckpointError if
-    there are no adapters, or if they were trained on other weights or with a classification head."""
+    """Read the LoRA adapters at ``path``, and check that they were trained on the weights at ``base``.
+
+    Raises CheckpointError if they were not, if there are no adapters, or if the checkpoint also has a
+    classification head.
+    """
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))
@@ -143,7 +153,7 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
 
 
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:
-    """Return the names of the base weights in ``source``, including the scales of quantized weights."""
+    """Return the names of the base weights that ``source`` contains, including the quantization scales."""
     scales = {name for name in source.names() if name.endswith(".scale")}
     names = [name for name in parameter_shapes(model) if not is_adapter_or_head(name)]
     return names + [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
@@ -159,7 +169,8 @@ def _model(path: str | Path) -> ModelConfig:
 
 
 def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
-    """Return the base weights, or an empty dictionary if the checkpoint itself contains them."""
+    """Return the base weights of the adapters at ``path``, read lazily. Empty if the checkpoint contains the
+    base weights itself."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:
@@ -194,12 +205,13 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
 
 
 def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Dequantize weights to float32, on demand, and drop their scales.
+    """Replace quantized weights by float32 weights, which are dequantized when they are read.
 
-    A quantized ``X.weight`` is int8 ``[k, n]``, or 4-bit pairs in uint8 ``[k / 2, n]``. Its scale ``X.scale``
-    is ``[g, n]`` for g groups of input features, or float16 ``[2 g, n]`` with an offset after each scale. For
-    an embedding table, quantized by row, it is ``[k, 1]`` or float16 ``[k, 2 g]``. Expert weights have a
-    leading expert dimension.
+    The tensor ``X.weight`` is quantized if it is int8 ``[k, n]``, or uint8 ``[k / 2, n]`` with two 4-bit
+    numbers per byte (k input features, n output features). ``X.scale`` then has its scales: float32
+    ``[g, n]`` for g groups of input features, or float16 ``[2 g, n]`` with an offset after each scale. An
+    embedding table is quantized by row, and its scales are ``[k, 1]`` or float16 ``[k, 2 g]``. Weights of
+    experts have one more dimension in front.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"

@@ -1,7 +1,8 @@
-"""The documents of a checkpoint: `config.yaml` and the tokenizer's files.
+"""The configuration and the tokenizer inside a checkpoint, called its documents.
 
-The configuration describes the model, not the machines of the run: it has no plan, device, kernel options or
-output directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
+They are the file ``config.yaml`` and the files in ``tokenizer/``, so ``ppfleetx generate CHECKPOINT "text"``
+needs no other file. The configuration describes the model, not the run that trained it: it has no parallel
+plan, device, kernel options or output directories.
 """
 
 from __future__ import annotations
@@ -53,15 +54,18 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Return the documents of a model with this configuration, as {path in the checkpoint: content}."""
+    """Make the files that a checkpoint contains besides tensors, ``config.yaml`` and those of the tokenizer.
+
+    Returns {path inside the checkpoint: content}.
+    """
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learned_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the chat template that the model is trained with, or nothing if it is the tokenizer's own
-    template."""
+    """Return the chat template that a model is finetuned with, as {file name: content}. Empty if there is
+    none, or if the tokenizer has the same template."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}
@@ -74,13 +78,15 @@ def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return all documents of a checkpoint, to copy them into another checkpoint of the same model."""
+    """Return the contents of a checkpoint's ``config.yaml`` and tokenizer files, by path, to copy them into
+    another checkpoint of the same model."""
     held = ((path, checkpoint.document(path)) for path in checkpoint.manifest.documents)
     return {path: content for path, content in held if content is not None}
 
 
 def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
-    """Return ``cfg`` as YAML, without keys that belong to a plan, a machine or a single call."""
+    """Return the configuration ``cfg`` as YAML for a checkpoint, without the keys that belong to the parallel
+    plan, the machine or a single command."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
     plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}
@@ -102,7 +108,8 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``Model`` section without unknown keys and without keys that affect only speed and memory."""
+    """Return a ``Model`` section as a checkpoint's ``config.yaml`` has it: without keys that affect only
+    speed and memory, and without unknown keys."""
     return {
         key: value
         for key, value in section.items()
@@ -124,7 +131,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files in ``source``, including ``generation_config.json``."""
+    """Copy the tokenizer files, and ``generation_config.json``, from directory ``source`` to ``target``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
         if file.is_file() and source.resolve() != target.resolve():

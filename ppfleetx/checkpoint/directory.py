@@ -1,4 +1,5 @@
-"""Find checkpoints: by configuration or path, all complete checkpoints, or the newest good checkpoint."""
+"""Find checkpoints in directories: by path, by the configuration, the newest, or the newest
+without damage."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from ppfleetx.utils.log import get_logger
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and value of every checkpoint from which a configuration takes weights."""
+    """Yield (key, path) for each key of a configuration that names a checkpoint to take weights from."""
     options, lora = cfg.Engine.save_load, cfg.Model.lora
     for key, place in (
         ("Engine.save_load.ckpt_dir", options.ckpt_dir),
@@ -35,7 +36,7 @@ def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def named_checkpoint(cfg: RunConfig) -> str:
-    """Return ``Engine.save_load.ckpt_dir``. Raises ConfigError if it is not set."""
+    """Return the path in ``Engine.save_load.ckpt_dir``. Raises ConfigError if the key is null."""
     if cfg.Engine.save_load.ckpt_dir is None:
         raise ConfigError(
             "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
@@ -47,16 +48,19 @@ def named_checkpoint(cfg: RunConfig) -> str:
 
 @os_errors(CheckpointError)
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
-    """Return the step directory that ``path`` refers to.
+    """Return the step directory (``epoch_E_step_S``) that ``path`` refers to.
 
-    ``path`` is a step directory, a rank directory in a step directory, an output directory, or the file
-    ``latest`` or ``best`` of an output directory. An output directory resolves to the checkpoint named in
-    ``latest``, else to the newest complete checkpoint. A FleetX checkpoint is a directory with
-    ``model.pdparams``, a directory of such rank directories, or an output directory (last step).
+    ``path`` is one of
 
-    Checks the marker, manifest, file sizes and headers, and with ``verify`` all data. Raises CheckpointError
-    if there is no good checkpoint; the message names the newest good checkpoint, or says how to convert a
-    foreign one.
+    - a step directory, or the directory of one rank in it,
+    - an output directory: its checkpoint is the one that the file ``latest`` names, otherwise the newest,
+    - the file ``latest`` or ``best`` of an output directory,
+    - a FleetX checkpoint: a directory with ``model.pdparams``, a directory with such rank directories, or an
+      output directory, of which the last step is taken.
+
+    The completeness marker, the manifest, and the sizes and headers of all files are checked, and with
+    ``verify`` all data. Raises CheckpointError if there is no undamaged checkpoint. The message names the
+    newest undamaged checkpoint nearby, or says how to convert the checkpoint of another program.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
@@ -87,8 +91,8 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open the result of `resolve_checkpoint`, a native checkpoint or a FleetX checkpoint. Raises
-    CheckpointError."""
+    """Open the path that `resolve_checkpoint` returned, which is a checkpoint of ppfleetx or FleetX. Raises
+    CheckpointError if it is incomplete or damaged."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)
@@ -100,13 +104,15 @@ def _has_manifest(path: Path) -> bool:
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the complete checkpoint saved last in ``output_dir``, or None. Reads only the markers."""
+    """Return the complete checkpoint in ``output_dir`` that was saved last, or None. Reads only the
+    completeness markers, so it does not notice damaged data."""
     complete = complete_checkpoints(output_dir)
     return complete[-1] if complete else None
 
 
 def complete_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return the checkpoints of ``output_dir`` with a valid marker, in the order in which they were saved."""
+    """Return the complete checkpoints in ``output_dir``, oldest first. Complete means that the marker file
+    exists and is not damaged."""
     found = []
     for path in step_directories(Path(output_dir)):
         try:
@@ -120,10 +126,10 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """Return the undamaged checkpoint that was saved last, among those for which ``counts`` returns True.
+    """Return the newest undamaged checkpoint in ``output_dir`` for which ``counts`` returns True, or None.
 
-    With ``verify``, all its data is read. Logs a warning for each newer damaged checkpoint, and for each
-    checkpoint whose marker is missing or damaged.
+    With ``verify``, all data is read to find damage. Damaged and incomplete checkpoints are skipped with a
+    warning.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
@@ -188,8 +194,8 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def _newest(output_dir: Path, bad: Path | None = None) -> str:
-    """Return text for an error message that names the newest good checkpoint other than ``bad``, or "" if
-    there is none."""
+    """Return the end of an error message, which names the newest undamaged checkpoint in ``output_dir``.
+    Empty if there is none, or if it is ``bad`` itself."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

@@ -1,5 +1,8 @@
-"""Maintenance of an output directory: lock it, publish and replace checkpoints, update `latest` and `best`,
-remove leftovers and old checkpoints."""
+"""Maintain the output directory of checkpoints.
+
+This file locks the directory, gives finished checkpoints their final names, updates the files ``latest`` and
+``best``, and deletes old checkpoints and the remains of interrupted saves.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Make `best` point to a complete checkpoint, so that `keep_newest` does not delete it. Raises
-    CheckpointError."""
+    """Write the name of a complete checkpoint to the file ``best`` in its output directory. `keep_newest`
+    never deletes this checkpoint. Raises CheckpointError if the file cannot be written."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
@@ -56,8 +59,11 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """Make `latest` point to ``checkpoint``, the newest good one, after a killed save or damage. Called when
-    a run resumes, because such a run may have nothing left to save."""
+    """Make the file ``latest`` name ``checkpoint``, the newest undamaged one.
+
+    It may name another one if a save was killed or a checkpoint was damaged. A resuming run calls this,
+    because it may have nothing left to save, and would then not update the file itself.
+    """
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
     fields = read_sealed(latest) if latest.exists() else None
@@ -68,14 +74,15 @@ def repair_latest(checkpoint: Checkpoint) -> None:
 
 
 def output_lock(output_dir: Path) -> AbstractContextManager[None]:
-    """Lock `output_dir` against saves by other processes. The lock is released if the process dies. Raises
-    CheckpointError if another process holds the lock for more than a minute."""
+    """Context manager that locks ``output_dir`` while a checkpoint is saved. The lock is released if the
+    process dies. Raises CheckpointError if another process holds the lock for more than a minute."""
     refusal = CheckpointError(f"another process is saving a checkpoint into {output_dir}")
     return exclusive_lock(output_dir / _LOCK_FILE, refusal, seconds=_LOCK_SECONDS)
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove leftovers of interrupted saves and deletions. The caller must hold the lock."""
+    """Remove the hidden directories that killed saves and deletions left in ``output_dir``. The caller must
+    hold the :func:`output_lock`."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -87,8 +94,11 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def make_way(target: Path, ownership: Ownership | None) -> None:
-    """Raise CheckpointError unless the run may publish a checkpoint as `target`. A damaged checkpoint, whose
-    owner cannot be determined, is renamed with a warning."""
+    """Check that a run may save a checkpoint under the path ``target``. Raises CheckpointError if something
+    exists there that the run must not replace, such as another run's checkpoint.
+
+    A damaged checkpoint of this name, whose run cannot be determined, is renamed with a warning.
+    """
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
     if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
@@ -104,7 +114,8 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Return whether this is a native checkpoint whose marker or manifest is damaged."""
+    """Return whether ``path`` is a checkpoint of ppfleetx whose completeness marker or manifest
+    is damaged."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:
@@ -115,7 +126,8 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a complete checkpoint to its final name, and delete an earlier checkpoint of this name."""
+    """Rename a finished checkpoint from its hidden name to its final name. An earlier checkpoint with the
+    final name is deleted."""
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -129,18 +141,18 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint. If the process is killed midway, nothing remains that looks like a checkpoint."""
+    """Delete a checkpoint under a hidden name. If the process is killed midway, the rest is never taken for a
+    checkpoint."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)
 
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
-    """Delete all complete checkpoints of a run except the newest `keep_max`, the best, and those in
-    `Ownership.spared`.
+    """Delete a run's old checkpoints.
 
-    Does not touch incomplete directories and checkpoints of other runs. If a checkpoint cannot be deleted,
-    logs a warning.
+    It keeps the newest `Ownership.keep_max`, the one that the file ``best`` names, those that the run was
+    started from, and all checkpoints of other runs. If a checkpoint cannot be deleted, logs a warning.
     """
     if ownership.keep_max is None:
         return
@@ -158,7 +170,8 @@ def keep_newest(output_dir: Path, ownership: Ownership) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a hidden directory. Files that cannot be deleted are left for the next save."""
+    """Delete a directory with a hidden name. Files that cannot be deleted remain; the next save
+    tries again."""
     shutil.rmtree(path, ignore_errors=True)
 
 

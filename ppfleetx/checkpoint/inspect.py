@@ -1,5 +1,4 @@
-"""The contents of checkpoints as text: a summary, a table of tensors, and the differences between two
-checkpoints."""
+"""Show what is in checkpoints: a summary, a table of tensors, and the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -25,8 +24,13 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs between two checkpoints. ``key`` is its (kind, name, state), ``what`` a
-    description, ``largest`` the largest absolute difference, if the shapes are equal."""
+    """A tensor that differs between two checkpoints.
+
+    Attributes:
+        key: (kind, name, state); kind is ``model`` or ``optimizer``.
+        what: how it differs, as text.
+        largest: the largest absolute difference of two elements; None if the tensors cannot be subtracted.
+    """
 
     key: tuple[str, str, str]
     what: str
@@ -34,7 +38,8 @@ class Difference:
 
 
 def open_for_inspection(path: str | Path) -> Checkpoint:
-    """Open any path that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError."""
+    """Open the checkpoint at any path that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError if
+    there is no undamaged checkpoint."""
     return open_resolved(resolve_checkpoint(path))
 
 
@@ -48,7 +53,8 @@ def label(entry: TensorEntry) -> str:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return facts about a checkpoint as JSON values. Counts are elements, sizes are bytes."""
+    """Return facts about a checkpoint, such as step, plan and sizes, as JSON values. ``parameters`` counts
+    elements, and the keys that end in ``_bytes`` are bytes."""
     manifest = checkpoint.manifest
     of_model = [entry for entry in manifest.tensors.values() if entry.kind == MODEL]
     of_optimizer = [entry for entry in manifest.tensors.values() if entry.kind != MODEL]
@@ -100,8 +106,8 @@ def summary_text(facts: Mapping[str, Any]) -> str:
 
 
 def table(entries: list[TensorEntry]) -> str:
-    """Return a table of tensors, one per line: label, shape, element type, size, number of slices and of
-    files."""
+    """Return a text table with one tensor per line: name, shape, element type, size, and into how many slices
+    and files it is split."""
     rows = [("tensor", "shape", "dtype", "size", "slices", "files")]
     for entry in entries:
         files = {piece.file for piece in entry.slices}
@@ -117,9 +123,9 @@ def table(entries: list[TensorEntry]) -> str:
 def differences(
     one: Checkpoint, other: Checkpoint, pattern: Pattern[str] | None = None
 ) -> Iterator[Difference]:
-    """Yield the tensors that are not bitwise equal in two checkpoints, one tensor at a time.
+    """Compare two checkpoints bit by bit, one tensor at a time, and yield the tensors that differ.
 
-    Vocabulary padding is not compared, because it depends on `Model.vocab_size_divisible_unit`.
+    Rows of vocabulary padding are ignored, because their number depends on `Model.vocab_size_divisible_unit`.
     """
     mine = {entry.key: entry for entry in tensors_of(one, pattern)}
     theirs = {entry.key: entry for entry in tensors_of(other, pattern)}

@@ -1,4 +1,4 @@
-"""Tensors that are read from files on demand, and conversion of element types."""
+"""Tensors that are read from files only when they are needed, and conversion between element types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that ``load`` reads on demand, possibly strided. bfloat16 is read as bits in uint16."""
+    """A tensor with known type and shape whose data is read by calling ``load``.
+
+    bfloat16 is read as its bits in uint16, because NumPy has no bfloat16. The array may be a strided view.
+    """
 
     dtype: str
     shape: Index
@@ -42,7 +45,8 @@ class LazyTensor:
 
 
 class KeptTensor:
-    """A tensor that is read once and kept in memory until it has been used ``readings`` times."""
+    """A tensor that several readers share. The first one reads it from the file, and it stays in memory until
+    it has been read ``readings`` times."""
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:
         self._tensor, self._readings, self._left = tensor, readings, 0
@@ -60,8 +64,8 @@ class KeptTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """Return the tensor `make(*parts)`, computed on demand. Raises CheckpointError if the parts have
-    different types."""
+    """Return the lazy tensor `make(*parts)`, which is computed when it is read. ``name`` is for messages.
+    Raises CheckpointError if the parts have different element types."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")
@@ -69,7 +73,8 @@ def derive(
 
 
 def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
-    """Convert elements to another element type. bfloat16 is represented as bits in uint16."""
+    """Convert an array from the element type ``stored`` to ``wanted``, both named as in safetensors. bfloat16
+    is represented by its bits in uint16."""
     if stored == wanted:
         return values
     if stored == "BF16":
@@ -80,7 +85,8 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
 
 
 def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
-    """Return the tensor with a check: reading it raises CheckpointError if a number is NaN or infinite."""
+    """Return the same tensor with a check: reading it raises CheckpointError if it has a NaN or an infinity.
+    ``name`` and ``place`` are for the message."""
 
     def load() -> np.ndarray:
         with np.errstate(over="ignore"):  # an overflow in a cast is detected below
@@ -102,7 +108,8 @@ def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
-    """Read a range of a file as uint8. Raises CheckpointError."""
+    """Read ``length`` bytes of a file from position ``start`` as uint8. Raises CheckpointError if the file is
+    too short."""
     with opened(path) as file:
         if start + length > file.seek(0, os.SEEK_END):  # check before allocating memory
             raise CheckpointError(f"{path} ends too early")

@@ -1,9 +1,9 @@
 """Save a checkpoint from all ranks of a job, in the foreground or in the background.
 
-Each rank writes its slices; rank 0 writes the manifest. In a background save, a thread copies the state
-during the next forward and backward passes, which only read parameters and optimizer state, and then writes
-the copy. `wait_for_copy` is called before the optimizer update. Ranks communicate only in the main thread, so
-that collectives of saving and training cannot interleave.
+Each rank writes its slices of the tensors; rank 0 writes the manifest, which lists them all. In a background
+save, a thread copies the state during the next forward and backward passes, which do not change parameters or
+optimizer state, and then writes the copy. `wait_for_copy` must be called before the optimizer update. Ranks
+communicate only in the main thread, because otherwise collectives of saving and training could interleave.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Result = TypeVar("Result")
 
 
 class SharedSave:
-    """The steps of one save. Ranks communicate only between the steps.
+    """One save of a checkpoint by all ranks of a job, in separate steps.
 
-    All ranks call `open`, `write` with slices that no other rank writes, `publish` with the results of
-    `write` from all ranks, and in any case `close`. The directory must be on a file system that all ranks
-    share. The arguments are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
+    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. Between the
+    steps, `on_all_ranks` exchanges results and errors. The output directory must be on a file system that all
+    ranks share. Arguments are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
     """
 
     def __init__(
@@ -58,18 +58,20 @@ class SharedSave:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """On rank 0: lock the output directory and create the temporary directory for the checkpoint."""
+        """On rank 0, lock the output directory and create the temporary directory that all ranks write to."""
         if self._ctx.is_main:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
-        """Write this rank's slices. Returns None if it has none."""
+        """Write this rank's slices of the tensors, which no other rank writes. Returns their index for
+        `publish`, or None if there are none."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
-        """On rank 0: complete and publish the checkpoint, and return its path."""
+        """On rank 0, write the manifest, give the checkpoint its final name, and return its path. ``written``
+        has the results of `write` from all ranks."""
         if not self._ctx.is_main:
             return None
         ranks = [
@@ -84,8 +86,11 @@ class SharedSave:
         self._stack.close()
 
     def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
-        """Run ``act`` on every rank and return the results of all ranks. Raises CheckpointError on every rank
-        if ``act`` raised OSError or CheckpointError on any rank."""
+        """Run ``act`` on every rank, and return the list of all ranks' results.
+
+        If ``act`` raises OSError or CheckpointError on any rank, every rank raises CheckpointError, so no
+        rank waits for one that failed.
+        """
         try:
             outcome = (act(), None)
         except OSError as error:
@@ -113,10 +118,14 @@ class SharedSave:
 
 
 class CheckpointManager:
-    """Saves checkpoints into one output directory, from one process or from all ranks of ``ctx``.
+    """Saves checkpoints into one output directory in the foreground: `save` returns when the checkpoint is
+    complete.
 
-    Without ``ownership``, the checkpoints belong to no run, and none is replaced or deleted. ``description``
-    are arguments of `save_checkpoint` that are constant during the run (`plan`, `config`, ...).
+    Args:
+        ownership: the training run whose old checkpoints may be replaced and deleted; None: nothing is
+            replaced or deleted.
+        ctx: the ranks that save together; None: this process saves alone.
+        description: arguments of `save_checkpoint` that are the same for every save (`plan`, `config`, ...).
     """
 
     def __init__(
@@ -133,8 +142,8 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint, with the arguments and errors of `save_checkpoint`. All ranks must call this,
-        with slices that no other rank writes."""
+        """Save a checkpoint and return its path. All ranks must call this. Each tensor slice must be passed
+        by exactly one rank. Errors are those of `save_checkpoint`."""
         pieces, save = list(tensors), self._begin(epoch, step, state)
         try:
             indices = save.on_all_ranks(lambda: save.write(pieces))
@@ -149,25 +158,27 @@ class CheckpointManager:
         return save
 
     def wait_for_copy(self) -> None:
-        """Wait until the tensors passed to `save` may be changed. A foreground save never needs to wait."""
+        """Wait until the tensors passed to `save` may be changed again. Returns at once here, because a
+        foreground save has finished."""
 
     def poll(self) -> Path | None:
-        """Return the path of a checkpoint completed since `save` returned. A foreground save always returns
-        None."""
+        """Return the path of a background save that has just completed; None if there is none. A foreground
+        manager always returns None."""
 
     def wait(self) -> Path | None:
-        """Wait for the save in progress, and return the same as `poll`."""
+        """Wait for a background save to complete, and return its path; None if there is none."""
 
     def abandon(self) -> None:
-        """Finish without communicating with the other ranks, which may have ended."""
+        """End a save in progress when this process stops because of an error. Does not communicate with other
+        ranks, which may have died."""
 
 
 class BackgroundManager(CheckpointManager):
-    """A manager whose `save` returns at once and continues in the background. Only one save may run at a
-    time.
+    """Saves checkpoints in the background: `save` returns early, and a thread writes the data. Only one save
+    may run at a time.
 
-    All ranks must call `poll` and `wait` in the same order; both report the result of the save, the same on
-    all ranks. Needs host memory for a copy of the data that this rank writes.
+    Every call of `poll` and `wait` must be made by all ranks in the same order. Both return the same result
+    on all ranks. Each rank needs host memory for a copy of the data that it writes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -180,10 +191,10 @@ class BackgroundManager(CheckpointManager):
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Start a save and return the path of the future checkpoint.
+        """Start a save, and return the path that the checkpoint will have.
 
-        The tensors must not be changed before `wait_for_copy` returns. Arguments and errors are those of
-        `CheckpointManager.save`, but write errors are raised by `poll` and `wait`.
+        The caller must not change the tensors before `wait_for_copy` returns. Arguments are those of
+        `CheckpointManager.save`. Errors of writing are raised by `poll` and `wait`.
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
@@ -207,8 +218,11 @@ class BackgroundManager(CheckpointManager):
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Advance the save in progress without waiting. Returns its path if it is now complete. Raises
-        CheckpointError on all ranks if the save failed."""
+        """Check the save in progress without waiting, and continue with its next step if all ranks are ready.
+
+        Returns the path if the checkpoint is now complete, otherwise None. Raises CheckpointError on all
+        ranks if the save failed.
+        """
         if self._task is None:
             return None
         if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():
@@ -234,8 +248,12 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """End a save in progress without the other ranks: wait until this process has written its slices, but
-        publish no checkpoint. In a job of one process, the save is completed."""
+        """End a save in progress when this process stops because of an error. Does not communicate with other
+        ranks, which may have died.
+
+        Waits until this process has written its slices. With several ranks there will be no checkpoint,
+        because it needs the slices of all ranks. A job of one process completes its checkpoint.
+        """
         if self._task is None:
             return
         self._task.done.wait()
@@ -259,17 +277,17 @@ def _logged(published: Sequence[str | None]) -> Path:
 
 
 class HostCopier:
-    """Copies tensors into host memory that is reused by the next save."""
+    """Copies tensors into host memory for a background save. The memory is kept and used again by the next
+    save."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Return slices that refer to a future copy, and a function that makes the copy. Call the function
-        once, from any thread.
+        """Return (slices of a copy of the tensors, function that makes this copy).
 
-        The copy of a tensor on a device is queued now, before any operation that changes the tensor. Only the
-        writing thread waits for it.
+        The function must be called once, from any thread, before the slices are written. Tensors on a device
+        are different: their copy to the host starts now, and writing such a slice waits for it.
         """
         live, copies = [], []
         for piece in pieces:
@@ -299,7 +317,8 @@ class HostCopier:
 
 
 class Task:
-    """Runs ``first`` and then ``act`` in a daemon thread. The event ``first_done`` is set in between."""
+    """Runs ``first`` and then ``act`` in a daemon thread. The event ``first_done`` is set between the two,
+    and ``done`` at the end."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()

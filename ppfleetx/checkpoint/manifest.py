@@ -1,7 +1,8 @@
-"""The manifest, which lists the contents of a checkpoint, and small files sealed with a CRC-32.
+"""The manifest, the file ``manifest.json`` that lists the contents of a checkpoint; and sealed files.
 
-When a manifest is read, pydantic checks the types, and :func:`check_together` checks that each element of
-each tensor is in exactly one slice. `docs/checkpoint_format.md` specifies the format.
+A sealed file is a small text file that ends with its own CRC-32, such as ``COMPLETE``, which marks a complete
+checkpoint. When a manifest is read, pydantic checks the types, and :func:`check_together` checks that the
+listed slices make up whole tensors. `docs/checkpoint_format.md` specifies the format.
 """
 
 from __future__ import annotations
@@ -56,10 +57,14 @@ DocumentPath = Annotated[
 
 @dataclass(frozen=True)
 class SliceEntry:
-    """The place of one slice of a tensor in the files.
+    """The manifest's entry for one slice of a tensor: which part it is, and where its bytes are.
 
-    `start` is the position of its first byte in `file`. `crc32` has one checksum for each `CHUNK_BYTES` of
-    its bytes (the last chunk may be shorter). `flat` is part of the format, but unused.
+    Attributes:
+        offset, shape: the part of the tensor, in elements of the whole tensor.
+        file: the safetensors file, relative to the checkpoint.
+        start: the position of the first byte in the file.
+        crc32: one checksum for each `CHUNK_BYTES` bytes; the last chunk may be shorter.
+        flat: always null; kept because the format has this key.
     """
 
     __pydantic_config__ = _EXACTLY
@@ -79,7 +84,8 @@ class SliceEntry:
 
 @dataclass(frozen=True)
 class DocumentEntry:
-    """A small file that describes the model: `config.yaml`, or a file of the tokenizer."""
+    """The manifest's entry for a file that is not a tensor file: ``config.yaml``, or a file of
+    the tokenizer."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -89,7 +95,9 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the model or of the optimizer, with its slices. For `vocab_dim`, see TensorSlice."""
+    """The manifest's entry for a tensor of the model or of the optimizer. ``slices`` together make up the
+    tensor. For ``name``, ``kind``, ``state`` and ``vocab_dim``, see
+    :class:`ppfleetx.checkpoint.slices.TensorSlice`."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -116,7 +124,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A safetensors file: its size, and size and CRC-32 of its header (including the length field)."""
+    """The manifest's entry for a safetensors file: its size, and the size and CRC-32 of its header. The
+    header includes the 8 bytes of its length."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -126,7 +135,8 @@ class FileEntry:
 
 
 def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry]) -> None:
-    """Raise ValueError unless each element of each tensor is in exactly one slice of a listed file."""
+    """Check that the slices of each tensor cover it exactly once, and lie in files that are listed. Raises
+    ValueError."""
     if len({entry.key for entry in tensors}) != len(tensors):
         raise ValueError("a tensor is listed twice")
     for entry in tensors:
@@ -170,19 +180,22 @@ _STEP_DIR = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json.
+    """The content of ``manifest.json``, which lists everything in a checkpoint.
 
     Attributes:
-        step, epoch: number of finished optimizer steps and passes over the data.
-        files: by path relative to the checkpoint, with `/`.
-        tensors: by (kind, name, state).
+        step: number of finished optimizer steps.
+        epoch: number of finished passes over the data.
+        files: safetensors files, by path relative to the checkpoint, with `/`.
+        tensors: by (kind, name, state); kind is ``model`` or ``optimizer``.
         state: the trainer's state (progress, RNG, scaler, schedule, ...): any JSON value.
+        plan: the parallel plan that saved the checkpoint.
         ranks: for each rank, its directory and its coordinates in the plan.
-        vocab_size: vocabulary size without padding, for tensors with a `vocab_dim`.
+        vocab_size: vocabulary size without padding.
+        config: the configuration of the run that saved the checkpoint.
         fingerprints: hashes that identify tokenizer and data.
-        run: run that saved the checkpoint; None for conversions and older versions.
-        documents: configuration and tokenizer files (`checkpoint/config_and_tokenizer.py`), by path;
-            empty in checkpoints of older versions.
+        run: id of the training run that saved the checkpoint; None for conversions and older versions.
+        documents: ``config.yaml`` and tokenizer files, by path relative to the checkpoint; empty in
+            checkpoints of older versions.
     """
 
     step: int
@@ -199,7 +212,8 @@ class Manifest:
     documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the content of manifest.json. Raises CheckpointError if the state is not JSON."""
+        """Return the manifest as the content of ``manifest.json``. Raises CheckpointError if ``state`` has a
+        value that JSON does not have."""
         document = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         document["tensors"] = [asdict(entry) for entry in self.tensors.values()]
         if not self.documents:  # older versions of ppfleetx reject unknown keys
@@ -212,8 +226,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check the content of the file ``where``. Raises CheckpointError if the manifest has
-        another format or version, or is inconsistent."""
+        """Parse and check the content of a ``manifest.json``. ``where`` is its path, for messages. Raises
+        CheckpointError if the format or version is another one, or the content is inconsistent."""
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
@@ -256,8 +270,11 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """Return the directory of a rank's files within a checkpoint. Ranks with dp > 0 or sep > 0 are replicas,
-    which write only expert weights."""
+    """Return the name of the directory, inside a checkpoint, for the files of the rank at these coordinates.
+
+    Ranks with dp > 0 or sep > 0 are replicas, which write only weights of experts. Only their directories
+    have ``dp`` and ``sep`` in the name.
+    """
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
@@ -277,13 +294,14 @@ def parse_step_directory(name: str) -> tuple[int, int] | None:
 
 
 def read_sealed(path: Path) -> dict[str, str] | None:
-    """Return the fields of a sealed file, or None if it is damaged. Raises CheckpointError if it cannot be
-    read."""
+    """Return the fields of a sealed file (see :func:`seal`). None if its CRC-32 is wrong. Raises
+    CheckpointError if it cannot be read."""
     return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 
 def seal(**fields: str | int) -> bytes:
-    """Make the content of a sealed file: `key value` lines, followed by the CRC-32 of these lines."""
+    """Return the content of a sealed file: one line ``key value`` per field, and a last line with the CRC-32
+    of these lines."""
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 

@@ -1,4 +1,4 @@
-"""Read a checkpoint: whole tensors, or any box of a tensor, independent of how it was sliced."""
+"""Read tensors from a checkpoint, whole or in part, regardless of the slices in which they are stored."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ _BLOCK_BYTES = 64 * 1024 * 1024
 
 
 class Checkpoint:
-    """An open checkpoint. Opening it has checked the marker of completion, the manifest, the configuration
-    and tokenizer files, and the sizes and headers of the tensor files. Tensor data is checked when it is
-    read; `verify` checks all of it."""
+    """A checkpoint that is open for reading.
+
+    Opening it with :func:`open_checkpoint` checks everything except the tensor data. `read` checks the data
+    that it returns, and `verify` checks all data.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
         self.path, self.manifest, self.saved_at_ns = path, manifest, saved_at_ns
@@ -47,15 +49,18 @@ class Checkpoint:
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:
-        """Return the canonical names of tensors of this kind, in the order saved."""
+        """Return the parameter names of all tensors of this kind, ``model`` or ``optimizer``, each once, in
+        the order in which they were saved."""
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
-        """Return (canonical name, state name) of all tensors of this kind, in the order saved."""
+        """Return (parameter name, state name) of all tensors of this kind, ``model`` or ``optimizer``, in the
+        order in which they were saved. The state name of model parameters is empty."""
         return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
 
     def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
-        """Return the description of a tensor. Raises CheckpointError if there is no such tensor."""
+        """Return the manifest's entry for a tensor: type, shape and slices. Raises CheckpointError if there
+        is no such tensor."""
         try:
             return self.manifest.tensors[kind, name, state]
         except KeyError:
@@ -72,11 +77,11 @@ class Checkpoint:
         shape: Index | None = None,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Read the box (offset, shape) of a tensor, by default all of it. bfloat16 is read as bits in uint16.
+        """Read a tensor, or the part of it at ``offset`` with ``shape``. bfloat16 is read as bits in uint16.
 
-        Reads only the parts of the files that contain the box. `out`, if given, is a contiguous array with
-        the box's shape and the stored element type. Raises CheckpointError for an unknown tensor, a box
-        outside the tensor, or damaged bytes.
+        For a part, only the necessary bytes of the files are read. ``out``, if given, is a contiguous array
+        that is filled and returned. Raises CheckpointError if there is no such tensor, the part is outside of
+        it, or the bytes are damaged.
         """
         entry = self.entry(name, kind, state)
         offset, shape = _wanted_box(entry, offset, shape)
@@ -86,18 +91,20 @@ class Checkpoint:
         return result
 
     def document(self, relative: str) -> bytes | None:
-        """Return the content of a document, or None if there is none at this path. Raises CheckpointError."""
+        """Return the content of ``config.yaml`` or a tokenizer file in the checkpoint. None if there is no
+        file at this path. Raises CheckpointError if it is damaged."""
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
-        """Read all data, and raise CheckpointError with every damaged place."""
+        """Read all tensor data and check it against the checksums. Raises one CheckpointError that lists all
+        damaged slices."""
         damage = list(self.damage())
         if damage:
             raise CheckpointError("\n".join(damage))
 
     def damage(self) -> Iterator[str]:
-        """Read all data, and yield one sentence for each damaged slice."""
+        """Read all tensor data, and yield one sentence for each damaged slice."""
         yield from damage_of(self.path, self.manifest.tensors.values())
 
     def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
@@ -147,13 +154,17 @@ class Checkpoint:
 
 
 def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
-    """Yield one sentence for each damaged slice of these tensors in the files of `directory`."""
+    """Read the data of these tensors in the checkpoint at ``directory``, and yield one sentence for each
+    damaged slice."""
     return storage.damage(directory, ((entry.label, piece) for entry in tensors for piece in entry.slices))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in a step directory. Raises CheckpointError if it is incomplete, or if its marker,
-    manifest, documents, file sizes or headers are damaged."""
+    """Open the checkpoint in a step directory.
+
+    Raises CheckpointError if it is incomplete or damaged. This checks the completeness marker, the manifest,
+    ``config.yaml``, the tokenizer files, and the sizes and headers of the tensor files, but not tensor data.
+    """
     path = Path(path)
     marker = read_marker(path)
     content = read_manifest(path, marker)
@@ -166,8 +177,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
-    """Return the content of the manifest in step directory `path`. Raises CheckpointError if it does not
-    match the marker."""
+    """Return the bytes of ``manifest.json`` in the step directory ``path``. Raises CheckpointError if their
+    checksum is not the one in the completeness marker ``marker``."""
     manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
     content = read_bounded(manifest_path, size)
     if len(content) != size:
@@ -178,7 +189,8 @@ def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
 
 
 def read_marker(path: Path) -> dict[str, str]:
-    """Return the fields of the completeness marker. Raises CheckpointError if it is missing or damaged."""
+    """Return the fields of the file ``COMPLETE``, which is written last and marks a complete checkpoint.
+    Raises CheckpointError if it is missing or damaged."""
     marker_path = path / MARKER_FILE
     if not marker_path.exists():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")

@@ -1,4 +1,5 @@
-"""Rewrite a checkpoint: merge it into one rank directory, or split it for a plan."""
+"""Rewrite a checkpoint into other files: all tensors whole, in one rank directory; or split for a parallel
+plan."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state.
-    Returns the new checkpoint, from which training can continue."""
+    """Copy a checkpoint, and join the slices of all ranks: one file of weights, and one of optimizer state.
+    Training can continue from the copy. Returns its step directory."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     target = save_checkpoint(
@@ -54,10 +55,11 @@ def merge(path: str | Path, output: str | Path) -> Path:
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan. Returns the new
-    checkpoint.
+    """Copy a checkpoint, and split its tensors into one directory for each rank of a plan with tensor and
+    pipeline parallelism. Returns the step directory of the copy.
 
-    Any plan can read any checkpoint; afterwards each rank of this plan reads only its own files.
+    This is an optimization: any plan can read any checkpoint, but after this, each rank of ``plan`` reads
+    only its own files.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest, output = checkpoint.manifest, Path(output)
@@ -84,7 +86,7 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
 
 
 def _copy_neighbors(checkpoint: Checkpoint, output: Path) -> None:
-    """Copy the tokenizer and the configuration beside the checkpoint."""
+    """Copy the tokenizer and the configuration that are beside the checkpoint, in its output directory."""
     source = find_tokenizer_dir(checkpoint.path)
     if source is not None:
         copy_tokenizer(source, output / TOKENIZER_DIR)
@@ -118,8 +120,8 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """Yield the slice of a tensor for one tensor-parallel rank. The first rank gets all tensors that are not
-    split."""
+    """Yield the slice of a tensor that tensor-parallel rank ``rank`` of ``degree`` stores. A tensor that is
+    not split is stored by rank 0 only."""
     dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:
@@ -135,14 +137,15 @@ def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) 
 
 
 def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
-    """Return whether a tensor is split like its parameter, as moments and master weights are."""
+    """Return whether a tensor is split like the parameter that it belongs to. True for parameters, moments
+    and master weights, which have the parameter's shape; false for single numbers."""
     parameter = checkpoint.manifest.tensors.get((MODEL, entry.name, ""))
     return parameter is not None and parameter.shape == entry.shape and prod(entry.shape) > 1
 
 
 def cut_dim(name: str) -> int | None:
-    """Return the dimension along which tensor parallelism splits the parameter with this canonical name, or
-    None."""
+    """Return the dimension along which tensor parallelism splits the parameter ``name``. None
+    if it does not."""
     fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # FleetX may store q, k and v separately
     fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # so may Megatron-LM the experts
     return _cut_dims().get(_LAYER_NUMBER.sub(".", fused))

@@ -1,7 +1,7 @@
-"""States of random number generators as JSON, for one process and for all ranks of a job.
+"""Save and restore the states of random number generators, for one process and for all ranks of a job.
 
-Paddle's `GeneratorState` has a seed, an offset and the text form of its mt19937-64 engine, which are read and
-written through `__getstate__` and `__setstate__`.
+The states are JSON. Paddle's `GeneratorState` has a seed, an offset and the text form of its mt19937-64
+engine. They are read and written with its `__getstate__` and `__setstate__`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
 def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
-    """Return the generator states of all ranks, as stored in a checkpoint. A collective.
+    """Collect the generator states of all ranks for a checkpoint. A collective; the result is the same on all
+    ranks.
 
-    The result has `rng`, the state of rank 0, and `rng_of_ranks`: the `degrees` of the plan, and in `ranks`
-    for each rank its coordinates `at` and `differs`, the parts of its state that differ from rank 0's.
+    ``rng`` is the state of rank 0. ``rng_of_ranks`` has the ``degrees`` of the parallel plan, and the list
+    ``ranks``: for each rank, its coordinates ``at``, and in ``differs`` only the parts of its state that are
+    not equal to those of rank 0.
     """
     first, *_ = states = gather(ctx, rng_state())
     ranks = [
@@ -45,12 +47,12 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from the result of `gather_rng_state`. Returns whether each rank got its
-    own state. Raises CheckpointError.
+    """Restore this rank's generators from a checkpoint's `gather_rng_state`. Returns whether every rank got
+    the state that it had saved itself.
 
-    Each rank gets its own state if the plan has the same degrees. Otherwise all ranks get the default
-    generators of rank 0, and the named streams of Paddle's tracker keep their seeds. Dropout is not affected,
-    because its masks are a function of seed and step.
+    That is so if the parallel plan has the same degrees. Otherwise all ranks get rank 0's default generators,
+    and the named streams of Paddle's RNG tracker keep their seeds. Dropout is the same in both cases, because
+    its masks depend only on seed and step. Raises CheckpointError if a state is missing or invalid.
     """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
@@ -73,8 +75,8 @@ def _degrees(ctx: ParallelContext) -> dict[str, int]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the generator states of this process as JSON: Python's, NumPy's, Paddle's default generators,
-    and the named streams of Paddle's tracker."""
+    """Return the generator states of this process as JSON values: those of Python, of NumPy, Paddle's default
+    generators, and the named streams of Paddle's RNG tracker."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -85,10 +87,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore the result of `rng_state`; the tracker's streams only with `streams`. Raises CheckpointError.
+    """Restore the generators of this process from the result of `rng_state`.
 
-    Paddle has one generator for each visible device. If the state was saved with other devices, Paddle's
-    generators keep their seeds, and a warning is logged.
+    ``streams`` says whether to restore the named streams of Paddle's RNG tracker. Paddle has one generator
+    per visible device. If the state comes from other devices, Paddle's generators are left alone, with a
+    warning. Raises CheckpointError if the state is invalid.
     """
     try:
         python, numpy = state["python"], state["numpy"]

@@ -1,7 +1,7 @@
-"""Ownership of checkpoints: a run deletes and replaces only its own checkpoints.
+"""Which training run saved a checkpoint. A run deletes and replaces only its own checkpoints.
 
 A run gets a random id when it starts, and keeps it when it resumes in the same output directory. The id is
-stored in the manifests of its checkpoints and in the file `run_id` of the output directory. A checkpoint
+stored in the manifests of its checkpoints and in the file ``run_id`` of the output directory. A checkpoint
 without an id belongs to no run.
 """
 
@@ -40,11 +40,12 @@ _saved: dict[str, _Saved] = {}
 
 @dataclass(frozen=True)
 class Ownership:
-    """The rights of a run in its output directory.
+    """Which checkpoints in its output directory a training run may delete and replace.
 
     Attributes:
-        keep_max: number of its own checkpoints that the run keeps besides the best one; None: all.
-        spared: step directories, with links resolved, that the run was started from; it never deletes or
+        run: the id of the run.
+        keep_max: how many of its own checkpoints the run keeps, in addition to the best one; None: all.
+        spared: step directories, with links resolved, that the run was started from. It never deletes or
             replaces them.
     """
 
@@ -57,8 +58,11 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Return whether the run may delete or replace this checkpoint: it was saved by this run under this
-        name, and no file was added since."""
+        """Return whether the run may delete or replace the checkpoint at ``path``.
+
+        It may if it saved the checkpoint under this name, was not started from it, and no file was added
+        since.
+        """
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -70,14 +74,17 @@ class Ownership:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of the file `run_id`: the run that writes to the output directory. ``continues`` is the
-    name of another run's checkpoint in this directory that the run started from."""
+    """The content of the file ``run_id`` in an output directory: the id of the run that saves there.
+
+    ``continues`` is the name of a checkpoint in this directory that the run was started from, if another run
+    saved it.
+    """
 
     run: str
     continues: str | None = None
 
     def includes(self, checkpoint: Checkpoint) -> bool:
-        """Return whether a run that resumes in the directory may continue from this checkpoint."""
+        """Return whether ``checkpoint`` is part of this run's history, so that the run may resume from it."""
         return checkpoint.manifest.run == self.run or checkpoint.path.name == self.continues
 
 
@@ -86,7 +93,7 @@ def new_run() -> str:
 
 
 def read_run(output_dir: Path) -> RunRecord | None:
-    """Read which run writes to the directory. Returns None if there is no record, or if it is damaged."""
+    """Read the file ``run_id`` of an output directory. None if it is missing or damaged."""
     path = output_dir / RUN_FILE
     fields = read_sealed(path) if path.is_file() else None
     return (
@@ -103,8 +110,8 @@ def write_run(output_dir: Path, record: RunRecord) -> None:
 
 
 def run_of(path: Path) -> str | None:
-    """Return the id of the run that saved the checkpoint in this step directory, or None. Raises
-    CheckpointError."""
+    """Return the id of the training run that saved the checkpoint in a step directory. None if it belongs to
+    no run. Raises CheckpointError if the checkpoint is incomplete or damaged."""
     return _saved_by(path).run
 
 

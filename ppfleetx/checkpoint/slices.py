@@ -1,6 +1,6 @@
-"""Slices of global tensors: arithmetic only, no files.
+"""Slices of tensors, which ranks save, and the arithmetic of boxes. No files are accessed here.
 
-A box is (offset, shape) in the global index space of a tensor. A slice is the part of a tensor in a box.
+A box is a pair (offset, shape): a rectangular part of a tensor. A slice is the data in a box.
 """
 
 from __future__ import annotations
@@ -47,18 +47,21 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One slice of one tensor, as a rank passes it to the writer.
+    """A part of a tensor, as a rank passes it to the functions that write a checkpoint.
 
     Attributes:
+        name: the parameter's name in the whole model, the same under every plan.
+        kind: ``model`` or ``optimizer``.
         dtype: element type, a key of NUMPY_OF_DTYPE.
-        offset, shape: box of this slice in the global tensor.
-        data: an array of `shape`, or a function that makes it when needed, so that only one copy is in memory
-            at a time. bfloat16 is stored as bits in uint16.
+        global_shape: shape of the whole tensor.
+        offset, shape: where this part is in the whole tensor.
+        data: an array of `shape`, or a function that makes it when it is written, so that only one copy is in
+            memory at a time. bfloat16 is stored as bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
-        vocab_dim: dimension of (padded) vocabulary entries, if there is one.
-        is_live: whether the array is the tensor's own memory, so that the next update changes it.
+        vocab_dim: the dimension whose entries belong to tokens, and may be padded; None if there is none.
+        is_live: whether the array is the tensor's own memory, so that the next optimizer update changes it.
         fetch: a function that starts a copy from the device and returns a function that waits for it. The
-            next update does not change the copy. None if only ``data`` is available.
+            next optimizer update does not change the copy. None if only ``data`` is available.
     """
 
     name: str
@@ -86,7 +89,7 @@ class TensorSlice:
         return self.size * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def array(self) -> np.ndarray:
-        """Return the elements as a contiguous array, in the byte order of the file."""
+        """Return the slice's data as a contiguous little-endian array, as files store it."""
         made = self.data() if callable(self.data) else self.data
         held = np.ascontiguousarray(made, dtype=NUMPY_OF_DTYPE[self.dtype])
         assert held.size == self.size, f"{self.name}: {held.size} elements where {self.size} were announced"
@@ -94,7 +97,7 @@ class TensorSlice:
 
 
 def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") -> TensorSlice:
-    """Make a slice that covers a whole tensor. `data` is a NumPy array (no bfloat16)."""
+    """Make a slice that is a whole tensor, from a NumPy array. The type cannot be bfloat16."""
     data = np.asarray(data)
     shape = tuple(data.shape)
     dtype = DTYPE_OF_NUMPY[data.dtype.newbyteorder("<")]
@@ -111,8 +114,8 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
 
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
-    """Return whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once, in linear
-    time.
+    """Return whether boxes, pairs (offset, shape), cover an array of ``shape`` without gaps or overlaps.
+    Takes linear time.
 
     Each box contributes its corners with alternating signs (inclusion-exclusion). The boxes tile the array if
     and only if all signed corners sum to those of the array itself.

@@ -1,6 +1,7 @@
-"""Disk access: safetensors files with checksums, durable small files, renames.
+"""Disk access for checkpoints: safetensors files with checksums, small files, and renames that survive a
+crash.
 
-A save accesses the disk only through the functions of this file, so that tests can inject failures here.
+Saves use only the functions of this file to access the disk, so tests can inject failures here.
 """
 
 from __future__ import annotations
@@ -33,10 +34,17 @@ _CHECKERS = 2  # threads that verify checksums
 def write_safetensors(
     path: Path, relative: str, pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileEntry, list[SliceEntry]]:
-    """Write slices into one safetensors file and flush it to disk, one slice in memory at a time.
+    """Write slices of tensors into one safetensors file, and flush it to disk. One slice is in memory at a
+    time.
 
-    ``relative`` is the file's path in the manifest, ``metadata`` the header's `__metadata__`. Returns the
-    manifest entries of the file and of each slice.
+    Args:
+        path: the file to write.
+        relative: its path in the checkpoint, for the manifest.
+        pieces: the slices.
+        metadata: the `__metadata__` of the header.
+
+    Returns:
+        the manifest's entries for the file and for each slice.
     """
     header = _header(pieces, metadata)
     entries = []
@@ -71,25 +79,26 @@ def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str,
 
 
 def write_bytes(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Write bytes to a file. Every write of a save goes through this function."""
+    """Write bytes to an open file. Saves write only with this function, so tests can make it fail."""
     file.write(content)
 
 
 def flush(file: BinaryIO) -> None:
-    """Flush a file to disk. Every flush of a save goes through this function."""
+    """Flush an open file to disk. Saves flush only with this function, so tests can make it fail."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename durably. Every rename of a save goes through this function."""
+    """Rename a file or directory, and flush the change to disk. Saves rename only with this function, so
+    tests can make it fail."""
     source.rename(target)
     fsync_dir(target.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two directories atomically. Returns False, with nothing changed, if the system does not support
-    this. Raises OSError for any other failure."""
+    """Swap the names of two directories in one atomic step. Returns False, with nothing changed, if the
+    system cannot do this. Raises OSError for any other failure."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -104,7 +113,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
-    """Raise CheckpointError unless the file has the size and header of its entry."""
+    """Check the size and the header of a tensor file against the manifest's ``entry``. Raises
+    CheckpointError."""
     path = directory / relative
     with opened(path) as file:
         header = file.read(entry.header_bytes)
@@ -116,7 +126,8 @@ def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
 
 
 def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes:
-    """Return the content of a document. Raises CheckpointError if it is damaged."""
+    """Return the content of ``config.yaml`` or a tokenizer file in the checkpoint at ``directory``. Raises
+    CheckpointError if it does not match the manifest's ``entry``."""
     path = directory / relative
     content = read_bounded(path, MAX_DOCUMENT_BYTES)
     if len(content) != entry.num_bytes:
@@ -129,10 +140,10 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a slice and verify the checksums of all chunks involved. Raises
-    CheckpointError.
+    """Read bytes [start, end) of a tensor slice, and verify the checksums of all chunks that contain them.
+    Raises CheckpointError.
 
-    ``into`` is a buffer for the bytes, and may be given only for a whole slice.
+    ``into`` is a buffer for the bytes. It may be given only if the range is the whole slice.
     """
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
@@ -145,7 +156,8 @@ def read_range(
 
 
 def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
-    """Read named slices and verify their checksums. Yields one sentence for each damaged slice."""
+    """Read slices, given as (name for messages, entry), and verify their checksums. Yields one sentence for
+    each damaged slice."""
     own = threading.local()
 
     def make_scratch() -> None:
@@ -165,15 +177,18 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
 
 
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
-    """Verify the checksums of a whole slice. `scratch` is a reused buffer of CHUNK_BYTES, because allocating
-    memory would cost several times as much as the checksum."""
+    """Read a whole tensor slice and verify its checksums. Raises CheckpointError.
+
+    ``scratch`` is a buffer of CHUNK_BYTES for reading. It is passed in, because allocating memory for each
+    slice would cost several times as much as the checksum.
+    """
     sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
 
 
 def _read_chunks(path: Path, piece: SliceEntry, first: int, chunks: Iterable[memoryview]) -> None:
-    """Read consecutive chunks of a slice, from chunk number `first` on, into the given buffers, and verify
-    their checksums."""
+    """Read consecutive chunks of a tensor slice into buffers, starting with chunk number ``first``, and
+    verify their checksums."""
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(piece.start + first * CHUNK_BYTES)

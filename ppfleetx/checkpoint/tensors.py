@@ -1,7 +1,7 @@
-"""Convert model parameters and optimizer state between Paddle tensors and slices of a checkpoint.
+"""Convert parameters and optimizer state between Paddle tensors and the slices in a checkpoint.
 
-Parameters have an attribute `info` (nn/stage.py): canonical name, global shape, and offset and shape of the
-local part.
+Parameters have an attribute `info` (nn/stage.py): the name in the whole model, the shape of the whole tensor,
+and offset and shape of the part that this rank has.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ _SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """Yield one slice per parameter. The parameter's data is read when the slice is written."""
+    """Yield the slices to save of this rank's parameters, one for each. A parameter's data is read only when
+    its slice is written."""
     for name, param in named_params:
         yield _slice(name, MODEL, "", param, param.info)
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """Yield one slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any
-    other state (a single number such as a beta power) is equal on all ranks, and stored with the parameter's
-    first slice."""
+    """Yield the slices to save of this rank's optimizer state.
+
+    A state with its parameter's shape is sliced like the parameter. Any other state, such as a beta power, is
+    a number that all ranks have. It is saved only by the rank that has the parameter's first slice.
+    """
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
@@ -57,17 +60,20 @@ def load_model(
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
-    """Load a checkpoint's weights into parameters; each rank loads its own part. Returns the names of the
-    loaded parameters.
+    """Load weights from a checkpoint into the parameters of this rank. Returns the names of the loaded
+    parameters.
 
-    Element types are converted. If a 16-bit checkpoint has master weights, those are loaded. If the
-    vocabulary padding differs, only the true vocabulary is loaded, and the padding keeps its values.
+    Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights,
+    parameters of any other type get the master weights, which are more precise. If vocabulary padding
+    differs, only the entries of real tokens are loaded, and the padding keeps its values.
 
     Args:
-        allow_missing: parameters that the checkpoint may lack; they keep their values.
+        named_params: (name in the whole model, parameter) of this rank.
+        vocab_size: the model's vocabulary size without padding.
+        allow_missing: names of parameters that keep their values if the checkpoint lacks them.
         allow_extra: names of checkpoint tensors to ignore if the model does not have them. True: all.
         allow_other_shapes: whether parameters whose shape or vocabulary differs keep their values.
-        model_names: all names of the model, if ``named_params`` are the parameters of one rank.
+        model_names: all names of the whole model, if ``named_params`` are only a part of it.
 
     Raises:
         CheckpointError: the vocabulary differs, or tensors are missing, unknown or of another shape (raised
@@ -103,11 +109,19 @@ def load_optimizer(
     *,
     model_names: Collection[str] = (),
 ) -> None:
-    """Load a checkpoint's optimizer state into the current state (`Optimizer.state()`), one tensor at a time.
+    """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`), one at a
+    time.
 
-    A checkpoint trained in float32 has no master weights; its weights are loaded instead. `model_names` are
-    the names of the whole model, if `state` belongs to one rank. Raises CheckpointError if a state is
-    missing, unknown or of another shape (before anything is changed), or if data is damaged.
+    A checkpoint trained in float32 has no master weights; master weights are then loaded from its weights.
+
+    Args:
+        state: this rank's state, by (parameter name, state name).
+        named_params: (name in the whole model, parameter) of this rank.
+        model_names: all names of the whole model, if ``state`` is only a part of it.
+
+    Raises:
+        CheckpointError: a state is missing, unknown or of another shape (raised before anything is changed),
+            or data is damaged.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
@@ -136,11 +150,11 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Load a checkpoint's master weights, or its weights, into the master weights in ``state``. Raises
-    CheckpointError.
+    """Load the optimizer's master weights from a checkpoint, without other optimizer state.
 
-    Call this after :func:`load_model`, which loads only the parameters. Otherwise the first update would
-    overwrite them from stale master weights.
+    Call this after :func:`load_model`. Otherwise the first update would overwrite the loaded 16-bit
+    parameters with master weights from before. If the checkpoint has no master weights, its weights are used.
+    Raises CheckpointError if data is damaged.
     """
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
@@ -151,7 +165,8 @@ def load_masters(
 
 
 class _Place:
-    """The placement of a state tensor: like its parameter if it has the same shape, otherwise replicated."""
+    """The place of this rank's optimizer state within the whole tensor. A state with its parameter's shape
+    has the parameter's place. Any other state is whole on every rank."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
@@ -183,14 +198,17 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """Return the elements of a tensor in host memory; bfloat16 as bits in uint16. Where possible (for example
-    float32 on a CPU), this is the tensor's own memory, not a copy."""
+    """Return a tensor's elements as a NumPy array, bfloat16 as bits in uint16.
+
+    If the tensor is in host memory and NumPy has its type, the array is the tensor's own memory, not a copy.
+    """
     return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
 
 
 @contextmanager
 def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Context manager: yields :func:`host_array` of a tensor, and writes changes back to the tensor."""
+    """Context manager for changing a tensor with NumPy: yields its elements as an array, and on exit the
+    tensor has the array's new values."""
     if _is_host(tensor):
         yield host_array(tensor)
         return
@@ -200,8 +218,8 @@ def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def _is_host(tensor: Tensor) -> bool:
-    """Return whether NumPy can view the tensor's memory: on the host, contiguous, and of a type that NumPy
-    has."""
+    """Return whether NumPy can use the tensor's memory directly. It must be in host memory, contiguous, and
+    not bfloat16."""
     return tensor.place.is_cpu_place() and dtype_of(tensor) != "BF16" and tensor.is_contiguous()
 
 
@@ -210,7 +228,8 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def _vocab_dim(place: Any) -> int | None:
-    """Return the dimension of vocabulary entries: rows of the word embedding, columns of an untied head."""
+    """Return the dimension that counts vocabulary entries: rows of the word embedding, columns of an untied
+    head. None for other parameters."""
     if place.kind == "word_embedding":
         return 0
     return len(place.global_shape) - 1 if place.kind == "head" else None
@@ -289,7 +308,8 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Return the parameters whose shapes match. Logs a warning for the others, which keep their values."""
+    """Return the parameters that have the same shape in the checkpoint. Logs a warning with the names of the
+    other parameters, which will not be loaded."""
     same, other = [], []
     for name, param in params:
         entry = checkpoint.entry(name)

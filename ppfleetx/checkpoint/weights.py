@@ -1,4 +1,5 @@
-"""The weights of a model under canonical names, read from any format."""
+"""Weights of a model, read lazily from any checkpoint format, under the names that ppfleetx gives to
+parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _VOCABULARY = 97  # a size that no other dimension of the model below has
 
 @cache
 def vocab_dims() -> dict[str, int]:
-    """Return the dimension of vocabulary entries by canonical name, from the parameters' declarations."""
+    """Return {parameter name: dimension that counts vocabulary entries} for the embedding and the head."""
     sizes = {"vocab_size": _VOCABULARY, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
     model = ModelConfig(**sizes, vocab_size_divisible_unit=1, tie_word_embeddings=False, add_head_bias=True)
     shapes = parameter_shapes(model)
@@ -35,15 +36,17 @@ def vocab_dims() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's parameters, read one at a time.
+    """The weights of a model as read from any format, with what the source says about the model. Tensors are
+    read one at a time.
 
     Attributes:
-        place: source of the weights, for messages.
-        tensors: by canonical name, in any order, with or without vocabulary padding.
-        model, generation: keys of these sections that the source defines.
+        place: where the weights come from, for messages.
+        tensors: by ppfleetx's parameter names, in any order, with or without vocabulary padding.
+        model, generation: the keys of the `Model` and `Generation` sections that the source defines.
         vocab_size: size of the vocabulary without padding; None if unknown.
         epoch, step: progress of the training; 0 for formats that do not record it.
-        source: facts about the source (any JSON), to keep in the checkpoint's state.
+        source: facts about the source as JSON values, to keep in the checkpoint's state.
+        tokenizer_dir: the directory of the tokenizer files; None if there are none.
         notes: warnings about how the source was read, one sentence each.
     """
 
@@ -59,7 +62,8 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """Convert all tensors to one element type, except those named in ``keep``. None converts nothing."""
+        """Convert all tensors except those named in ``keep`` to one element type, lazily. If ``dtype`` is
+        None, nothing is converted."""
         if dtype is None:
             return self
         return self.with_tensors(
@@ -67,7 +71,7 @@ class Weights:
         )
 
     def finite(self) -> Weights:
-        """Return the same weights with a check: reading a tensor with a NaN or an infinity raises
+        """Return the same weights with a check: reading a tensor that has a NaN or an infinity raises
         CheckpointError."""
         return self.with_tensors(
             {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
@@ -81,8 +85,8 @@ class Weights:
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """Return the network that the keys of a `Model` section describe. Raises CheckpointError, which names
-    `place`."""
+    """Validate the keys of a `Model` section and return it. Raises CheckpointError, with ``place`` in the
+    message, if they describe no valid network."""
     try:
         return section_of(ModelConfig, dict(keys))
     except ConfigError as error:
@@ -90,8 +94,9 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the parameters of `model`, in its order and shapes, with vocabulary padding added or removed.
-    Raises CheckpointError if a tensor is missing, unknown or of another shape."""
+    """Return the tensors of ``weights`` in the order and shapes of the parameters of ``model``. Vocabulary
+    padding is added or removed as ``model`` requires. Raises CheckpointError if a tensor is missing, unknown
+    or of another shape."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -110,7 +115,7 @@ def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") 
 
 
 def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
-    """Yield one whole slice per parameter. The data is read when the slice is written."""
+    """Yield whole tensors as slices to write into a checkpoint. A tensor is read only when it is written."""
     for name, tensor in tensors.items():
         yield TensorSlice(
             name,
@@ -126,8 +131,8 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
 
 @contextmanager
 def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
-    """Context manager: yields the same tensors, with a progress bar that counts their bytes as they are
-    read."""
+    """Context manager that shows a progress bar while tensors are read. Yields the same tensors; reading one
+    advances the bar."""
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
         yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
@@ -143,8 +148,12 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """Convert slices of a model in memory to the element types ``stored`` of the file from which the model
-    was loaded. If this would lose any bit, all slices are returned unchanged."""
+    """Convert the slices of a model from float32 back to the 16-bit types of the file from which it was
+    loaded, so that the new file is not larger.
+
+    ``stored`` has the element type of each tensor in that file. If any element would change, all slices are
+    returned unchanged.
+    """
     made = []
     for piece in pieces:
         wanted = stored.get(piece.name, piece.dtype)
@@ -163,7 +172,8 @@ def _cast(piece: TensorSlice, wanted: str) -> np.ndarray:
 
 
 class ForeignCheckpoint(Checkpoint):
-    """The weights of another program as a checkpoint, without optimizer state or checksums."""
+    """Makes another program's weights readable like a checkpoint of ppfleetx. It has no optimizer state and
+    no checksums."""
 
     def __init__(self, path: Path, weights: Weights) -> None:
         tensors = {}
@@ -185,7 +195,8 @@ class ForeignCheckpoint(Checkpoint):
         result[...] = self._weights.tensors[entry.name].read()[box]
 
     def damage(self) -> Iterator[str]:
-        """Read every tensor to find read errors. Other formats have no checksums to verify."""
+        """Read every tensor, and yield one sentence for each that cannot be read. Other programs' formats
+        have no checksums to verify."""
         for name, tensor in self._weights.tensors.items():
             try:
                 tensor.read()
@@ -194,7 +205,8 @@ class ForeignCheckpoint(Checkpoint):
 
 
 def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
-    """Set the vocabulary size of a checkpoint that does not record one, and return the checkpoint."""
+    """Set the vocabulary size of a checkpoint whose manifest does not have it. Returns the same
+    checkpoint."""
     if checkpoint.manifest.vocab_size is None:
         checkpoint.manifest = replace(checkpoint.manifest, vocab_size=vocab_size)
     return checkpoint

@@ -1,4 +1,4 @@
-"""Native checkpoints without training state, which conversions read and write."""
+"""Checkpoints of ppfleetx that contain only weights, not training state. Conversions read and write them."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from ppfleetx.utils.log import get_logger
 
 
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
-    """Read the weights of a native checkpoint, from any path that `Engine.save_load.ckpt_dir` accepts.
+    """Read the weights of a checkpoint of ppfleetx. ``path`` is any that `Engine.save_load.ckpt_dir` accepts.
 
-    With ``masters``, float32 master weights replace 16-bit weights. With ``few_bits``, quantized weights are
-    returned as stored; otherwise they raise CheckpointError.
+    With ``masters``, float32 master weights are read in place of weights that have them. With ``few_bits``,
+    quantized weights are returned as stored. Without it, they raise CheckpointError.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -82,7 +82,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 
 def model_section(manifest: Manifest) -> dict[str, Any]:
-    """Return the `Model` section that a checkpoint was saved with; empty if there is none."""
+    """Return the `Model` section of the configuration in a checkpoint's manifest; empty if there is none."""
     config = manifest.config
     if isinstance(config, str):
         node = parse_yaml(config, "the configuration in the manifest")
@@ -92,8 +92,8 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
 
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return the `Generation` section of a manifest's configuration, without invalid keys and keys of a
-    single call."""
+    """Return the `Generation` section of the configuration in a checkpoint's manifest. Keys that belong to
+    one command, such as the prompt, are left out, and invalid keys with a warning."""
     section = config.get("Generation") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return {}
@@ -104,7 +104,7 @@ def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]
 
 
 def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the valid keys of a `Generation` section, and the errors of the other keys."""
+    """Split the keys of a `Generation` section: return those that are valid, and the errors of the others."""
     good, errors = dict(keys), []
     while True:
         try:
@@ -136,8 +136,14 @@ def save_weights(
     step: int = 0,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint without training state and return its step directory. ``source`` are facts about the
-    origin of the weights. ``documents`` None: the documents of ``cfg`` and ``tokenizer``."""
+    """Write a checkpoint that contains only weights, and return its step directory.
+
+    Args:
+        cfg: the configuration to store with the weights.
+        source: facts about the origin of the weights, to store in the checkpoint's state.
+        documents: ``config.yaml`` and tokenizer files for the checkpoint, by path; None: they are made from
+            ``cfg`` and ``tokenizer``.
+    """
     return save_checkpoint(
         output,
         epoch=epoch,
@@ -155,8 +161,11 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write a checkpoint without training state, with `config.yaml` and the tokenizer beside it. Returns the
-    step directory. ``tensors`` are all parameters of `model`, padded."""
+    """Write converted weights into the output directory ``output``: a checkpoint without training state, and
+    beside it ``config.yaml`` and the tokenizer. Returns the step directory of the checkpoint.
+
+    ``weights`` describes the source. ``tensors`` are all parameters of ``model``, with vocabulary padding.
+    """
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = None
@@ -193,8 +202,8 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Write end tokens that only ``config.json`` names to ``generation_config.json``, which the tokenizer
-    reads."""
+    """Write ``generation_config.json`` with the special tokens that only ``config.json`` names. The tokenizer
+    reads end tokens from this file."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
@@ -205,7 +214,7 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the tokenizer in a directory. Returns None, with a warning, if `Tokenizer` cannot read it."""
+    """Load the tokenizer in a directory. None, with a warning, if ppfleetx does not support it."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:

@@ -1,5 +1,5 @@
-"""Write a checkpoint under a hidden name, check it, and then rename it, so that it is either complete or
-absent.
+"""Write a checkpoint under a hidden name, check it, and then rename it. Other processes see either a complete
+checkpoint or none.
 
 With several ranks, each rank calls `write_rank`, and one rank calls `commit` with the results of all ranks.
 """
@@ -37,7 +37,8 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True)
 class RankIndex:
-    """The files that one rank wrote, by relative path, and its slices of tensors."""
+    """What one rank wrote into a checkpoint: its files, by path relative to the checkpoint, and its slices of
+    the tensors."""
 
     files: Mapping[str, FileEntry]
     tensors: Sequence[TensorEntry]
@@ -63,17 +64,16 @@ def save_checkpoint(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> Path:
-    """Save a checkpoint of one process and return its directory `output_dir/epoch_{E}_step_{S}`. For other
-    arguments see :class:`Manifest`.
+    """Save a checkpoint from a single process. Returns its directory `output_dir/epoch_{E}_step_{S}`.
 
     Args:
-        tensors: slices that together cover every tensor.
-        documents: content of each document (`checkpoint/config_and_tokenizer.py`), by path.
-        ownership: run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints
-            beyond `keep_max` are deleted. None: the checkpoint belongs to no run, and no checkpoint is
-            replaced or deleted.
-        max_file_bytes: files are split at tensor boundaries so as not to exceed this.
-        verify: whether to read back and compare all checksums before the checkpoint gets its name.
+        tensors: slices that together make up every tensor.
+        documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
+        ownership: the training run that saves. Its checkpoint of the same name is replaced, and its oldest
+            checkpoints beyond `keep_max` are deleted. None: no checkpoint is replaced or deleted.
+        max_file_bytes: tensors are distributed over several files of at most this size.
+        verify: whether to read all data back and check it before the checkpoint gets its name.
+        epoch, step, state, plan, config, fingerprints, vocab_size: see :class:`Manifest`.
 
     Raises:
         CheckpointError: the checkpoint could not be written (disk full, no permission, ...). Earlier
@@ -107,8 +107,8 @@ def save_checkpoint(
 
 @contextmanager
 def saving(output_dir: Path, epoch: int, step: int) -> Iterator[Path]:
-    """Context manager: lock the output directory and yield a new directory to write a checkpoint into. On
-    exit, the directory is removed unless `commit` has renamed it."""
+    """Context manager: lock ``output_dir``, and yield a new hidden directory to write a checkpoint into. On
+    exit, the directory is deleted unless `commit` has renamed it."""
     staged = output_dir / f"{housekeeping.SAVING}{step_directory(epoch, step)}"
     output_dir.mkdir(parents=True, exist_ok=True)
     with housekeeping.output_lock(output_dir):
@@ -128,8 +128,11 @@ def write_rank(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> RankIndex:
-    """Write one rank's slices to `staged / rank_dir`, flush them to disk, and with ``verify`` read them back.
-    Raises CheckpointError if a checksum differs."""
+    """Write one rank's tensor slices into the directory ``rank_dir`` of the unfinished checkpoint ``staged``.
+
+    The files are flushed to disk. With ``verify`` they are also read back; raises CheckpointError if a
+    checksum differs.
+    """
     target = staged / rank_dir
     target.mkdir()
     files: dict[str, FileEntry] = {}
@@ -164,11 +167,12 @@ def commit(
     ownership: Ownership | None = None,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Turn the files of all ranks into a checkpoint, make `latest` point to it and delete old checkpoints.
-    Returns its path.
+    """Finish a checkpoint: add manifest and marker to the files that all ranks wrote into ``staged``, and
+    rename it. Returns its final path.
 
-    Raises CheckpointError if the ranks' slices do not cover whole tensors, if the files cannot be read back,
-    or if the run may not replace an existing checkpoint of this name.
+    Then the file ``latest`` is updated, and the run's old checkpoints are deleted. Raises CheckpointError if
+    the ranks' slices do not make up whole tensors, if a file is damaged, or if a checkpoint that the run may
+    not replace has the same name.
     """
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
@@ -208,8 +212,11 @@ def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEn
 def split_into_files(
     tensors: Sequence[TensorSlice], max_bytes: int
 ) -> Iterator[tuple[str, list[TensorSlice]]]:
-    """Yield (file name, slices): model and optimizer in separate files, split at `max_bytes` between
-    slices."""
+    """Distribute slices over files, and yield (file name, its slices).
+
+    Model and optimizer are in separate files. A file has at most ``max_bytes``, unless a single slice is
+    larger.
+    """
     for stem, of_kind in (
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),

@@ -1,4 +1,4 @@
-"""Token windows for calibrating and evaluating a compressed model."""
+"""Read samples of text, as windows of token ids, to calibrate and to evaluate a compressed model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ _MEASURED = 10  # the last tenth of the tokens is reserved for evaluation
 
 @dataclass(frozen=True)
 class Samples:
-    """Token windows ``[windows, s + 1]`` int64, one token longer than the model's input for the labels.
+    """Windows of token ids for calibration and evaluation, each ``[windows, s + 1]`` int64.
 
-    ``calibration`` is from the first nine tenths of the data, ``measured``, for evaluation, from the last
-    tenth.
+    A window is one token longer than the model's input of s tokens, because it also contains the labels.
+
+    Attributes:
+        calibration: windows from the first nine tenths of the data.
+        measured: windows from the last tenth, on which perplexity is measured.
     """
 
     calibration: np.ndarray
@@ -31,16 +34,17 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Read token windows, evenly spread over a corpus or a text file.
+    """Read windows of tokens that are evenly spread over a corpus or a text file.
 
     Args:
-        place: the prefix of a .bin/.idx corpus, or a text file.
-        seq_len: input tokens per window; windows have one more.
+        place: the path prefix of a .bin/.idx corpus, or a text file.
+        tokenizer: needed for a text file.
+        seq_len: input tokens per window; a window has one more.
         num_windows: maximum number of calibration windows; evaluation gets half as many.
         fewest: minimum number of calibration tokens.
 
     Raises:
-        DataError: there is no such data, or a token id is outside the model's vocabulary.
+        DataError: the data cannot be read, or a token id is outside the model's vocabulary.
         ConfigError: there is too little data.
     """
     tokens = _tokens(place, tokenizer)

@@ -1,9 +1,9 @@
-"""Distillation (Hinton et al., 2015): train a smaller model on the outputs of a larger one.
+"""Distillation (Hinton et al., 2015): train a model, the student, on the outputs of another one, the teacher.
 
-The loss of a token is ``hard_weight`` times its cross entropy plus ``soft_weight`` times T^2 KL(p || q),
-where p and q are the distributions of teacher and student at temperature T. The teacher is built by the
-student's layer factory, so both have their logits sliced in the same way under every plan. Evaluation uses
-the cross entropy only.
+The loss of a token is ``hard_weight`` times the cross entropy plus ``soft_weight`` times T^2 KL(p || q),
+where p and q are the distributions of teacher and student at temperature T. Both models are built by the same
+layer factory, so their logits are sliced in the same way under every parallel plan. Evaluation uses only the
+cross entropy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _HIDDEN = -1e9  # logit of padding ids
 
 
 class Distillation(WrappedTask):
-    """Adds a teacher to the training loss of a language-modeling task."""
+    """Wraps a language-modeling task, and adds the divergence from a teacher's outputs to its
+    training loss."""
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
         super().__init__(task)
@@ -47,7 +48,7 @@ class Distillation(WrappedTask):
         self._teacher: StagedModel | None = None
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The distillation loss in training; the task's own loss in evaluation."""
+        """Compute the distillation loss in training, and the wrapped task's own loss in evaluation."""
         if not paddle.is_grad_enabled():
             return super().loss(outputs, batch, factory)
         in_pieces = isinstance(outputs, DeferredLogits)
@@ -55,7 +56,7 @@ class Distillation(WrappedTask):
             teacher = self._outputs(self._loaded(factory), batch, in_pieces)
         if in_pieces:
             add = partial(self._add_divergence, factory=factory)
-            return super().loss(_PiecesOfBoth(outputs, teacher, add), batch, factory)
+            return super().loss(_ChunksWithTeacher(outputs, teacher, add), batch, factory)
         found = super().loss(outputs, batch, factory)
         mask = factory.local_positions(batch["loss_mask"])
         return replace(found, loss=self._add_divergence(found.loss, outputs, teacher, mask, factory))
@@ -73,8 +74,14 @@ class Distillation(WrappedTask):
         mask: paddle.Tensor,
         factory: LayerFactory,
     ) -> paddle.Tensor:
-        """Return the weighted sum of the cross entropy ``hard`` and the divergence of ``student`` from
-        ``teacher``, ``[s, b, V]`` each, over the positions where ``mask [b, s]`` is 1."""
+        """Return the training loss: the weighted sum of cross entropy and divergence.
+
+        Args:
+            hard: the cross entropy, already summed over positions.
+            student: logits ``[s, b, V]``.
+            teacher: logits ``[s, b, V]``.
+            mask: ``[b, s]``, 1 at positions that count.
+        """
         cfg = self._distill
         each = divergence(student, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
         soft = (each * mask.transpose([1, 0]).astype(each.dtype)).sum().astype(hard.dtype)
@@ -86,8 +93,9 @@ class Distillation(WrappedTask):
         return self._teacher
 
 
-class _PiecesOfBoth(DeferredLogits):
-    """The student's logits in chunks. The loss of each chunk uses the same chunk of the teacher's logits."""
+class _ChunksWithTeacher(DeferredLogits):
+    """Student logits that are computed in chunks along the sequence to save memory. Computes the loss of each
+    chunk together with the teacher's logits for the same chunk."""
 
     def __init__(
         self, student: DeferredLogits, teacher: DeferredLogits, add: Callable[..., paddle.Tensor]
@@ -105,7 +113,8 @@ class _PiecesOfBoth(DeferredLogits):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Raise ConfigError if the student's plan cannot distribute the teacher's experts."""
+    """Raise ConfigError if the teacher's experts cannot be distributed over the ranks of the student's
+    parallel plan."""
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -121,8 +130,12 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """Build the teacher from a checkpoint with ``factory``, and load this rank's slices of its weights.
-    Raises CheckpointError if there is no such model, or its vocabulary differs from the student's."""
+    """Build the teacher from the checkpoint at ``place``, and load the part of its weights that this rank
+    needs.
+
+    Raises CheckpointError if there is no such checkpoint, or if its vocabulary differs from the student's;
+    ConfigError if the plan does not suit the teacher's experts.
+    """
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
     if model.vocab_size != student.vocab_size:
@@ -158,7 +171,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
-    """The quantization format of a checkpoint's weights; None if they are not quantized."""
+    """Return the quantization format of a checkpoint's weights; None if they are not quantized."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")
     return None if weights is None else section_of(WeightsConfig, weights)
@@ -167,14 +180,15 @@ def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
 def divergence(
     student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
 ) -> paddle.Tensor:
-    """KL(p || q) at each position, ``[s, b]``.
+    """Compute the divergence KL(p || q) of the student's distribution q from the teacher's p, at each
+    position ``[s, b]``.
 
     Args:
-        student: logits of q ``[s, b, V]``, which get a gradient.
-        teacher: logits of p ``[s, b, V]``.
-        true_vocab: columns from this one on are vocabulary padding.
-        temperature: divides the logits.
-        group: the tensor-parallel group, if V is this rank's slice of the vocabulary.
+        student: the student's logits ``[s, b, V]``; only they get a gradient.
+        teacher: the teacher's logits ``[s, b, V]``.
+        true_vocab: vocabulary size without padding.
+        temperature: divides the logits of both.
+        group: the tensor-parallel group, if V is this rank's slice of the vocabulary; otherwise None.
     """
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)
 

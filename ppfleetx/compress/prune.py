@@ -1,12 +1,12 @@
 """Structured pruning: remove attention groups, feed-forward units and whole layers from a model.
 
-The result is an ordinary, smaller model. Sizes are the same for all layers in the configuration, so each
-layer loses the same number of groups and units, but not the same indices. A group is a key/value head with
-its query heads. Scores are computed in float64 from whole tensors, so the result does not depend on the plan
-under which the checkpoint was saved, bit for bit.
+An attention group is a key/value head with its query heads. A feed-forward unit is one hidden feature of an
+MLP. The result is an ordinary, smaller model. Its configuration has one size for all layers, so each layer
+loses the same number of groups and units, but not the same indices. Importance scores are computed in float64
+from whole tensors. The result is therefore the same, bit for bit, under whichever parallel plan the
+checkpoint was saved.
 
-Shape letters: h hidden size, g groups, w columns per group in the fused QKV projection, v rows per group in
-the output projection, f units, p columns per unit in fc1 (2 if gated).
+Shape letters: g attention groups, f feed-forward units.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 @dataclass(frozen=True)
 class GroupsAndUnits:
-    """Two arrays for one layer: the scores of its attention groups ``[g]`` and MLP units ``[f]``, float64, or
-    the sorted indices of the groups and units to keep."""
+    """A pair of arrays for one layer, one for its attention groups and one for its feed-forward units.
+
+    They are either importance scores, float64 ``[g]`` and ``[f]``, or the sorted indices of the groups and
+    units to keep.
+    """
 
     groups: np.ndarray
     units: np.ndarray
@@ -41,20 +44,31 @@ class GroupsAndUnits:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a tensor is divided along ``axis`` into attention groups (``of_groups``) or MLP units, of ``width``
-    elements each."""
+    """Which rows or columns of a weight or bias belong to which attention group or feed-forward unit.
+
+    Part number i has the ``width`` elements from i * ``width`` on along dimension ``axis``. ``of_groups``
+    says whether the parts are attention groups or feed-forward units.
+    """
 
     of_groups: bool
     axis: int
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """The indices along the axis of the groups or units ``which``."""
+        """Return the indices, along ``axis``, of the elements of the parts with the numbers ``which``."""
         return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """How a layer's tensor ``own`` is divided into attention groups or MLP units; None if it is not."""
+    """Describe how a weight or bias is divided into attention groups or feed-forward units.
+
+    Args:
+        own: the parameter's name within its layer, such as ``mlp.fc1.weight``.
+        shape: the shape of the whole parameter.
+
+    Returns:
+        None if the parameter, such as a norm, is not divided.
+    """
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
         axis = len(shape) - 1
@@ -68,12 +82,12 @@ def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the pruned model.
+    """The sizes of a model after pruning.
 
     Attributes:
-        num_groups: groups per layer.
-        num_units: units per layer.
-        layers: indices of the layers to keep, in order.
+        num_groups: attention groups per layer.
+        num_units: feed-forward units per layer.
+        layers: indices of the remaining layers, in order.
     """
 
     num_groups: int
@@ -89,11 +103,19 @@ def sizes_after(
     multiple: int = 1,
     drop_layers: tuple[int, ...] = (),
 ) -> Sizes:
-    """The sizes after removing a fraction ``ratio`` of the groups and units, and the layers ``drop_layers``.
+    """Compute the sizes of a model after pruning.
 
-    The number to remove is rounded down, and the number that remains is rounded up to a multiple of
-    ``multiple`` (for a later tensor-parallel degree). Raises ConfigError if too little would remain, or
-    nothing would change.
+    The number of groups or units to remove is rounded down. The number that remains is then rounded up to a
+    multiple of ``multiple``.
+
+    Args:
+        ratio: fraction of the attention groups, the feed-forward units, or both, to remove from each layer.
+        part: what to prune.
+        multiple: what remains must be divisible by this, for example by a later tensor-parallel degree.
+        drop_layers: layers to remove as a whole.
+
+    Raises:
+        ConfigError: too little would remain, or nothing would change.
     """
     check_network(model)
     check_share(ratio, multiple)
@@ -123,7 +145,7 @@ def sizes_after(
 
 
 def check_share(ratio: float, multiple: int) -> None:
-    """Raise ConfigError for an invalid fraction to remove, or an invalid multiple."""
+    """Raise ConfigError unless the fraction to remove is in [0, 1) and the multiple at least 1."""
     if not 0 <= ratio < 1:
         raise ConfigError("is the fraction to remove: at least 0, below 1", key="--ratio", value=ratio)
     if multiple < 1:
@@ -143,7 +165,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError if this kind of network cannot be pruned."""
+    """Raise ConfigError if this network cannot be pruned, because its layers differ or have
+    other matrices."""
     if model.not_pruned is not None:
         key, why = model.not_pruned
         raise ConfigError(why, key=f"Model.{key}")
@@ -159,7 +182,7 @@ def check_network(model: ModelConfig) -> None:
 
 
 def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
-    """The ``Model`` section of the pruned model."""
+    """Return the ``Model`` section of the model after pruning to ``sizes``."""
     per_group = model.num_attention_heads // model.kv_heads
     values: dict[str, Any] = {
         "num_layers": len(sizes.layers),
@@ -179,8 +202,11 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
 def magnitude_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, layer: int, criterion: Criterion
 ) -> GroupsAndUnits:
-    """The sum of magnitudes or squares of all weights that write to or read from each group and unit of a
-    layer."""
+    """Score the attention groups and feed-forward units of a layer by the size of their weights.
+
+    A score is the sum of magnitudes (``l1_norm``) or squares (``l2_norm``) of all weights that produce or
+    read the output of the group or unit.
+    """
 
     def mass(name: str) -> np.ndarray:
         tensor = tensors[f"decoder.layers.{layer}.{name}.weight"]
@@ -193,8 +219,12 @@ def magnitude_scores(
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
-    """The sum of magnitudes or squares of each part of a matrix, or of a slice of whole parts, float64.
-    bfloat16 values are passed as uint16 bits."""
+    """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each part of a matrix,
+    float64.
+
+    ``parts`` are attention groups or feed-forward units. The array ``values`` is the matrix, or a slice of it
+    that contains whole parts; bfloat16 is passed as bits in uint16.
+    """
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":
         mass = mass**2
@@ -202,7 +232,8 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
-    """The groups and units with the largest scores. Among equal scores, smaller indices are kept."""
+    """Return the indices of the groups and units to keep in a layer: those with the largest scores. Among
+    equal scores, those with smaller indices are kept."""
     return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 
@@ -216,8 +247,11 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 def pruned_tensors(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, sizes: Sizes, kept: Mapping[int, GroupsAndUnits]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of the pruned model, read lazily, with layers renumbered. ``kept`` are the groups and units
-    to keep in each remaining layer."""
+    """Yield (name, tensor) of the pruned model, with layers renumbered. Tensors are read lazily.
+
+    ``kept`` has the indices of the groups and units to keep, by number of the layer in the original
+    ``model``.
+    """
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():
         found = LAYER.fullmatch(name)

@@ -1,13 +1,16 @@
-"""Prune during training: groups and units are set to zero and stay zero (``Compress.Prune``).
+"""Structured pruning during training: attention groups and feed-forward units are set to zero and stay zero.
 
-Pruning a group or unit sets all weights that write to it or read from it to zero, with their biases and
-optimizer states. They stay zero without a mask: only zeros pass through the part in both directions, so its
-gradients are exactly zero, an optimizer with zero states does not move it, and weight decay multiplies zero.
-Checkpoints therefore need no extra state, and any plan can resume from them.
+Pruning a group or unit sets to zero all weights and biases that produce its output, all weights that read it,
+and their optimizer states. They stay zero without a mask. Nothing but zeros passes through the part, forward
+or backward, so its gradients are exactly zero. An optimizer whose states are zero does not move it, and
+weight decay multiplies zero. A checkpoint therefore needs no extra state, and training can resume from it
+under any parallel plan.
 
-As in ``ppfleetx prune``, parts are selected per layer of the whole model. A group or unit is always on a
-single tensor-parallel rank. One rank of the job computes the sums of each matrix, in float64. Pruned parts
-have the smallest possible sum, zero, so the next selection includes them.
+As in ``ppfleetx prune``, importance scores are sums over the weights of the whole model. Every group or unit
+is on a single tensor-parallel rank, and the sums of each matrix are computed, in float64, by one rank of the
+job. Pruned parts have the smallest possible score, zero, so the next selection includes them again.
+
+Settings: ``Compress.Prune``.
 """
 
 from __future__ import annotations
@@ -42,10 +45,11 @@ from ppfleetx.utils.log import get_logger
 
 
 class PruningInTraining:
-    """Prunes a model during training, with the schedule in ``Compress.Prune``. All ranks must call its
-    methods at the same time.
+    """Prunes a model during training as ``Compress.Prune`` schedules. All ranks must call its methods at the
+    same time.
 
-    Raises ConfigError if the network cannot be pruned, or its activation is not zero at zero.
+    Raises ConfigError if the network cannot be pruned, or if its activation function does not map zero to
+    zero.
     """
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
@@ -57,10 +61,10 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune the fraction that is scheduled for ``step``. Most steps do nothing.
+        """Prune as much as the schedule requires at ``step``. At most steps, this is nothing.
 
-        The first call, and the first call after a rollback, always prunes, because the loaded checkpoint may
-        not have been pruned. Raises ConfigError if pruned parts did not stay zero.
+        The first call after a start or a rollback always prunes, because the checkpoint may have been saved
+        before pruning. Raises ConfigError if parts that were pruned earlier are not zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -76,11 +80,11 @@ class PruningInTraining:
         num_new = self._take_out(scores, out)
         self._begun, self._out = True, out
         if num_new:
-            get_logger().info(f"pruned after {step} steps: {self._said()}")
+            get_logger().info(f"pruned after {step} steps: {self._summary()}")
 
     def finish(self) -> None:
-        """Log at the end of training which parts are zero and how to remove them. Raises ConfigError if
-        pruned parts did not stay zero."""
+        """Log, at the end of training, how much was pruned and the command that removes the zeros. Raises
+        ConfigError if parts that were pruned are not zero."""
         if not self._begun:
             return
         self._check_zeros(self._scores())
@@ -88,13 +92,13 @@ class PruningInTraining:
         words = [f"--ratio {options.ratio!r}", f"--criterion {options.criterion}"]
         words += [f"--part {options.part}"] if options.part != "both" else []
         get_logger().info(
-            f"pruned: {self._said()}. The smaller model: ppfleetx prune {output} {' '.join(words)} "
+            f"pruned: {self._summary()}. The smaller model: ppfleetx prune {output} {' '.join(words)} "
             f"--output {output}-pruned"
         )
 
     @property
     def zero_share(self) -> float:
-        """The fraction of the layers' matrices that has been pruned."""
+        """The fraction of all elements of the layers' matrices that has been pruned so far."""
         zero = total = 0.0
         for own, spec in model_spec(self._model).blocks[0].parameters().items():
             shape = spec.shape
@@ -106,12 +110,13 @@ class PruningInTraining:
         return zero / total
 
     def _counts(self, share: float) -> tuple[int, int]:
-        """The number of groups and of units per layer that correspond to the fraction ``share``."""
+        """Return how many attention groups and feed-forward units of each layer to prune, if the fraction is
+        ``share``."""
         part, model = self._options.part, self._model
         groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
         return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
 
-    def _said(self) -> str:
+    def _summary(self) -> str:
         model, (groups, units) = self._model, self._out
         return (
             f"{groups} of {model.kv_heads} key/value heads and {units} of {model.ffn_size} feed-forward "
@@ -119,7 +124,8 @@ class PruningInTraining:
         )
 
     def _scores(self) -> list[GroupsAndUnits]:
-        """The scores of all layers of the whole model, the same on every rank and under every plan."""
+        """Compute the importance of the groups and units of every layer of the whole model. The result is the
+        same on all ranks."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         # Index 0 holds the sums of out_proj and fc2, index 1 those of qkv and fc1.
         sums = np.zeros((2, self._model.num_layers, groups + units))
@@ -150,8 +156,8 @@ class PruningInTraining:
                     )
 
     def _take_out(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
-        """Set the parts with the smallest scores to zero. Returns how many of them, in all layers, were not
-        zero before."""
+        """Set the groups and units with the smallest scores to zero, as many per layer as ``out`` says.
+        Returns how many of them, over all layers, were not yet zero."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0
@@ -187,8 +193,8 @@ class PruningInTraining:
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's slice of a parameter that consists of groups or units: ``count`` of them, from ``first``
-    on."""
+    """The slice of a prunable parameter that this rank has: ``count`` whole groups or units, starting with
+    number ``first`` of the layer."""
 
     name: str
     parameter: Any
@@ -203,7 +209,8 @@ class _Piece:
 
 
 def _check_activation(cfg: RunConfig) -> None:
-    """Raise ConfigError if the activation is not zero at zero, or its slope there is not finite."""
+    """Raise ConfigError unless the model's activation function maps zero to zero and has a finite slope
+    there."""
     name = cfg.Model.hidden_act
     given = paddle.zeros([1, 1, 8])
     given.stop_gradient = False

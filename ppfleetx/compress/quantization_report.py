@@ -1,4 +1,4 @@
-"""A report of how quantization changes each layer and the whole model."""
+"""The report of ``ppfleetx quantize``: how quantization changed each layer and the whole model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ppfleetx.config.formatting import counted
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How quantization changes one layer.
+    """How quantization changed the weight of one layer.
 
     Attributes:
-        bits: bits per element.
+        bits: bits per element after quantization.
         before: bytes before quantization.
         after: bytes after quantization, including scales.
-        weight_error: root mean square of the rounding error, relative to the matrix.
-        output_error: the same for the layer's products; None without calibration data.
+        weight_error: root mean square of the rounding error of the weight, relative to that of the weight.
+        output_error: root mean square error of the layer's output without bias, relative to that of the
+            output; None without calibration data.
     """
 
     name: str
@@ -31,14 +32,16 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """How quantization changes the whole model.
+    """How quantization changed the whole model.
 
     Attributes:
-        layers: the quantized layers, in order.
-        kept: bytes of all other parameters.
-        perplexity_before: on ``num_measured`` tokens; None without data.
-        perplexity_after: on the same tokens.
-        on_trained_grid: the number of matrices with exactly the values of quantization-aware training.
+        layers: a report for each quantized layer, in model order.
+        kept: bytes of all parameters that were not quantized.
+        perplexity_before: perplexity of the original model on the evaluation data; None without data.
+        perplexity_after: perplexity of the quantized model on the same data.
+        num_measured: number of tokens of the evaluation data.
+        on_trained_grid: number of matrices that were rounded exactly as quantization-aware training rounded
+            them.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -49,7 +52,7 @@ class Report:
     on_trained_grid: int = 0
 
     def set_output_errors(self, errors: Mapping[str, float]) -> None:
-        """Set the output errors of the layers in ``errors``."""
+        """Set ``output_error`` of the layers whose names are keys of ``errors``."""
         self.layers = [
             replace(layer, output_error=errors.get(layer.name, layer.output_error)) for layer in self.layers
         ]

@@ -1,7 +1,9 @@
-"""Post-training quantization, one stage at a time, so that only two layers and the activations are in memory.
+"""Post-training quantization of a checkpoint.
 
-Calibration windows pass through the stages that are already quantized, so a layer is calibrated on the inputs
-it gets in the quantized model. Evaluation windows pass through both models, to compare perplexities.
+Stages, such as the embedding or one block, are quantized one after the other, so that memory holds only one
+stage of the original and of the quantized model, and the activations. Calibration windows pass through the
+stages that are already quantized, so each layer is calibrated on the inputs that it gets in the quantized
+model. Evaluation windows pass through both models, to compare their perplexities.
 """
 
 from __future__ import annotations
@@ -68,14 +70,15 @@ _OUTLIER = 20  # a feature is an outlier above this multiple of the median of al
 
 @dataclass(frozen=True)
 class Options:
-    """The options for quantizing a checkpoint.
+    """How to quantize a checkpoint.
 
     Attributes:
-        weights: the storage format of weights.
-        method: round to nearest, or GPTQ. GPTQ and ``smooth`` need samples.
-        smooth: whether to apply SmoothQuant first, which moves activation outliers into the weights.
-        trained: the settings of quantization-aware training, whose grid is then used for rounding to nearest;
-            None if there was none.
+        weights: the storage format of quantized weights.
+        method: ``rtn``, round to nearest, or ``gptq``, which needs calibration data.
+        smooth: whether to apply SmoothQuant first, which moves outliers of activations into the weights. It
+            needs calibration data.
+        trained: the settings of the quantization-aware training that the checkpoint comes from. Weights are
+            then rounded as in training. None if there was none.
     """
 
     weights: WeightsConfig
@@ -85,8 +88,8 @@ class Options:
 
 
 def check_options(model: ModelConfig, options: Options) -> None:
-    """Raise ConfigError if the options do not fit the model. The message names the first matrix that they do
-    not fit."""
+    """Raise ConfigError if the model cannot be quantized with these options. If the group size or the bits do
+    not suit a matrix, the message names the first such matrix."""
     for key, is_given, remedy in (
         ("--smooth", options.smooth, "leave it out"),
         ("--method", options.method == "gptq", "round to nearest (--method rtn)"),
@@ -120,10 +123,11 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Set the group size: the first of :data:`GROUPS` that divides the input features of all matrices.
+    """Choose the group size: how many consecutive input features share a scale.
 
-    If none does, 8-bit weights get no groups and no offsets. With 4 bits, matrices that no group size divides
-    are not quantized, with a warning. Raises ConfigError if that is true of all matrices.
+    It is the first of :data:`GROUPS` that divides the number of input features of all matrices. If none does,
+    8-bit weights get one scale per output channel and no offsets. Matrices that no group size divides cannot
+    have 4 bits; they are not quantized, with a warning. Raises ConfigError if that is true of all matrices.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
@@ -158,7 +162,7 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
 
 
 def _matrices(model: ModelConfig) -> dict[str, int]:
-    """The number of input features of each matrix in the blocks."""
+    """Return {linear layer: number of input features} for the matrices of all blocks."""
     return {
         name.removesuffix(".weight"): spec.shape[-2]
         for name, spec in parameter_specs(model).items()
@@ -167,11 +171,11 @@ def _matrices(model: ModelConfig) -> dict[str, int]:
 
 
 class Quantizer:
-    """Quantizes the model in a checkpoint.
+    """Quantizes the model in a checkpoint with `run`, and collects a `report`.
 
     Args:
-        room: an empty directory for temporary files of quantized tensors.
-        samples: windows for calibration and evaluation; None skips both.
+        room: an empty directory for temporary files with the quantized tensors.
+        samples: data for calibration and evaluation; None: no calibration and no evaluation.
     """
 
     def __init__(
@@ -185,14 +189,15 @@ class Quantizer:
         self._checkpoint = with_vocabulary(checkpoint, model.vocab_size)
         self._model, self._options, self._room = model, options, room
         self._names = list(parameter_shapes(model))
-        self._walk = None if samples is None else _Walk(samples, model.vocab_size)
+        self._activations = None if samples is None else _Activations(samples, model.vocab_size)
         self._ready: dict[str, TensorSlice] = {}
         self._outliers: dict[str, str] = {}
         self.report = Report()
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns its tensors, which are read lazily from ``room``.
+        """Quantize the model. Returns all its tensors as slices to save, which are read from files in
+        ``room``.
 
         Raises DataError if a weight is NaN or infinite; CheckpointError if the checkpoint does not fit the
         model.
@@ -219,26 +224,26 @@ class Quantizer:
             )
             stored = self._quantize(stage, layer, new)
             self._keep(new, stored)
-            if self._walk is not None:
+            if self._activations is not None:
                 small = build_stage(small_stage, None, small_shared)
                 small.eval()
                 self._fill(small, stored)
                 products = _Products(layer, small)
                 with products:
-                    self._walk.advance(layer, small, is_last=stage is stages[-1])
+                    self._activations.advance(layer, small, is_last=stage is stages[-1])
                 self.report.set_output_errors(products.errors())
             get_logger().info(f"quantized {stage.name}: {len(stored)} of {len(new)} parameters")
         self._warn()
-        if self._walk is not None:
-            walk = self._walk
-            self.report.num_measured = walk.num_measured
-            self.report.perplexity_before, self.report.perplexity_after = walk.perplexities()
+        if self._activations is not None:
+            activations = self._activations
+            self.report.num_measured = activations.num_measured
+            self.report.perplexity_before, self.report.perplexity_after = activations.perplexities()
         return list(self._ready.values())
 
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
     ) -> dict[str, Stored]:
-        """Quantize the matrices of a stage. Returns the tensors to store, by parameter name."""
+        """Quantize the matrices of a stage. Returns the quantized matrices, by parameter name."""
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
@@ -248,9 +253,9 @@ class Quantizer:
                     forms[linear] = form
         one_matrix = [linear for linear in forms if parameters[f"{linear}.weight"].ndim == 2]
         seen = _Inputs(layer, [linear for linear in one_matrix if linear.startswith("decoder.")])
-        if self._walk is not None and seen.linears:
+        if self._activations is not None and seen.linears:
             with seen:
-                self._walk.pass_calibration(layer)
+                self._activations.pass_calibration(layer)
             if self._options.smooth:
                 seen.divide(smooth_block(parameters, seen.largest))
             for linear in one_matrix:
@@ -315,14 +320,15 @@ class Quantizer:
                 self.report.kept += parameter.size * parameter.element_size()
 
     def _warn(self) -> None:
-        """Warn about layers with large output errors, and name outlier features that may be the reason."""
+        """Log a warning for layers whose output changed much, with an outlier input feature that may be the
+        reason."""
         weights, most = self._options.weights, _MOST_ERROR[self._options.weights.bits]
         remedies = ["a smaller --group"]
         if weights.activation_bits is not None:
             remedies = ["--to int8 without --activations and --smooth"]
             if not self._options.smooth:
                 remedies.insert(0, "--smooth")
-            if self._walk is None and self._options.trained is None:
+            if self._activations is None and self._options.trained is None:
                 get_logger().warning(
                     "activations are rounded to 8 bits, and nothing has measured what that changes; a few "
                     "channels with large values can spoil a model. --calibration DATA measures it"
@@ -354,8 +360,8 @@ class Quantizer:
         )
 
     def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
-        """Load the quantized weights of a stage into ``layer``, whose linear layers hold integers or
-        floats."""
+        """Load the quantized weights of a stage into ``layer``. Its linear layers either compute with the
+        integers, or are ordinary layers, which get the dequantized values."""
         for name, parameter in canonical_parameters(layer).items():
             if name in stored and parameter.dtype == paddle.float32:
                 parameter.set_value(stored[name].values())
@@ -364,8 +370,13 @@ class Quantizer:
 
 
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
-    """Describe the input feature with the largest inputs or weights relative to the median; empty if there is
-    no outlier."""
+    """Describe the most extreme input feature of a layer, for a warning. Its inputs, or its weights, are the
+    largest relative to the median of all features. Returns an empty text if none is an outlier.
+
+    Args:
+        inputs: largest magnitude of each input feature ``[k]``.
+        rows: largest magnitude of the weights of each input feature ``[k]``.
+    """
     said = {}
     for what, largest in (("its input", inputs), ("the weights of its input", rows)):
         feature, median = int(largest.argmax()), float(np.median(largest))
@@ -376,10 +387,10 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
 
 class _Products:
-    """Context manager that compares the outputs of quantized linear layers with the original layers' on the
-    same inputs.
+    """Context manager that measures the output error of quantized linear layers during forward passes.
 
-    Only layers that round activations are compared; for others, the weights determine the error.
+    The output of each layer is compared with that of the original weight on the same inputs. Only layers that
+    also round activations are measured; for others, the error can be computed from the weights.
     """
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
@@ -412,7 +423,7 @@ class _Products:
         self._squares[name] = self._squares.get(name, np.zeros(2)) + squares
 
     def errors(self) -> dict[str, float]:
-        """Linear layer -> the root mean square of its output error, relative to its output."""
+        """Return {linear layer: root mean square of its output error, relative to that of its output}."""
         return {
             name.removesuffix(".weight"): math.sqrt(change / size) if size else 0.0
             for name, (change, size) in self._squares.items()
@@ -421,11 +432,13 @@ class _Products:
 
 @dataclass
 class _Inputs:
-    """Context manager that collects statistics of the inputs of ``linears`` in a stage.
+    """Context manager that records statistics of the inputs of some linear layers during forward passes.
 
     Attributes:
-        sums: linear layer -> ``X^T X [k, k]`` float64 of its inputs.
-        largest: linear layer -> the largest magnitude ``[k]`` of each input feature.
+        layer: the stage that contains the linear layers.
+        linears: their names.
+        sums: name -> ``X^T X [k, k]`` float64, where X are all inputs and k is the number of input features.
+        largest: name -> the largest magnitude ``[k]`` of each input feature.
     """
 
     layer: nn.Layer
@@ -459,14 +472,15 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Convert the statistics to those of inputs divided by ``factors``."""
+        """Update the recorded statistics after SmoothQuant, which divides the inputs by ``factors``."""
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor
 
 
-class _Walk:
-    """Passes token windows through the original and the quantized model, one stage at a time."""
+class _Activations:
+    """Passes windows of tokens through the original and the quantized model at the same time,
+    stage by stage."""
 
     def __init__(self, samples: Samples, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -477,13 +491,17 @@ class _Walk:
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
-        """Run ``layer`` on the calibration activations, which come from the quantized stages before it."""
+        """Run a stage of the original model on the calibration data, so that the inputs of its linear layers
+        can be recorded. The data has passed through the quantized stages before it."""
         for state in self._calibration:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Advance all activations by one stage: the original model's with ``layer``, all others with
-        ``small``. After the last stage, calibration windows are not needed."""
+        """Move all data on by one stage.
+
+        Evaluation data of the original model passes through ``layer``. Evaluation data of the quantized model
+        and calibration data pass through ``small``, the quantized version of the stage.
+        """
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             if is_last and states is self._calibration:
                 continue
@@ -497,7 +515,8 @@ class _Walk:
         return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size).loss.item()
 
     def perplexities(self) -> tuple[float, float]:
-        """The perplexities before and after quantization. Call this after the last stage."""
+        """Return the perplexities of the original and of the quantized model. All stages must have been
+        passed."""
         return tuple(
             math.exp(min(sum(states) / self.num_measured, 700)) for states in (self._before, self._after)
         )

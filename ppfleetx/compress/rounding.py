@@ -1,17 +1,19 @@
-"""Round matrices to low-bit grids: round to nearest, GPTQ, the grid of quantization-aware training, and
-SmoothQuant.
+"""Round matrices to grids of few bits: round to nearest, GPTQ, SmoothQuant, and the grid of
+quantization-aware training.
 
-On a symmetric grid, a number x is stored as the integer q = round(x / scale), from -(2^(b-1) - 1) to 2^(b-1)
-- 1, and read as q * scale. A matrix has one scale, one per output channel, or one per output channel and
-group of input features, as the shape of the scales shows. Rounding is to nearest, ties to even.
+A grid is the set of values that b-bit integers can represent. On a symmetric grid, a number x is stored as
+the integer q = round(x / scale) and read as q * scale, where q is from -(2^(b-1) - 1) to 2^(b-1) - 1.
+Rounding is to nearest, ties to even. On an asymmetric grid, q is from -2^(b-1) to 2^(b-1) - 1 and is read as
+q * scale + offset.
 
-On an asymmetric grid, q is from -2^(b-1) to 2^(b-1) - 1 and is read as q * scale + offset. Scales and offsets
-are float16 ``[2 g, n]``: scale, offset of the first group, and so on. llama.cpp's Q4_1, AWQ and most GPTQ
-files use such 4-bit grids. Their points are also points of our 8-bit grids, which have 17 times as many
-steps.
+A matrix is ``[k, n]``: k input features, n output features. Input features may be divided into g groups of
+``k / g`` consecutive ones. Scales of symmetric grids are float32: ``[1, 1]``, one for the whole matrix;
+``[1, n]``, one per output feature; or ``[g, n]``, one per group and output feature. Scales and offsets of
+asymmetric grids are one float16 array ``[2 g, n]``, in which each group has a row of scales and then a row of
+offsets.
 
-Shape letters: k input features, n output features, g groups of k / g consecutive input features. Scales are
-``[1, 1]`` (whole matrix), ``[1, n]`` (channels) or ``[g, n]`` (groups).
+llama.cpp's Q4_1, AWQ and most GPTQ files use asymmetric 4-bit grids. Their values can be stored without loss
+on our asymmetric 8-bit grids, whose steps are 17 times as fine.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _LARGEST_HALF, _SMALLEST_HALF = np.float32(65504), np.float32(2**-24)
 
 
 def largest_level(bits: int) -> int:
-    """The largest integer of a symmetric grid with this many bits, such as 127 for 8."""
+    """Return the largest integer of a symmetric grid with this many bits, such as 127 for 8."""
     return (1 << (bits - 1)) - 1
 
 
@@ -55,16 +57,20 @@ def scales_of(
     group_size: int | None = None,
     method: ScaleMethod = "absmax",
 ) -> np.ndarray:
-    """Compute the scales of a matrix for a symmetric grid, float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``.
-    Raises DataError if a value is NaN or infinite.
+    """Compute the scales for rounding a matrix to a symmetric grid, float32 ``[1, 1]``, ``[1, n]`` or
+    ``[g, n]``.
 
     Args:
-        weight: ``[k, n]``.
+        weight: ``[k, n]``: k input features, n output features.
         bits: bits of the grid.
-        per_tensor: use one scale for the whole matrix, not one per output channel and group.
-        group_size: input features per group; None: all.
-        method: where the grid ends: at the largest magnitude (``absmax``), or where the squared rounding
-            error is smallest (``mse``, which tries 26 values from the largest magnitude down to half of it).
+        per_tensor: whether to use one scale for the whole matrix, not one per output feature and group.
+        group_size: how many consecutive input features share a scale; None: all.
+        method: the value that the largest integer stands for: the largest magnitude (``absmax``), or the one
+            with the smallest squared rounding error (``mse``, which tries 26 values from the largest
+            magnitude down to half of it).
+
+    Raises:
+        DataError: an element is NaN or infinite.
     """
     if not np.isfinite(weight).all():
         raise DataError("the matrix holds NaN or infinite values, which have no place on a grid")
@@ -77,11 +83,12 @@ def scales_of(
 
 
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
-    """Compute the scales and offsets of an asymmetric grid with a small squared error.
+    """Compute scales and offsets for rounding a matrix to an asymmetric grid, float16 ``[2 g, n]``.
 
-    Several grids are tried: a symmetric one, one that covers the group's range and, with few bits, slightly
-    smaller ones; each also after a least-squares fit to its levels. Returns ``[2 g, n]`` float16, a scale and
-    an offset for each group of ``weight [k, n]``. Raises DataError if a value does not fit float16.
+    ``weight`` is ``[k, n]``: k input features, n output features. For each of its g groups of input features,
+    the result has a row of scales and a row of offsets. The best of several grids is used: a symmetric one,
+    one that covers the group's range, with few bits also slightly smaller ones, and each of these after a
+    least-squares fit. Raises DataError if a value does not fit float16.
     """
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
@@ -103,7 +110,7 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
             middle = levels.mean(axis=1, keepdims=True)
             levels -= middle
             spread = np.maximum(np.square(levels).sum(axis=1, keepdims=True), 1)
-            grid = _halves(
+            grid = _grid_through(
                 (levels * grouped).sum(axis=1, keepdims=True) / spread,
                 grouped.mean(axis=1, keepdims=True),
                 at=middle,
@@ -112,23 +119,26 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
 
 
 def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The asymmetric grids to try: scale and offset, ``[g, 1, n]`` each. The first is that of llama.cpp's
-    Q8_0 or Q4_0."""
+    """Yield the asymmetric grids to try, each as scale and offset ``[g, 1, n]``. The first is that of
+    llama.cpp's Q8_0 or Q4_0."""
     low, high = (of(grouped, axis=1, keepdims=True) for of in (np.min, np.max))
     largest = np.maximum(high, -low)
     if bits == 8:  # Q8_0
-        yield _halves(largest / 127, np.float32(0), at=0)
+        yield _grid_through(largest / 127, np.float32(0), at=0)
     else:  # Q4_0: the largest magnitude is at the end of the longer side
         end = 2 ** (bits - 1)
-        yield _halves(
+        yield _grid_through(
             largest / end, np.where(high > -low, high, low), at=np.where(high > -low, end - 1, -end)
         )
     for share in _SHARES if bits < 8 else (1.0,):
-        yield _halves((high - low) * np.float32(share / (2**bits - 1)), (high + low) / 2, at=-0.5)
+        yield _grid_through((high - low) * np.float32(share / (2**bits - 1)), (high + low) / 2, at=-0.5)
 
 
-def _halves(step: np.ndarray, value: np.ndarray, at: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """The grid with ``value`` at level ``at``: scale and offset, rounded to float16 precision."""
+def _grid_through(
+    step: np.ndarray, value: np.ndarray, at: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Make an asymmetric grid on which the integer ``at`` stands for ``value``. Returns scale and offset,
+    rounded to float16 precision."""
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
     return step, offset.astype(np.float16).astype(np.float32)
@@ -139,15 +149,16 @@ def _rounded_with_offsets(values: np.ndarray, scale: np.ndarray, offset: np.ndar
 
 
 def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Round ``weight [k, n]`` to a symmetric grid. Returns int8 up to 8 bits, int16 above."""
+    """Round ``weight [k, n]`` to a symmetric grid with these scales. Returns the integers: int8 up to 8 bits,
+    int16 above."""
     grouped = _grouped(np.asarray(weight, np.float32), len(scales))
     rounded = _rounded(grouped, scales[:, np.newaxis].astype(np.float32), bits)
     return rounded.astype(np.int8 if bits <= 8 else np.int16).reshape(weight.shape)
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray, *, asymmetric: bool = False) -> np.ndarray:
-    """Convert integers ``[k, n]`` to float32 values. If ``asymmetric``, each scale is followed by its
-    offset."""
+    """Convert quantized integers ``[k, n]`` to float32 values. If ``asymmetric``, ``scales`` has a row of
+    offsets after each row of scales."""
     steps = scales[0::2] if asymmetric else scales
     values = _grouped(levels.astype(np.float32), len(steps)) * steps[:, np.newaxis].astype(np.float32)
     if asymmetric:
@@ -156,13 +167,13 @@ def dequantize(levels: np.ndarray, scales: np.ndarray, *, asymmetric: bool = Fal
 
 
 def _grouped(matrix: np.ndarray, groups: int) -> np.ndarray:
-    """Reshape ``[k, n]`` to ``[g, k / g, n]``."""
+    """Reshape ``[k, n]`` to ``[g, k / g, n]``: separate the g groups of input features."""
     rows, columns = matrix.shape
     return matrix.reshape(groups, rows // groups, columns)
 
 
 def _largest_scale(bits: int) -> float:
-    """The largest scale whose grid does not overflow float32."""
+    """Return the largest scale with which no value of a symmetric grid overflows float32."""
     return float(np.nextafter(np.finfo(np.float32).max / np.float32(largest_level(bits)), np.float32(0)))
 
 
@@ -182,8 +193,8 @@ def _least_error(grouped: np.ndarray, whole: np.ndarray, bits: int, axes: tuple[
 
 
 def _squared_error(grouped: np.ndarray, scales: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
-    """The squared rounding error, summed over ``axes`` in float64, because squares of small weights underflow
-    in float32."""
+    """Return the squared error of rounding to a symmetric grid, summed over ``axes``. The sum is in float64,
+    because squares of small weights underflow in float32."""
     difference = (_rounded(grouped, scales, bits) - grouped / scales).astype(np.float64)
     return np.square(difference * scales).sum(axis=axes, keepdims=True)
 
@@ -195,10 +206,15 @@ _DAMPING = 0.01  # this fraction of the Hessian's mean diagonal is added to the 
 
 @dataclass(frozen=True)
 class Stored:
-    """A quantized matrix ``[k, n]``: ``levels [k, n]`` int8, and ``scale [g, n]`` float32 or, with offsets,
-    ``[2 g, n]`` float16.
+    """A quantized matrix ``[k, n]``, with k input and n output features.
 
-    Matrices of experts have an additional first dimension. If ``is_table``, both arrays are transposed.
+    Attributes:
+        levels: the integers ``[k, n]``, int8.
+        scale: float32 ``[g, n]`` for g groups of input features; with offsets, float16 ``[2 g, n]``.
+        form: the storage format.
+        is_table: whether this is an embedding table, for which both arrays are transposed.
+
+    Matrices of experts have one more dimension in front.
     """
 
     levels: np.ndarray
@@ -207,14 +223,15 @@ class Stored:
     is_table: bool = False
 
     def packed(self) -> np.ndarray:
-        """The elements as a checkpoint stores them: int8, or two 4-bit elements per uint8, ``[k / 2, n]``."""
+        """Return the integers as a checkpoint stores them: int8, or two 4-bit integers per byte, uint8
+        ``[k / 2, n]``."""
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
         return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
 
     def values(self) -> np.ndarray:
-        """The dequantized values, float32 in the shape of ``levels``."""
+        """Return the dequantized matrix, float32 in the shape of ``levels``."""
         read = partial(dequantize, asymmetric=self.form.asymmetric)
         if self.is_table:
             return read(self.levels.T, self.scale.T).T
@@ -228,8 +245,8 @@ class Stored:
 
 
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Raise ConfigError if the group size does not divide the input features, or no kernel supports the
-    format."""
+    """Raise ConfigError if a matrix cannot be stored in the format ``form``: the group size must divide its
+    input features, and 4-bit kernels need a multiple of 8."""
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
         raise ConfigError(
@@ -248,7 +265,7 @@ def check_form(name: str, in_features: int, form: Form) -> None:
 
 
 def nearest(weight: np.ndarray, form: Form) -> Stored:
-    """Round each element of ``weight [k, n]`` to the nearest point of its grid."""
+    """Quantize ``weight [k, n]`` by rounding each element to the nearest value of its grid."""
     scale = _scale_of(weight, form)
     if not form.asymmetric:
         return Stored(quantize(weight, scale, form.bits), scale, form)
@@ -267,11 +284,15 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
 
 
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Apply GPTQ (Frantar et al., 2022): round one input feature at a time, and adjust the remaining ones to
-    compensate for the error.
+    """Quantize a matrix with GPTQ (Frantar et al., 2022).
 
-    Features are processed in descending order of the diagonal of ``hessian``, which is ``X^T X [k, k]``
-    float64 of the matrix's inputs. The scales are the same as in :func:`nearest`.
+    One input feature is rounded at a time, and the weights of the remaining ones are adjusted to compensate
+    for the error. Features with large inputs come first. Scales are the same as in :func:`nearest`.
+
+    Args:
+        weight: ``[k, n]``.
+        hessian: ``X^T X [k, k]`` float64, where X are inputs of the layer from calibration data.
+        form: the storage format.
     """
     scale = _scale_of(weight, form)
     size = weight.shape[0]
@@ -298,7 +319,8 @@ def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
 
 
 def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
-    """The upper triangular U with ``U^T U`` = the inverse of the damped Hessian."""
+    """Return the upper triangular matrix U for which ``U^T U`` is the inverse of the Hessian. A small number
+    is added to the Hessian's diagonal first, so that it is invertible."""
     damped = hessian.astype(np.float64)
     diagonal = np.diag(damped)
     added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # keeps unused features invertible
@@ -311,14 +333,21 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """The root mean square of the rounding error, relative to the matrix; 0 for a zero matrix."""
+    """Return the root mean square of the rounding error, relative to that of the matrix; 0 for
+    a zero matrix."""
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
 
 def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
-    """The root mean square of the error of the products with inputs X, relative to the products. ``hessian``
-    is ``X^T X [k, k]``."""
+    """Return the root mean square error of the products of inputs X with a quantized matrix, relative to that
+    of the products.
+
+    Args:
+        weight: the original matrix ``[k, n]``.
+        held: the quantized matrix's values ``[k, n]``.
+        hessian: ``X^T X [k, k]``.
+    """
     squares = hessian.astype(np.float32)
     error, size = (
         float(np.einsum("kn,kn->", squares @ one, one, dtype=np.float64)) for one in (weight - held, weight)
@@ -329,10 +358,11 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """Round ``weight [k, n]`` of a linear layer as quantization-aware training with ``cfg`` did, with the
-    learned clip if ``checkpoint`` has one.
+    """Quantize the weight ``[k, n]`` of a layer exactly as quantization-aware training with ``cfg`` rounded
+    it.
 
-    None if training did not round this layer, or used more bits than are stored.
+    If the training learned at which value to clip, the value is read from ``checkpoint``. Returns None if
+    training did not round this layer, or used more bits than ``form`` stores.
     """
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
@@ -353,14 +383,17 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant (Xiao et al., 2022) to the norms and linear layers of one block, in place.
+    """Apply SmoothQuant (Xiao et al., 2022) to one block: divide the inputs of linear layers by factors, and
+    multiply the rows of their weights by them.
+
+    The division becomes part of the preceding norms. The parameters are changed in place.
 
     Args:
-        parameters: the block's parameters by canonical name.
-        largest: linear layer -> the largest magnitude ``[k]`` of each input feature.
+        parameters: the block's parameters by name.
+        largest: linear layer -> the largest magnitude ``[k]`` of each input feature in calibration data.
 
     Returns:
-        linear layer -> the factors ``[k]`` by which its inputs were divided.
+        linear layer -> the factors ``[k]``.
     """
     factors = {}
     for linear, norm in _after_norms(parameters):
@@ -376,7 +409,7 @@ def smooth_block(
 
 
 def _after_norms(parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs (linear layer, preceding norm) for norms that have a weight."""
+    """Yield (linear layer, norm whose output it reads) for each norm with a weight."""
     for name in list(parameters):
         for linear, norm in _NORM_OF.items():
             block, found, _ = name.rpartition(f".{linear}.weight")

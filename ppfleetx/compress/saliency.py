@@ -1,11 +1,11 @@
-"""Measure the importance of heads, feed-forward units and experts on calibration data.
+"""Measure the importance of attention groups, feed-forward units and experts on calibration data.
 
-Heads and units: the first-order effect on the loss. If a group's output is multiplied by a factor of 1, the
-derivative of the loss with respect to the factor is the sum over the weights that read the output, each times
-its gradient (Michel et al., "Are Sixteen Heads Really Better than One?", 2019). The magnitudes are summed
-over batches of windows.
+The importance of a group or unit is its first-order effect on the loss (Michel et al., "Are Sixteen Heads
+Really Better than One?", 2019): the derivative of the loss with respect to a factor, at 1, that multiplies
+the output of the group or unit. This equals the sum of weight times gradient over the weights that read the
+output. The magnitudes are summed over batches of windows.
 
-Experts: the fraction of the router's weights that each expert gets.
+The importance of an expert is the fraction of all routing weight that it gets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _ROWS = 4  # windows per batch
 def saliency_scores(
     checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
 ) -> dict[int, GroupsAndUnits]:
-    """The scores of every layer's groups and units, over windows of token ids ``[c, s + 1]``."""
+    """Compute the importance of every layer's attention groups and feed-forward units, by layer number.
+
+    ``windows`` are token ids ``[c, s + 1]``: c windows, each with s input tokens and one more for the labels.
+    """
     network = _loaded(checkpoint, model)
     parameters = canonical_parameters(network)
     layers = range(model.num_layers)
@@ -54,8 +57,11 @@ def saliency_scores(
 
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
-    """The fraction of the router's weights that each expert gets over all tokens, ``[experts]`` by layer.
-    ``windows`` is ``[c, s + 1]`` token ids."""
+    """Compute the fraction of the routing weights that each expert gets, summed over all tokens. Returns
+    ``[experts]`` by layer number.
+
+    ``windows`` are token ids ``[c, s + 1]``; the last token of a window is not used.
+    """
     network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
     routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]
     sums = [np.zeros(num_experts) for _ in routers]
@@ -74,7 +80,7 @@ def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
 
 
 def _loaded(checkpoint: Checkpoint, model: ModelConfig) -> StagedModel:
-    """Build the network in evaluation mode, and load the weights of ``checkpoint``."""
+    """Build the model in this process, without dropout, and load the weights of ``checkpoint``."""
     stages = model_stages(model.model_copy(update={"loss_chunks": 1}), LocalFactory())
     network = StagedModel(stages, seed=None)
     network.eval()  # no dropout; gradients are still computed

@@ -1,4 +1,4 @@
-"""Compute and compare logits to check a conversion, with our network and with transformers."""
+"""Compute logits with our network and with transformers, and compare them, to check a conversion."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 @dataclass(frozen=True)
 class Probe:
-    """Input for comparing logits: tokens [b, s] and positions [b, s].
+    """Token ids and positions, both ``[b, s]``, on which the logits of two networks are compared.
 
-    The first sequence has consecutive positions. The second is spread over all positions of the model, which
-    reveals differences in slow rotary frequencies or in late rows of a position table.
+    There are two sequences. The positions of the first are consecutive. Those of the second are spread over
+    all positions that the model has, which reveals errors in slow rotary frequencies and in late rows of a
+    position table.
     """
 
     tokens: np.ndarray
@@ -36,31 +37,33 @@ class Probe:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Probe:
-        """Random tokens for a model."""
+        """Make a probe of random tokens for a model. It is the same at every call."""
         length = min(_LENGTH, model.max_position_embeddings)
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, length))
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
     def logits(self, weights: Weights) -> np.ndarray:
-        """The logits of our network with these weights."""
+        """Compute the logits ``[b, s, vocabulary]`` of our network with these weights."""
         model = network_of(weights.model, weights.place)
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """The same tokens at positions where transformers' float32 rotary angles are accurate."""
+        """Return a probe with the same tokens at smaller positions, for which transformers' rotary angles,
+        which are float32, are accurate enough to compare."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 
 
 def own_transformers() -> str | None:
-    """The path of this Python interpreter if it has `torch` and `transformers`; else None."""
+    """Return the path of this Python interpreter if it has `torch` and `transformers`; None otherwise."""
     return sys.executable if find_spec("torch") and find_spec("transformers") else None
 
 
 def our_logits(
     weights: Weights, model: ModelConfig, tokens: np.ndarray, positions: np.ndarray | None = None
 ) -> np.ndarray:
-    """Compute the logits [b, s, vocabulary] of our network in float32, in this process."""
+    """Compute the logits ``[b, s, vocabulary]`` of our network in this process, with all
+    weights in float32."""
     import_paddle()
     import paddle
 
@@ -80,10 +83,10 @@ def our_logits(
 
 
 def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
-    """The largest absolute difference between two arrays of logits.
+    """Return the largest absolute difference between two arrays of logits.
 
     Raises CheckpointError if it exceeds TOLERANCE (times the largest logit, if that is above 1), or if a
-    logit is not finite. ``whose`` names the arrays in the message.
+    logit is not finite. ``whose`` says in the message what the arrays belong to.
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
@@ -96,10 +99,10 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
 
 
 def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
-    """Compute the logits of a Hugging Face directory with transformers.
+    """Compute the logits of the model in a Hugging Face directory with transformers.
 
-    Runs in a process of the interpreter ``python``, because torch and Paddle cannot share a process. Raises
-    CheckpointError if the interpreter cannot run or cannot load the directory.
+    This runs in another process, with the interpreter ``python``, because torch and Paddle cannot share a
+    process. Raises CheckpointError if the interpreter cannot run or cannot load the directory.
     """
     with tempfile.TemporaryDirectory() as scratch:
         given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
@@ -116,5 +119,6 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
 
 
 def _spread(length: int, last: int) -> np.ndarray:
-    """Return positions ``[2, s]``: row 0 is consecutive, row 1 is evenly spread from 0 to ``last``."""
+    """Return positions ``[2, length]``: the first row is consecutive, the second evenly spread from 0 to
+    ``last``."""
     return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

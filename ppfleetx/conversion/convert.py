@@ -1,4 +1,4 @@
-"""``ppfleetx convert``: convert checkpoints between formats, and check the result by its logits."""
+"""``ppfleetx convert``: convert checkpoints between formats, and check that the logits are the same."""
 
 from __future__ import annotations
 
@@ -45,17 +45,20 @@ SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx"
 
 @dataclass(frozen=True)
 class Conversion:
-    """The arguments of a conversion. ``input`` and ``output`` are directories, or files for `gguf`.
+    """The arguments of ``ppfleetx convert``.
 
     Attributes:
         source: the format of the input, one of SOURCES.
         target: the format of the output, one of TARGETS.
+        input: a directory; for `gguf`, a file.
+        output: a directory; for `gguf`, a file.
         model: the network; None if the source describes it.
-        dtype: `float32`, `float16` or `bfloat16`; None keeps each tensor's type; for `gguf`, also one of
-            gguf.QUANTIZED.
-        merge: only from ppfleetx to ppfleetx: write a single rank directory, including optimizer state.
-        plan: only from ppfleetx to ppfleetx: the parallel plan to reshard for.
-        tokenizer: a directory of tokenizer files that replaces the source's.
+        dtype: the element type of the output: `float32`, `float16` or `bfloat16`, and for `gguf` also one of
+            gguf.QUANTIZED; None keeps the types of the source.
+        merge: join the files of all ranks into one rank directory, including optimizer state. Only from
+            ppfleetx to ppfleetx.
+        plan: the parallel plan to split the checkpoint for. Only from ppfleetx to ppfleetx.
+        tokenizer: a directory of tokenizer files to use in place of the source's.
     """
 
     source: str
@@ -77,7 +80,7 @@ def convert(job: Conversion) -> Path:
     Raises:
         CheckpointError: the source cannot be read, has a NaN or an infinity, or has a network that the target
             format does not support.
-        ConfigError: the description of the network is wrong.
+        ConfigError: an argument is wrong.
     """
     _check(job)
     if job.plan is not None:
@@ -125,7 +128,8 @@ def _write(job: Conversion, weights: Weights) -> Path:
 
 
 def read_weights(job: Conversion) -> Weights:
-    """Open the source's weights, cast lazily to the element type of the conversion."""
+    """Open the input of a conversion. Tensors are read, and converted to the wanted element type, only when
+    they are used."""
     dtype = "float32" if job.dtype in QUANTIZED else job.dtype
     if job.source == "hf":
         weights = read_hf(job.input)
@@ -146,9 +150,9 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """The network of the weights: ``given``, or else the one the source describes.
+    """Determine the network of the weights: ``given``, or if that is None, the one that the source describes.
 
-    Raises CheckpointError if neither exists, or the two contradict each other.
+    Raises CheckpointError if the source does not describe it, or contradicts ``given``.
     """
     described = weights.model
     if given is None:
@@ -182,27 +186,30 @@ def _section(key: str, said: Mapping[str, Any], model: ModelConfig) -> Section:
 
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
-    """Read only the `Model` section of a configuration file. Raises ConfigError."""
+    """Read the `Model` section of a configuration file. The rest of the file is not used.
+    Raises ConfigError."""
     return read_config(path, overrides)[0].Model
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Compare the logits of the converted model with those of the Hugging Face files, on random tokens.
+    """Check a conversion from or to Hugging Face's format: compare logits on random tokens.
 
-    Our network computes both: from the written checkpoint (from the source, if the target is Hugging Face),
-    and from the Hugging Face files of the source, the target, or both. If the conversion rounds weights, the
-    source's tensors are rounded first.
+    Our network computes the logits of what was converted, and those of the Hugging Face directory. If
+    transformers is available, it also computes the latter. If the conversion rounds weights to another type,
+    Hugging Face's weights are rounded in the same way first.
 
     Args:
-        python_with_transformers: an interpreter with `torch` and `transformers`, whose logits are compared as
-            well; None: this interpreter, if it has both.
+        job: the conversion.
+        written: its result.
+        python_with_transformers: an interpreter that has `torch` and `transformers`; None: this interpreter,
+            if it has both.
 
     Returns:
         the largest absolute difference.
 
     Raises:
         CheckpointError: neither side is in Hugging Face's format, or the logits differ by more than
-            `compare_logits.TOLERANCE`, relative to the largest logit if that is above 1.
+            `compare_logits.TOLERANCE` (times the largest logit, if that is above 1).
     """
     if "hf" not in (job.source, job.target) or job.target == "gguf":
         raise CheckpointError(
@@ -232,7 +239,9 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """The interpreter to compute logits with transformers. None, with a log message, if there is none."""
+    """Return the interpreter that computes the logits of ``directory`` with transformers: ``given``, or this
+    one. None, with a log message, if transformers is not installed; also None for Paddle's files, which it
+    cannot read."""
     if read_stored(directory).is_paddle:
         if given is not None:
             raise CheckpointError(
@@ -279,7 +288,8 @@ def _check(job: Conversion) -> None:
 
 
 def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:
-    """Raise CheckpointError for LoRA adapters and classifiers, which other formats do not support."""
+    """Raise CheckpointError if the model has LoRA adapters or is a classifier, because the target format
+    cannot store these."""
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "

@@ -51,8 +51,8 @@ _SUFFIXES = {
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a directory has the files of a Hugging Face or PaddleNLP model, and is not a ppfleetx
-    checkpoint."""
+    """Return whether ``path`` is a model directory of Hugging Face or PaddleNLP. False for checkpoints of
+    ppfleetx."""
     if not path.is_dir() or _is_ours(path):
         return False
     has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
@@ -60,9 +60,10 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Describe a foreign checkpoint and how to convert it, in sentences that start with the path.
+    """Say what the checkpoint of another program is, and how to convert it, in sentences that start with the
+    path.
 
-    None if ``path`` is unknown, does not exist, or needs no conversion.
+    None if ``path`` is not recognized, does not exist, or can be used without conversion.
     """
     if str(path).startswith(HUB):
         return (
@@ -80,9 +81,10 @@ def described(path: Path) -> str | None:
 
 
 def refuse_foreign(cfg: RunConfig) -> None:
-    """Raise ConfigError if the configuration names weights that another program wrote.
+    """Raise ConfigError if a key of the configuration names weights that must be converted first.
 
-    The message names the key and says how to convert the weights. Missing files are not an error here.
+    The message names the key, and the command that converts the weights. A path that does not exist is not an
+    error here.
     """
     for key, place in weight_sources(cfg):
         if sentence := described(Path(place)):
@@ -90,7 +92,7 @@ def refuse_foreign(cfg: RunConfig) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether ``path`` is an output directory, a step directory or a rank directory of ppfleetx."""
+    """Return whether ``path`` is an output directory, a step directory or a rank directory of ppfleetx."""
     return (path / LATEST_FILE).exists() or any(
         (place / name).exists() for place in (path, path.parent) for name in (MANIFEST_FILE, MARKER_FILE)
     )

@@ -1,8 +1,9 @@
-"""Read FleetX's checkpoints: one ``model.pdparams``, or one per rank directory.
+"""Read FleetX's checkpoints: one ``model.pdparams``, or one in each rank's directory.
 
-Only weights are read, because Paddle names optimizer states by creation order. Tensor-parallel slices are the
-same as ours. Pipeline ranks number their layers over the whole pipeline, with the embedding as 0. Every
-sharding rank writes all parameters, so only those of sharding rank 0 are read.
+Only weights are read. Optimizer states cannot be assigned to parameters, because Paddle names them by the
+order in which they were created. Slices of tensor-parallel ranks are the same as ours. Pipeline ranks number
+their layers over the whole pipeline, and the embedding is layer 0. Every sharding rank writes all parameters,
+so only the files of sharding rank 0 are read.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ _CHUNK_EMBEDDING = re.compile(r"\d+\.embed\.(word|position)_embeddings\.weight")
 
 
 def is_fleetx(path: Path) -> bool:
-    """Whether a directory, or one of its rank directories, contains ``model.pdparams``."""
+    """Return whether a directory contains FleetX's ``model.pdparams``, itself or in rank directories."""
     return (path / MODEL_FILE).is_file() or any(
         (child / MODEL_FILE).is_file() for child in path.glob("mp_*_sharding_*_pp_*")
     )
 
 
 def open_fleetx(path: Path) -> ForeignCheckpoint:
-    """Open a FleetX directory as a checkpoint to load weights from. Raises CheckpointError."""
+    """Open a FleetX directory for loading its weights, with the interface of a checkpoint of ppfleetx. Raises
+    CheckpointError if it is incomplete or damaged."""
     return ForeignCheckpoint(path, read_fleetx(path))
 
 
@@ -88,7 +90,8 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
 
 def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """The keys of the `Model` section that follow from tensor shapes (not the number of heads)."""
+    """Derive keys of the `Model` section from the shapes of tensors. The number of heads cannot
+    be derived."""
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
@@ -101,7 +104,8 @@ def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """The files to read, by (mp rank, pp rank). Raises CheckpointError if one is missing."""
+    """Find the files to read, by (tensor-parallel rank, pipeline rank). Raises CheckpointError if a rank is
+    missing."""
     if (path / MODEL_FILE).is_file():
         match = _RANK.fullmatch(path.resolve().name)
         ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
@@ -131,7 +135,7 @@ def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyT
 
 
 def canonical_name(name: str) -> str | None:
-    """Our name for a FleetX parameter; None if FleetX's GPT has no such parameter."""
+    """Convert a FleetX parameter's name to ppfleetx's. None if FleetX's GPT has no such parameter."""
     bare = _unwrapped(name)
     if match := _EMBEDDING.fullmatch(bare) or _CHUNK_EMBEDDING.fullmatch(bare):
         return f"embedding.{match[1]}_embeddings.weight"

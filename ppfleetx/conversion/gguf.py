@@ -1,8 +1,8 @@
-"""Read and write GGUF, llama.cpp's file format: network, weights and tokenizer in one file.
+"""Read and write GGUF, the file format of llama.cpp. One file contains network, weights and tokenizer.
 
-GGUF metadata are converted to a Hugging Face ``config.json``, and tensors get Hugging Face's names. The
-families in :mod:`ppfleetx.conversion.huggingface` then convert both to our format. The ``gguf`` library
-handles bytes, element types and tensor names.
+The conversion goes through Hugging Face's format: GGUF metadata are converted to a ``config.json``, and
+tensors get Hugging Face's names. The tables in :mod:`ppfleetx.conversion.huggingface` then convert both to
+our format. The ``gguf`` library handles bytes, element types and tensor names.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """llama.cpp's names and metadata for one Hugging Face ``model_type``.
+    """How llama.cpp describes the networks of one Hugging Face ``model_type``.
 
     Attributes:
-        name: ``general.architecture``.
+        name: the value of ``general.architecture`` in the metadata.
         model_type: Hugging Face's ``model_type``.
         keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
         fixed: keys of ``config.json`` that have the same value for all files of this architecture.
-        biases: key of ``config.json`` -> the tensor whose presence means true.
-        rotary_part: the key of ``config.json`` for the fraction of each head that is rotated; None: whole
-            heads.
+        biases: key of ``config.json`` -> a tensor; the key is true if the file has this tensor.
+        rotary_part: the key of ``config.json`` for the fraction of each head that is rotated; None: heads are
+            rotated as a whole.
     """
 
     name: str
@@ -143,7 +143,7 @@ _SAMPLING = {
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether ``path`` is a GGUF file, by its name or its first bytes."""
+    """Return whether ``path`` is a GGUF file, according to its name or its first bytes."""
     if not path.is_file():
         return False
     if path.suffix == SUFFIX:
@@ -228,8 +228,11 @@ def _library() -> Any:
 
 @lru_cache(maxsize=1)
 def _reader(path: Path, version: tuple[int, ...]) -> Any:
-    """Open a file with the library. The reader is cached because listing a vocabulary takes seconds, and
-    weights and tokenizer are read one after the other. ``version`` changes if the file is replaced."""
+    """Open a GGUF file with the ``gguf`` library. The last opened file is cached, because opening takes
+    seconds for a large vocabulary, and weights and tokenizer are read one after the other.
+
+    ``version`` is only a part of the cache's key; it changes if the file is replaced.
+    """
     return _library().GGUFReader(path)
 
 
@@ -259,7 +262,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
 
 
 def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
-    """Read a tensor lazily. If any tensor of the file is quantized, all become float32."""
+    """Make a lazy tensor for a tensor of the file. ``is_small`` says whether any tensor of the file is
+    quantized; all are then read as float32."""
     kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
     quants = _library().quants
     if kind.name not in _FLOATS:
@@ -279,9 +283,14 @@ def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
 def _config(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Build the ``config.json`` for the network in a file. ``shapes`` are the tensors' shapes; ``factors``
-    are the divisors of the rotary frequencies, if the file has any. Raises CheckpointError if the network is
-    not supported."""
+    """Build the Hugging Face ``config.json`` for the network in a GGUF file. Raises CheckpointError if the
+    network is not supported.
+
+    Args:
+        metadata: the file's metadata.
+        shapes: the shapes of its tensors, by llama.cpp's names.
+        factors: the divisors of the rotary frequencies that the file stores; None if it has none.
+    """
     name = metadata.get("general.architecture")
     row = _BY_NAME.get(name) if isinstance(name, str) else None
     if row is None:
@@ -342,7 +351,8 @@ def _add_rope(
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
-    """Recover Llama 3's rope scaling from the per-frequency factors in the file."""
+    """Find the settings of Llama 3's rotary scaling from the divisors of the rotary frequencies, since GGUF
+    files have only these."""
     scaling = {
         "factor": _shortest(float(factors.max())),
         "low_freq_factor": 1.0,
@@ -374,7 +384,8 @@ def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
 
 
 def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The ``generation_config.json`` for the sampling defaults in a file; None if there are none."""
+    """Make a ``generation_config.json`` from the sampling defaults in a file's metadata; None if there are
+    none."""
     given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
     said = {key: _shortest(value) for key, value in given.items() if value is not None}
     if not said:
@@ -384,12 +395,13 @@ def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _shortest(value: Any) -> Any:
-    """Round a float32 to the shortest decimal that represents it. Other values are returned unchanged."""
+    """Round a float that was stored as float32 to 7 digits, so that for example 1e-5 is 1e-5 again. Other
+    values are returned unchanged."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _names(config: Mapping[str, Any]) -> Any:
-    """Return a function that maps Hugging Face's tensor names to llama.cpp's."""
+    """Return a function that converts Hugging Face's tensor names to llama.cpp's."""
     library, row = _library(), _BY_TYPE[config["model_type"]]
     kind = next(one for one, name in library.MODEL_ARCH_NAMES.items() if name == row.name)
     table = library.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
@@ -403,7 +415,8 @@ def _names(config: Mapping[str, Any]) -> Any:
 
 
 def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor is [in, out] in transformers but [out, in] in llama.cpp, as in GPT-2's layers."""
+    """Return whether a tensor is ``[in, out]`` in transformers and ``[out, in]`` in llama.cpp, as in GPT-2's
+    layers."""
     return config["model_type"] == "gpt2" and ".h." in name
 
 
@@ -414,8 +427,8 @@ def _in_hf_layout(
 
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
-    """Convert a tensor with Hugging Face's ``name`` from Hugging Face's layout to llama.cpp's (``to_file``)
-    or back."""
+    """Convert the layout of a tensor from Hugging Face's to llama.cpp's, or back if ``to_file`` is false.
+    ``name`` is Hugging Face's name of the tensor."""
     kind = config["model_type"]
     rest = array.shape[1:]
     if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
@@ -447,7 +460,7 @@ def write_gguf(
     """Write a GGUF file that llama.cpp can run.
 
     Args:
-        tensors: all parameters of ``model`` by canonical name, including vocabulary padding.
+        tensors: all parameters of ``model`` by ppfleetx's names, including vocabulary padding.
         tokenizer: the tokenizer to store in the file, with its chat template.
         dtype: one of QUANTIZED; None keeps the element types of ``tensors``.
         source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
@@ -520,9 +533,11 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """The element type of a tensor in the file. As in llama.cpp, vectors and position embeddings stay
-    float32. The embedding and the head get 8 bits, because 4 lose too much. Rows that do not divide into
-    blocks are float16."""
+    """Choose the element type of a tensor in the GGUF file, as llama.cpp does.
+
+    Vectors and position embeddings stay float32. If ``dtype`` is a quantized type, the embedding and the head
+    get 8 bits, because 4 lose too much, and matrices whose rows do not divide into blocks become float16.
+    """
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:
@@ -557,8 +572,10 @@ def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) 
 
 
 def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
-    """Add the divisors of Llama 3's rotary frequencies to ``tensors``, and return them. None for other
-    networks."""
+    """Add the tensor that Llama 3's rotary scaling needs in a GGUF file: divisors of the rotary frequencies.
+
+    Returns the divisors; None if the network has another rotary scaling or none.
+    """
     if model.rope_scaling is None or model.rope_scaling.type != "llama3":
         return None
     factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)
@@ -569,7 +586,7 @@ def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarr
 def _check_same(
     model: ModelConfig, metadata: Metadata, tensors: Mapping[str, LazyTensor], factors: np.ndarray | None
 ) -> None:
-    """Raise CheckpointError if reading the file back would give a different network."""
+    """Raise CheckpointError if reading the GGUF file back would give another network than ``model``."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     try:
         found: Iterable[str] = differences(_config(metadata, shapes, factors), model)

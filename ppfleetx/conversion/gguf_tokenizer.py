@@ -1,8 +1,8 @@
 """Convert tokenizers between GGUF metadata and the tokenizer files of transformers.
 
-llama.cpp has two kinds of BPE. ``gpt2`` is byte-level BPE: text is split by a regular expression, which the
-file only names, and bytes are merged. ``llama`` merges characters, as SentencePiece does, and stores scores
-instead of merges.
+GGUF files have two kinds of BPE. ``gpt2`` is byte-level BPE: a regular expression, which the file only names,
+splits text into pieces, and bytes are merged within a piece. ``llama`` merges characters, as SentencePiece
+does, and has a score for each token in place of a list of merges.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [cut, _GPT2 | {"use_regex": False}]}
 
 
-def _words(digits: str) -> str:
-    """The splitting pattern of GPT-4 and similar tokenizers. ``digits`` is the quantifier for digits per
-    piece."""
+def _gpt4_pattern(digits: str) -> str:
+    """Return the regular expression with which GPT-4 and similar tokenizers split text. ``digits`` is the
+    quantifier that limits how many digits a piece has."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits
@@ -46,8 +46,8 @@ def _words(digits: str) -> str:
 _CUTS = {
     "gpt-2": _GPT2,
     "smollm": _DIGITS,
-    "llama-bpe": _split(_words("{1,3}")),
-    "qwen2": _split(_words("")),
+    "llama-bpe": _split(_gpt4_pattern("{1,3}")),
+    "qwen2": _split(_gpt4_pattern("")),
 }
 """Pre-tokenizers: ``tokenizer.ggml.pre`` -> ``pre_tokenizer`` of a ``tokenizer.json``."""
 _OTHER_NAMES = {
@@ -66,10 +66,11 @@ _WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
-    """The contents of ``tokenizer.json`` and ``tokenizer_config.json``, by file name, from GGUF metadata.
+    """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns their contents by
+    file name.
 
-    Raises CheckpointError, naming the file ``place``, if the tokenizer's kind is not supported or parts are
-    missing.
+    Raises CheckpointError, naming the file ``place``, if this kind of tokenizer is not supported, or a part
+    of it is missing.
     """
     kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
     if kind not in ("gpt2", "llama"):
@@ -102,7 +103,7 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
         "eos_token": metadata.get(f"{_KEY}add_eos_token", False),
     }
     wanted = [name for name, is_added in around.items() if is_added and name in config]
-    definition["post_processor"] = _around({name: config[name] for name in wanted}, vocab)
+    definition["post_processor"] = _post_processor({name: config[name] for name in wanted}, vocab)
     if isinstance(template := metadata.get(_TEMPLATE), str):
         config["chat_template"] = template
     return {
@@ -112,8 +113,11 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
-    """The id of a special token, such as ``bos``. None if it is missing or out of range: some writers store
-    -1, which llama.cpp ignores as well."""
+    """Return the id of a special token, such as ``bos``, from GGUF metadata.
+
+    None if it is missing or not the id of a token. Some writers store -1 for a missing token, and llama.cpp
+    accepts this.
+    """
     number = metadata.get(f"{_KEY}{name}_token_id")
     return number if number is not None and 0 <= number < num_tokens else None
 
@@ -121,7 +125,8 @@ def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int |
 def _of_bytes(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> tuple[dict[str, Any], str]:
-    """The ``tokenizer.json`` of a byte-level BPE, and the name of its pre-tokenizer."""
+    """Make the ``tokenizer.json`` of a byte-level BPE. Also returns llama.cpp's name for the way in which it
+    splits text."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":
@@ -170,7 +175,8 @@ def _of_characters(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """All pairs of tokens that form another token, sorted by that token's score, highest first."""
+    """Make the list of BPE merges from the scores of tokens: all pairs of tokens that form another token, the
+    pair whose result has the highest score first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:
@@ -186,8 +192,8 @@ def _added(number: int, token: str, *, is_special: bool) -> dict[str, Any]:
     return {"id": number, "content": token, **flags, "special": is_special}
 
 
-def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """The post-processor that adds BOS before a text, EOS after it, or both."""
+def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
+    """Make the post-processor of a ``tokenizer.json`` that adds BOS before a text, EOS after it, or both."""
     if not wanted:
         return None
     pieces = {name: {"SpecialToken": {"id": token, "type_id": 0}} for name, token in wanted.items()}
@@ -205,9 +211,9 @@ def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, An
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The GGUF metadata of a tokenizer.
+    """Make the GGUF metadata of a tokenizer.
 
-    ``vocab_size`` is the number of rows of the model's embedding; GGUF needs a token for each. Raises
+    ``vocab_size`` is the number of rows of the model's embedding, because GGUF needs a token for each. Raises
     CheckpointError if llama.cpp does not support this kind of tokenizer.
     """
     definition = tokenizer.definition
@@ -236,7 +242,11 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         }
     else:
         merges = [" ".join(pair) for pair in merge_pairs(model)]
-        made |= {f"{_KEY}model": "gpt2", f"{_KEY}pre": _cut_of(tokenizer), f"{_KEY}merges": merges}
+        made |= {
+            f"{_KEY}model": "gpt2",
+            f"{_KEY}pre": _pre_tokenizer_name(tokenizer),
+            f"{_KEY}merges": merges,
+        }
     named = {
         name: ids[token]
         for name, key in _NAMED.items()
@@ -253,8 +263,14 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 
 
 def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Mapping[str, Any]) -> int:
-    """llama.cpp's type of a token. ``characters`` is the ``model`` of a SentencePiece BPE, or empty for
-    byte-level BPE."""
+    """Return the number by which llama.cpp knows the type of a token, such as normal, control or byte.
+
+    Args:
+        token: the token; None for a row of the embedding without a token.
+        added: its entry in ``added_tokens`` of the ``tokenizer.json``.
+        characters: the ``model`` of the ``tokenizer.json`` if it merges characters, as SentencePiece does;
+            empty for byte-level BPE.
+    """
     if token is None:
         return _UNUSED
     if characters and token == characters.get("unk_token"):
@@ -267,7 +283,8 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Scores of tokens: tokens that are merged earlier have higher scores."""
+    """Make llama.cpp's scores of tokens from the list of BPE merges. The earlier a token is merged, the
+    higher is its score."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)
@@ -279,11 +296,12 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
-def _cut_of(tokenizer: Tokenizer) -> str:
-    """llama.cpp's name for a tokenizer's pre-tokenizer. Raises CheckpointError if llama.cpp has none."""
-    found = _essence(tokenizer.definition.get("pre_tokenizer"))
+def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
+    """Return the name by which GGUF files refer to the way in which a tokenizer splits text. Raises
+    CheckpointError if it has no name there."""
+    found = _comparable(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
-        if _essence(cut) == found:
+        if _comparable(cut) == found:
             return name
     raise CheckpointError(
         f"{tokenizer.place} splits text in a way that cannot be written as GGUF; supported: the ways of "
@@ -291,8 +309,8 @@ def _cut_of(tokenizer: Tokenizer) -> str:
     )
 
 
-def _essence(cut: Any) -> Any:
-    """A pre-tokenizer without settings that do not affect tokens."""
+def _comparable(cut: Any) -> Any:
+    """Remove the settings of a ``pre_tokenizer`` that do not affect tokens, so that two can be compared."""
     if isinstance(cut, Mapping):
-        return {key: _essence(value) for key, value in cut.items() if key != "trim_offsets"}
-    return [_essence(one) for one in cut] if isinstance(cut, list) else cut
+        return {key: _comparable(value) for key, value in cut.items() if key != "trim_offsets"}
+    return [_comparable(one) for one in cut] if isinstance(cut, list) else cut

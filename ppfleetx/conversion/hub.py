@@ -44,7 +44,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub. ``revision`` is a branch, a tag or a commit."""
+    """The name of a model on the hub. ``revision`` is a branch, a tag or a commit."""
 
     repo: str
     revision: str = DEFAULT_REVISION
@@ -55,8 +55,8 @@ class HubName:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """Parse ``hf:org/name[@revision]``. None if ``place`` is a path; raises CheckpointError if the name is
-    invalid."""
+    """Parse ``hf:org/name[@revision]``. Returns None if ``place`` does not start with ``hf:``. Raises
+    CheckpointError if the name is invalid."""
     text = str(place)
     if not text.startswith(HUB):
         return None
@@ -69,16 +69,16 @@ def hub_name(place: str | Path) -> HubName | None:
 
 
 def may_be_of_hub(place: str | Path) -> bool:
-    """Whether ``place``, without ``hf:``, looks like a model name on the hub, such as ``gpt2`` or
-    ``org/name``."""
+    """Return whether ``place`` could be the name of a model on the hub for which the user forgot ``hf:``,
+    such as ``gpt2`` or ``org/name``."""
     return _NAME.fullmatch(str(place)) is not None
 
 
 def local_directory(place: str | Path) -> Path:
-    """The directory of a model: ``place`` itself if it is a path, or the downloaded files of ``hf:...``.
+    """Return the directory of a model, and download it first if ``place`` is a name ``hf:...`` on the hub.
 
-    Downloads configuration, tokenizer and weights (safetensors, else PyTorch files). Without a connection,
-    the files in the cache are used.
+    A path is returned unchanged. The download consists of configuration, tokenizer and weights (safetensors,
+    or if there are none, PyTorch files). Without a connection, the files in the cache are used.
 
     Raises:
         CheckpointError: the model does not exist, is not accessible or not supported, or the download failed
@@ -136,7 +136,8 @@ class _Download:
         return directory
 
     def _info(self) -> Any:
-        """The hub's record of the model. None if the hub is unreachable but the model is in the cache."""
+        """Ask the hub for the model's files and commit. None if the hub cannot be reached but the model is in
+        the cache."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         try:
             with self._errors_as_ours():
@@ -166,7 +167,8 @@ class _Download:
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
-        """Download a file unless it is in the cache, and verify it against the hub's record."""
+        """Download a file unless it is in the cache, and check its size and hash against what
+        the hub says."""
         name = wanted.rfilename
         held = self._held(name, commit)
         with self._errors_as_ours(name):
@@ -255,7 +257,8 @@ def _cause(error: BaseException) -> str:
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """How a file differs from the hub's record, in size, SHA-256 or git hash; None if it does not."""
+    """Compare a downloaded file with the size and hash that the hub says. Returns how they differ; None if
+    they are equal."""
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

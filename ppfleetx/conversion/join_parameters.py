@@ -1,8 +1,8 @@
-"""Join parameters: the matrices of a fused parameter, or the slices of tensor-parallel ranks.
+"""Join the parts of a parameter: the matrices of a fused parameter, or the slices of tensor-parallel ranks.
 
-The matrices of a fused parameter (q, k, v; gate, up) are interleaved along the last dimension, the output
-features, as the parameter's declaration specifies. Megatron-LM and FleetX write one file per tensor- and
-pipeline-parallel rank.
+A fused parameter is one matrix made of several, such as q, k and v, or gate and up. They are interleaved
+along the output features; the parameter's declaration says how. Slices of ranks come from the files of
+Megatron-LM and FleetX, which write one file per tensor-parallel and pipeline rank.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ppfleetx.nn.param_spec import Part
 
 
 def join_parts(parts: Sequence[Part], *arrays: np.ndarray) -> np.ndarray:
-    """Join matrices into a fused parameter. ``arrays`` are in the order of ``parts``."""
+    """Join matrices, such as q, k and v, into one fused parameter. ``arrays`` are in the order
+    of ``parts``."""
     lead = arrays[0].shape[:-1]
     pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]
     return np.concatenate(pieces, axis=-1).reshape(*lead, -1)
 
 
 def split_parts(parts: Sequence[Part], fused: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Split a fused parameter into its matrices, the inverse of :func:`join_parts`."""
+    """Split a fused parameter into its matrices, such as q, k and v. The inverse of :func:`join_parts`."""
     lead = fused.shape[:-1]
     periods = fused.reshape(*lead, -1, parts[0].period)
     return tuple(periods[..., p.offset : p.offset + p.width].reshape(*lead, -1) for p in parts)
@@ -37,7 +38,8 @@ RankFiles = Mapping[tuple[int, int], Path]
 
 
 def check_complete(files: RankFiles, directory: Path) -> None:
-    """Raise CheckpointError if a rank of the tensor-by-pipeline grid has no file."""
+    """Raise CheckpointError unless there is a file for each combination of tensor-parallel and
+    pipeline rank."""
     mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*files, strict=True))
     for mp in range(mp_degree):
         for pp in range(pp_degree):
@@ -46,16 +48,15 @@ def check_complete(files: RankFiles, directory: Path) -> None:
 
 
 def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
-    """The files of one pipeline rank, ordered by tensor-parallel rank."""
+    """Return the files of all ranks of pipeline stage ``pp``, in the order of their tensor-parallel ranks."""
     return [files[rank] for rank in sorted(files) if rank[1] == pp]
 
 
 def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
-    """Join the parameters of all tensor-parallel ranks.
+    """Join the parameters of all tensor-parallel ranks along the dimension in which each parameter is sliced.
 
-    ``ranks`` are the parameters of each rank in our layout, by canonical name; they are sliced along the same
-    dimensions as ours. Raises CheckpointError, naming ``directory``, if a rank lacks a parameter or the
-    slices do not fit.
+    ``ranks`` has one mapping per rank, with the names and the layout of ppfleetx. Raises CheckpointError,
+    naming ``directory``, if a rank lacks a parameter or the slices do not fit together.
     """
     whole = {}
     for name, first in ranks[0].items():

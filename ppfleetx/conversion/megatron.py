@@ -4,8 +4,9 @@ Supported: GPT weights with tensor, pipeline (interleaved or not) and expert par
 names of legacy models (``language_model.encoder...``) or of Megatron core (``decoder.layers...``), and the
 options in ``args``. Not supported: optimizer and random states, and the distributed format (``.distcp``).
 
-Megatron's linear weights are ``[out, in]``. From checkpoint version 2 on, fused q, k, v are grouped per
-key/value head, like ours. In version 0 they are ``[3, heads, d]``, in version 1 ``[heads, d, 3]``.
+Megatron's linear weights are ``[out, in]``. The rows of fused q, k, v have had three orders, by the file's
+``checkpoint_version``: ``[3, heads, d]`` in version 0, ``[heads, d, 3]`` in version 1, and from version 2 on
+grouped per key/value head, like ours (d is the size of a head).
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
     """Read the weights of a classic Megatron-LM checkpoint, and join the slices of its ranks.
 
     Args:
-        path: the directory with the tracker file, the directory of one iteration (or ``release``), or the
-            directory of the only rank.
-        model: the network, for checkpoints without ``args``.
+        path: the directory with ``latest_checkpointed_iteration.txt``, the directory of one iteration (or
+            ``release``), or, if there is only one rank, its directory.
+        model: the network; needed if the files do not contain Megatron's ``args``.
 
     Raises:
         RefusedPickleError: a file contains more than arrays and containers.
@@ -143,7 +144,7 @@ def _iteration(path: Path) -> Path:
 
 
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
-    """The checkpoint file of each rank, by the numbers in its directory's name."""
+    """Find the file of each rank, by the numbers in the name of its directory ``mp_rank_XX[_YYY][_ZZZ]``."""
     found = {}
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
@@ -161,10 +162,11 @@ def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
 def _grids(
     files: Mapping[tuple[int, ...], Path], arguments: Mapping[str, Any], directory: Path
 ) -> list[dict[tuple[int, int], Path]]:
-    """The files of each expert-parallel rank, by (tensor-parallel rank, pipeline rank).
+    """Group the files by expert-parallel rank: one mapping per rank, from (tensor-parallel rank, pipeline
+    rank) to file.
 
-    Directory names contain the tensor rank, then, if that degree is above 1, the pipeline rank and the expert
-    rank.
+    A directory's name has the tensor-parallel rank. If the pipeline degree is above 1, the pipeline rank
+    follows, and then, likewise, the expert-parallel rank.
     """
     ep_degree = arguments.get("expert_model_parallel_size") or 1
     has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1
@@ -192,8 +194,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The model chunks in layer order: (key in the file, pipeline rank). Interleaved pipelines have several
-    per rank."""
+    """Yield the model chunks in the order of their layers, as (key in the file, pipeline rank). With an
+    interleaved pipeline schedule, each rank has several."""
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:
@@ -219,7 +221,8 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """Convert a chunk to our names and layout. ``start`` is the number of the chunk's first layer."""
+    """Convert the parameters of a model chunk to the names and the layout of ppfleetx. ``start`` is the
+    number of its first layer in the whole model."""
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)
@@ -250,8 +253,8 @@ def _canonical_name(name: str, start: int) -> str | None:
 
 
 def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
-    """Convert one rank's slice of the parameter ``name`` to our layout. Everything except embeddings is
-    transposed."""
+    """Convert one rank's slice of a parameter from Megatron's layout to ours. ``name`` is our name. All
+    parameters except embeddings are transposed."""
     if name.startswith("embedding."):
         return tensor
     layer, rows_at_once = name.rpartition(".")[0], 1
@@ -273,7 +276,8 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Reorder the rows of fused q, k, v to the order of checkpoint version 2: grouped per key/value head."""
+    """Reorder the rows of a fused q, k, v parameter to the order of Megatron's checkpoint version 2: grouped
+    per key/value head."""
     if version >= 2.0:
         return array
     heads = prod(array.shape[:1]) // (3 * head_dim)
@@ -284,7 +288,8 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 
 def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The `Model` section for Megatron's options. Raises CheckpointError for unsupported options."""
+    """Convert Megatron's options to a `Model` section; empty if they do not give the sizes. Raises
+    CheckpointError for unsupported options."""
 
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name, default)

@@ -1,9 +1,9 @@
 """Mixture-of-experts weights in Megatron-LM's classic checkpoints.
 
-Each expert-parallel rank has a file, in which its experts are numbered from 0; all other parameters are the
-same in all these files. Experts are stored in one of three ways: as layers
-(``local_experts.N.linear_fc1.weight``), as in Transformer Engine (``linear_fc1.weightN``), or, in older
-versions, all experts in one tensor (``weight1`` and ``weight2``).
+Each expert-parallel rank has a file with its experts, numbered from 0. All other parameters are the same in
+all these files. Experts are stored in one of three ways: each as a layer of its own
+(``local_experts.N.linear_fc1.weight``), as separate tensors of one layer, as Transformer Engine does
+(``linear_fc1.weightN``), or, in older versions, all in one tensor (``weight1`` and ``weight2``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _OURS = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.+)")
 
 
 def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """The ``Model.moe`` section for Megatron's options; None for a dense network. Raises UserError if an
-    option is not supported."""
+    """Convert Megatron's options to the ``Model.moe`` section; None if the network has no experts. Raises
+    UserError if an option is not supported."""
     run = Translation("Megatron", place)
     for name, value in arguments.items():
         if name in _READ or name.startswith("moe_"):
@@ -71,7 +71,8 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
 
 
 def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
-    """Split each tensor that holds all experts of a file into one tensor per expert."""
+    """Yield the tensors of a file, with each tensor that contains several experts split into one tensor per
+    expert. ``ep`` is the expert-parallel degree."""
     for name, tensor in chunk.items():
         match = _ALL_TOGETHER.fullmatch(name)
         if match is None or model.moe is None:
@@ -94,8 +95,8 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def expert_name(in_layer: str) -> str | None:
-    """Our name for an expert's parameter within a layer, numbered as in the file; None if it is not an
-    expert's."""
+    """Convert Megatron's name of an expert's parameter, within its layer, to ours. The expert keeps the
+    number that it has in the file. None if the parameter is not an expert's."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None
@@ -105,8 +106,11 @@ def expert_name(in_layer: str) -> str | None:
 def of_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """The parameters that one expert-parallel rank contributes: its experts, renumbered within the whole
-    layer, and for rank 0 all other parameters."""
+    """Select the parameters to take from the file of expert-parallel rank ``rank``.
+
+    These are its experts, renumbered within all experts of the layer, and for rank 0 also all other
+    parameters, which are the same in the files of all ranks. ``ep`` is the expert-parallel degree.
+    """
     found = {}
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)
@@ -120,8 +124,8 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Stack the experts' parameters of each layer into one tensor. Raises CheckpointError if experts are
-    missing or unexpected."""
+    """Stack the matrices of a layer's experts into one tensor per kind of matrix, with the experts as its
+    first dimension, as ours have. Raises CheckpointError if experts are missing or unexpected."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

@@ -1,4 +1,5 @@
-"""Read Paddle's pickled state dicts (``.pdparams``)."""
+"""Read the files in which ``paddle.save`` pickles state dicts (``.pdparams``), without running code from
+them."""
 
 from __future__ import annotations
 
@@ -45,15 +46,19 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def _tensor(value: Any) -> LazyTensor | None:
-    """Convert an array, or the pair (parameter name, array) in which Paddle stores a Tensor. None for other
-    objects."""
+    """Convert an entry of a state dict to a tensor. Paddle stores a tensor as an array, or as the pair
+    (parameter name, array). None for any other object."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return tensor_of(value.array, bfloat16_as_uint16=True) if isinstance(value, PickledArray) else None
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Join tensors that Paddle split into chunks because of the limits of old pickle protocols."""
+    """Join the tensors that Paddle split into chunks because old pickle protocols limit the size of an
+    object.
+
+    ``chunked`` is Paddle's list of these tensors: name -> original shape and names of the chunks.
+    """
     tensors.pop(_NAME_TABLE, None)
     for name, form in chunked.items():
         shape = tuple(map(operator.index, form["OriginShape"]))

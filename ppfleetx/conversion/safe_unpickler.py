@@ -1,7 +1,8 @@
-"""Unpickle weights safely: the unpickler can build only arrays and containers.
+"""Unpickle weights without running code from the file.
 
-Pickles may use only the names in the tables below; any other name is refused before anything is imported.
-Objects of allowed other classes, such as Megatron's options, are read as :class:`Record`.
+A pickle builds objects by naming classes and functions. Only the names in the tables below are allowed, which
+build arrays and containers; any other name is refused before anything is imported. Objects of some further
+classes, such as Megatron's options, are read as data (:class:`Record`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ppfleetx.config.errors import CheckpointError, shown
 
 
 class RefusedPickleError(CheckpointError):
-    """A pickle asks for `wanted`, which is neither an array nor a container."""
+    """A pickle was refused because it asks for ``wanted``, which is neither an array nor a container."""
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
@@ -30,7 +31,8 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """Holds the arguments and the state of an object whose class is not imported."""
+    """The data of a pickled object, its constructor's arguments and its state, in place of the object. Its
+    class is not imported."""
 
     class_name = ""
     args: tuple[Any, ...] = ()
@@ -46,25 +48,28 @@ class Record:
         self.state = state
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Read an attribute of an object whose state is a dictionary, such as ``argparse.Namespace``."""
+        """Return an attribute of the pickled object, such as an option in an ``argparse.Namespace``."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 class Kind:
-    """Base class of stand-ins for classes that pickles may name."""
+    """Base class of the classes that a pickle gets in place of those that it names. It does not let a pickle
+    set attributes."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
 
 
 class WeightsUnpickler(pickle.Unpickler):
-    """An unpickler that accepts only an allowlist of names.
+    """An unpickler that refuses all names that are not on a list.
 
     Args:
-        names: the object for each allowed name.
-        record_prefixes: names with one of these prefixes become a :class:`Record`.
-        persistent: builds the object of a persistent id, such as a PyTorch storage; None refuses persistent
-            ids.
+        file: the pickle.
+        names: allowed name -> the object to use for it.
+        record_prefixes: objects of classes whose full names have one of these prefixes are read as
+            :class:`Record`.
+        persistent: makes the object for a persistent id, with which pickles refer to data outside of them,
+            such as a PyTorch storage; None refuses persistent ids.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class WeightsUnpickler(pickle.Unpickler):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager that adds the file's name to errors.
+    """Context manager around reading the pickle ``path``: adds the path to error messages.
 
     Raises RefusedPickleError if the pickle asks for a name that is not allowed; CheckpointError if the file
     is damaged.
@@ -119,7 +124,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class PickledType:
-    """Stand-in for ``numpy.dtype``, restricted to plain numbers."""
+    """What a pickle gets in place of ``numpy.dtype``. Only types of plain numbers are allowed."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.dtype = np.dtype(code)
@@ -127,24 +132,26 @@ class PickledType:
             raise RefusedPickleError(f"an array of the element type {shown(code)}")
 
     def __setstate__(self, state: Any) -> None:
-        """Read NumPy's state: (version, byte order, ...)."""
+        """Set the byte order from the state that NumPy pickles: (version, byte order, ...)."""
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
 class PickledArray:
-    """Stand-in for ``numpy.ndarray``, whose own ``__setstate__`` would trust the pickle."""
+    """What a pickle gets in place of ``numpy.ndarray``, whose own ``__setstate__`` trusts the
+    pickle's data."""
 
     array = np.empty(0, np.uint8)
 
     def __setstate__(self, state: Any) -> None:
-        """Read NumPy's state: (version, shape, type, is Fortran order, bytes)."""
+        """Make the array from the state that NumPy pickles: (version, shape, type, is Fortran
+        order, bytes)."""
         shape, kind, is_fortran, raw = state[-4:]
         raw = raw.encode("latin-1") if isinstance(raw, str) else raw
         self.array = np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
-    """Convert an array to a tensor. Raises RefusedPickleError for element types that checkpoints do not
+    """Make a tensor of a NumPy array. Raises RefusedPickleError for element types that checkpoints do not
     use."""
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
@@ -156,7 +163,8 @@ def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTen
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
-    """The tensors in nested dictionaries; names are the keys joined with dots. Other objects are ignored.
+    """Collect the tensors in nested dictionaries. A tensor's name is its keys joined with dots. Other objects
+    are ignored.
 
     Raises CheckpointError if two tensors have the same name.
     """
@@ -183,8 +191,10 @@ def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> Pickled
 
 
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Read a DenseTensor, which Paddle pickles as ``eval('data', {'data': array})``. Any other call is
-    refused."""
+    """Return the array of a Paddle DenseTensor, which is pickled as ``eval('data', {'data': array})``.
+
+    A pickle gets this function in place of ``eval``. Any other call is refused.
+    """
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):

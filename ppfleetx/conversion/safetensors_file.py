@@ -1,4 +1,4 @@
-"""Read safetensors files lazily, and write them with Hugging Face's index."""
+"""Read safetensors files lazily, and write them, with Hugging Face's index if there are several."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
 def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a file lazily, by name. Raises CheckpointError if the file is damaged or not
-    safetensors."""
+    """Read the tensors of a safetensors file lazily, by name. Raises CheckpointError if the file is damaged
+    or has another format."""
     path = Path(path)
     table, metadata, start = _header(path)
     tensors = {}
@@ -44,14 +44,14 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def safetensors_format(path: str | Path) -> str | None:
-    """The `format` in a file's metadata, such as `pt` for PyTorch; None if missing. Raises CheckpointError if
-    the file is damaged."""
+    """Return the value of ``format`` in the metadata of a safetensors file, such as ``pt`` for PyTorch; None
+    if there is none. Raises CheckpointError if the file is damaged."""
     return _header(Path(path))[1].get("format")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The tensor entries, the metadata, and the offset of the data. The safetensors library validates the
-    header."""
+    """Read the header of a safetensors file. Returns its entries for tensors, its metadata, and the position
+    at which the data begin. The safetensors library validates the header."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":
@@ -77,8 +77,8 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors to one file, or to several files with an index. Only one tensor is in memory at a
-    time."""
+    """Write tensors into ``directory``: one safetensors file, or if they are larger than ``max_bytes``,
+    several with an index. Only one tensor is in memory at a time."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

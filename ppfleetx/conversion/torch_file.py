@@ -1,7 +1,8 @@
 """Read PyTorch files (``.bin``, ``.pt``) without PyTorch, and without running code from the file.
 
-Since PyTorch 1.6, a file is a zip archive with ``data.pkl`` and one member per storage. Older files are five
-pickles followed by the storages. A storage is read only when one of its tensors is.
+A tensor is a view of a storage, a flat array. Since PyTorch 1.6, a file is a zip archive with ``data.pkl``
+and one member per storage. Older files are five pickles followed by the storages. A storage is read only when
+one of its tensors is.
 """
 
 from __future__ import annotations
@@ -49,20 +50,26 @@ _STORAGE_DTYPES = {
 
 
 class StorageKind(Kind):
-    """Base class of stand-ins for PyTorch's storage classes."""
+    """Base class of the classes that a pickle gets in place of PyTorch's storage classes."""
 
     dtype = ""
 
 
 class ElementType(Kind):
-    """Base class of stand-ins for ``torch.dtype`` values."""
+    """Base class of the classes that a pickle gets in place of ``torch.dtype`` values."""
 
     dtype = ""
 
 
 @dataclass(eq=False)
 class TorchStorage(Kind):
-    """A flat array of elements; tensors are views of it. `read(start, end)` returns a range of its bytes."""
+    """A PyTorch storage: a flat array of elements, of which tensors are views.
+
+    Attributes:
+        dtype: the element type.
+        count: the number of elements.
+        read: ``read(start, end)`` reads a range of its bytes from the file.
+    """
 
     dtype: str
     count: int
@@ -70,16 +77,17 @@ class TorchStorage(Kind):
 
 
 class TorchTensor(LazyTensor):
-    """A view of a storage. Pickles cannot set its state."""
+    """A tensor of a PyTorch file, read lazily. Unlike its base class, it does not let a pickle
+    set its state."""
 
     __setstate__ = Kind.__setstate__
 
 
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
-    """Read the object saved in `path`, with its tensors as :class:`LazyTensor`.
+    """Read the object that PyTorch saved in the file ``path``. Its tensors are read lazily.
 
     Objects of classes whose full names start with one of ``record_prefixes`` become a ``Record``. Raises
-    RefusedPickleError, before any code runs, if the file contains more than tensors and containers;
+    RefusedPickleError, before any code runs, if the file contains anything else but tensors and containers;
     CheckpointError if the file is damaged or not a PyTorch file.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
@@ -114,8 +122,8 @@ def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _read_member(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
-    """Read bytes of an uncompressed zip member. The checksum is verified only when the whole member is
-    read."""
+    """Read bytes [start, end) of an uncompressed member of a zip archive. The checksum is verified only if
+    this is the whole member."""
     header = read_bytes(path, info.header_offset, _LOCAL_HEADER).tobytes()
     if not header.startswith(_LOCAL_SIGNATURE) or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged: {info.filename} is not where the archive says")
@@ -165,7 +173,8 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
-    """Parse PyTorch's ('storage', class, key, device, count, ...) to (class, key, number of elements)."""
+    """Parse the persistent id of a storage, ('storage', class, key, device, count, ...). Returns the class,
+    the key and the number of elements."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise RefusedPickleError("a persistent object that is not a storage")
     _, kind, key, _, count = identity[:5]
@@ -175,8 +184,8 @@ def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
 
 
 def _rebuild_tensor(storage: TorchStorage, offset: int, size: Any, stride: Any, *_: Any) -> LazyTensor:
-    """Build a strided view of a storage. Raises CheckpointError if it reaches beyond the storage or repeats
-    elements."""
+    """Make a lazy tensor that is a strided view of a storage; pickles call this for every tensor. Raises
+    CheckpointError if the view is larger than the storage."""
     held = NUMPY_OF_DTYPE[storage.dtype]
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)
@@ -204,8 +213,8 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Read an enum member, which some Python versions pickle as ``getattr(class, name)``. Only `Record`
-    classes may be accessed."""
+    """Make a record of an enum member. Some Python versions pickle it as ``getattr(class, name)``, and this
+    function is used in place of ``getattr``. Any other call is refused."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

@@ -1,4 +1,5 @@
-"""Export a ``Model`` section as a Hugging Face ``config.json``, the inverse of ``config_keys.model_keys``."""
+"""Convert a ``Model`` section to a Hugging Face ``config.json``, the inverse of
+``config_keys.model_keys``."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ def hf_config(
     original: Mapping[str, Any] | None = None,
     token_ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The ``config.json`` with which ``transformers`` computes the same function as `model`.
+    """Make a ``config.json`` with which ``transformers`` computes the same function as `model`.
 
     Args:
         dtype: the element type of the weights, named as in safetensors files.
-        original: the ``config.json`` the weights originally came with; kept if it describes this network.
-        token_ids: `bos_token_id` and `eos_token_id`, for a new configuration.
+        original: the ``config.json`` that the weights originally came with; it is kept if it still describes
+            this network.
+        token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``.
 
     Raises:
         CheckpointError: no Hugging Face network matches. The message names the keys that differ.
@@ -36,20 +38,21 @@ def hf_config(
     if original is not None and describes(original, model):
         config = {key: value for key, value in original.items() if key != "dtype"}
     else:
-        config = _made(model) | (token_ids or {"bos_token_id": None, "eos_token_id": None})
+        config = _config_of(model) | (token_ids or {"bos_token_id": None, "eos_token_id": None})
     return config | {"torch_dtype": NAME_OF_DTYPE[dtype]}
 
 
 def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
-    """Whether a Hugging Face configuration and a ``Model`` section describe the same function."""
+    """Return whether a ``config.json`` and a ``Model`` section describe the same network."""
     try:
         return not differences(config, model)
     except UserError:
         return False
 
 
-def _made(model: ModelConfig) -> dict[str, Any]:
-    """The configuration of the first family that can express ``model``."""
+def _config_of(model: ModelConfig) -> dict[str, Any]:
+    """Make a ``config.json`` of the first Hugging Face model type that can express the network ``model``.
+    Raises CheckpointError if there is none."""
     reasons = []
     for same in (model, _with_experts_width(model)):
         values = network(same)
@@ -70,8 +73,8 @@ def _made(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """If every layer is a mixture of experts, set the unused MLP width to the experts' width, as some
-    families do."""
+    """If every layer has experts, set the width of dense MLPs, which is then unused, to that of the experts.
+    Some model types have only one key for both."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -79,8 +82,8 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The keys of ``Model`` that differ from a Hugging Face configuration, with both values. Raises UserError
-    if we do not support the configuration's network."""
+    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns texts with each key that
+    differs, and both values. Raises UserError if the network of the ``config.json`` is not supported."""
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [
@@ -94,6 +97,7 @@ def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _as_stored(model: ModelConfig) -> ModelConfig:
-    """The network without vocabulary padding and without keys that only affect training."""
+    """Remove from a ``Model`` section what does not change the weights in a Hugging Face file: vocabulary
+    padding, and the balancing loss of experts."""
     moe = model.moe and model.moe.model_copy(update={"aux_loss": BalanceLossConfig(kind="none")})
     return model.model_copy(update={"vocab_size_divisible_unit": 1, "moe": moe})

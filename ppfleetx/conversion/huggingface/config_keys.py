@@ -1,8 +1,8 @@
-"""Convert a Hugging Face ``config.json``: each key is mapped to our ``Model`` section, ignored, or refused.
+"""Convert a Hugging Face ``config.json`` to our ``Model`` section. A key is converted, ignored, or refused.
 
-Keys without effect on the network's output are ignored. Keys of features we do not have are accepted only
-with the value that turns the feature off. Unknown keys are ignored, as in transformers; :func:`unknown_keys`
-lists them for a warning. null means "not given".
+Keys without effect on the network's output are ignored. A key of a feature that we do not support is accepted
+only if its value turns the feature off. Unknown keys are ignored, as in transformers; :func:`unknown_keys`
+lists them for a warning. A null value means that the key is not given.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError if a key that this family converts has a wrong type or is out of range."""
+    """Raise CheckpointError if the value of a key that ``family`` converts has a wrong type or is out of
+    range."""
     for key in family.mapped & config.keys():
         if key in family.keys:
             ours = family.keys[key][0].split()[0]
@@ -195,12 +196,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:
-    """Whether PaddleNLP or PaddleFormers wrote a configuration, according to its keys."""
+    """Return whether PaddleNLP or PaddleFormers wrote a ``config.json``, which then has their version."""
     return any(mark in config for mark in ("paddlenlp_version", "paddleformers_version"))
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the keys of Paddle's libraries from a ``config.json``, and add keys they omit, for transformers.
+    """Adapt a ``config.json`` of PaddleNLP or PaddleFormers to transformers: remove the keys that only they
+    have, and add the one that they omit.
 
     ``keys`` is the result of :func:`model_keys` for ``config``.
     """
@@ -211,7 +213,7 @@ def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """The unknown keys of a ``config.json`` that :func:`model_keys` accepts."""
+    """List the keys of a ``config.json`` that :func:`model_keys` ignores because it does not know them."""
     family = FAMILIES[config["model_type"]]
     known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
     return sorted(
@@ -232,7 +234,8 @@ _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, 
 
 
 def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Raise CheckpointError if a key shows that we do not support this network."""
+    """Raise CheckpointError if a key that ``family`` does not convert turns on a feature that we do not
+    support."""
     off = _SWITCHED_OFF | family.off
     for key, value in config.items():
         if key in family.mapped:
@@ -251,7 +254,8 @@ def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Whether a key that this family does not convert has the value that this network implies."""
+    """Return whether a ``config.json`` key only repeats what follows from other keys, such as a ``head_dim``
+    that equals hidden size / heads. Such a key need not be converted."""
     hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
     if key == "num_key_value_heads":
         return value == heads

@@ -42,10 +42,10 @@ _WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
 
 
 def read_hf(directory: str | Path) -> Weights:
-    """Read the weights of a Hugging Face directory, or of a Llama of PaddleNLP or PaddleFormers.
+    """Read a Hugging Face model directory, or a Llama that PaddleNLP or PaddleFormers wrote.
 
-    Only headers are read now, tensors on demand. GPTQ and AWQ weights are dequantized. Raises CheckpointError
-    if files are missing or damaged, or the network is not supported.
+    Only headers are read now, and tensors when they are used. GPTQ and AWQ weights are dequantized. Raises
+    CheckpointError if files are missing or damaged, or the network is not supported.
     """
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
@@ -57,7 +57,7 @@ def read_hf(directory: str | Path) -> Weights:
     tensors = loads(network(config))
     used: set[str] = set()
     for rule in rules(config):
-        theirs = [_present(stored, name, directory) for name in rule.theirs]
+        theirs = [_name_in_files(stored, name, directory) for name in rule.theirs]
         used.update(theirs)
         tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], directory)
     next_tokens = _of_next_tokens(set(stored) - used, config, keys)
@@ -116,14 +116,14 @@ def write_hf(
     token_ids: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a directory that ``transformers`` can load. The directory is created if needed.
+    """Write a model directory that ``transformers`` can load. The directory is created if it does not exist.
 
     Args:
-        tensors: all parameters of `model` by canonical name, including vocabulary padding.
+        tensors: all parameters of `model` by ppfleetx's names, including vocabulary padding.
         source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
-        max_file_bytes: larger weights are split into several files with an index.
+        max_file_bytes: if the weights are larger, they are split into several files with an index.
 
     Raises:
         CheckpointError: no Hugging Face network can express this network.
@@ -152,8 +152,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write("\n")
 
 
-def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """The name of a tensor in the files. GPT-2's prefix is optional, and GPT-NeoX's head has two names."""
+def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
+    """Find the tensor that transformers calls ``name`` under the name that the files use. GPT-2's tensors may
+    lack their prefix, and GPT-NeoX's head has two names."""
     for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
@@ -184,7 +185,8 @@ _WITHOUT_NEXT_TOKENS = (
 
 
 def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
-    """The tensors of multi-token prediction layers, which come after the last layer."""
+    """Select the tensors of multi-token prediction layers, which are numbered after the last layer of the
+    model."""
     further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
     layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
     return {name for name in names if name.startswith(layers)}
@@ -193,7 +195,8 @@ def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[st
 def _check_left_over(
     names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> None:
-    """Raise CheckpointError for unused tensors, except buffers, zero biases, and the copy of a tied head."""
+    """Raise CheckpointError if tensors of the directory were not used. Allowed are buffers, biases that are
+    all zero, and a head that equals the embedding it is tied to."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS & names if keys["tie_word_embeddings"] else set()

@@ -1,5 +1,5 @@
-"""The table of supported Hugging Face model types. Each :class:`Family` maps ``config.json`` keys and tensor
-names to ours.
+"""The table of supported Hugging Face model types. Each has a :class:`Family`, which converts its
+``config.json`` keys and its tensor names to ours.
 
 This file contains GPT and similar networks: LayerNorm, ungated MLPs and, in most, biases. To add a network,
 add a family here, in ``llama_families.py`` or in ``moe_families.py``.
@@ -49,7 +49,8 @@ _NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rota
 
 
 def _sizes(**others: str) -> dict[str, Any]:
-    """Copy `SIZES`, renaming some keys of ``config.json`` (``ours="theirs"``)."""
+    """Return a copy of the table `SIZES` with some ``config.json`` keys renamed, each given as
+    ``usual="renamed"``."""
     return {others.get(key, key): row for key, row in SIZES.items()}
 
 
@@ -318,5 +319,6 @@ FAMILIES = _DENSE | MIXTURES
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:
-    """The families to try when exporting a network. The first one that can express the network is used."""
+    """Return the model types to try, in order, when ``model`` is exported. The first that can express the
+    network is used."""
     return _DENSE if model.moe is None else MIXTURES

@@ -1,5 +1,5 @@
-""":class:`Family`, the mapping from a Hugging Face model type to our network, and the entries that Llama-like
-families share."""
+""":class:`Family`, which describes how one Hugging Face model type is converted to our network, and the parts
+that families similar to Llama or GPT share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NEEDED = object()
 
 @dataclass(frozen=True)
 class Feature:
-    """A group of ``config.json`` keys that are converted by functions.
+    """Converts a group of ``config.json`` keys with functions, where a table of keys is not enough.
 
     Attributes:
         reads: the keys that ``read`` uses.
-        read: converts a ``config.json`` without nulls to keys of our ``Model`` section.
+        read: converts a ``config.json`` without null values to keys of our ``Model`` section.
         write: converts a ``Model`` section to keys of ``config.json``.
     """
 
@@ -39,28 +39,28 @@ class Feature:
 
 @dataclass(frozen=True)
 class Family:
-    """The mapping for one Hugging Face ``model_type``.
+    """How one Hugging Face ``model_type`` is converted to our network and back.
 
     Attributes:
         architecture: the name of the class in transformers.
         keys: key of ``config.json`` -> (key of our ``Model`` section, transformers' default). Our key can be
-            several keys separated by spaces, dotted for subsections. The default is a value, a function of
+            several keys separated by spaces, with dots for subsections. The default is a value, a function of
             the configuration, or NEEDED.
-        fixed: our keys that have the same value in all networks of this type.
+        fixed: keys of our ``Model`` section that have the same value in all networks of this type.
         names: our layer or parameter -> Hugging Face's layer or tensor. ``{}`` stands for the block number,
-            ``{expert}`` for the expert number, and ``{part}`` for the part of a fused layer (q, k, v; gate,
-            up), if these are separate tensors.
-        features: more keys; if two features set the same key, the later one wins.
-        other_names: more names, which depend on the ``config.json``.
-        part_names: our part -> Hugging Face's part, if different.
-        aliases: alternative ``config.json`` keys that transformers accepts -> the keys used here.
+            ``{expert}`` for the expert number. ``{part}`` stands for the part of a fused layer (q, k, v;
+            gate, up), if Hugging Face has a tensor for each.
+        features: functions that convert further keys; if two set the same key, the later one wins.
+        other_names: returns further names for a given ``config.json``.
+        part_names: our part of a fused layer -> Hugging Face's, if it has another name.
+        aliases: other ``config.json`` keys that transformers accepts -> the keys used here.
         has_in_out_linears: whether linear weights are stored as ``[in, out]``, like ours, not ``[out, in]``.
-        has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values, not
-            interleaved per head like ours.
-        required: keys that must be present (null is allowed), because transformers' default is the size of
-            one particular model.
-        off: key -> accepted values, for options that we do not implement; added to the options of all
-            families.
+        has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values. Ours
+            interleaves them per head.
+        required: keys that must be present, even if null. transformers has defaults for them, but these are
+            the sizes of one particular model.
+        off: options that we do not support -> the values with which they are accepted, in addition to those
+            that apply to all families.
     """
 
     architecture: str
@@ -79,10 +79,13 @@ class Family:
     def but(
         self, architecture: str, *features: Feature, without: Collection[str] = (), **changes: Any
     ) -> Family:
-        """Derive a similar family.
+        """Make the description of a similar model type from this one.
 
-        Adds ``features``, removes the keys in ``without``, and applies ``changes`` to other fields. Mappings
-        in ``changes`` are merged into this family's.
+        Args:
+            architecture: the name of the class in transformers.
+            features: features to add.
+            without: ``config.json`` keys to remove from ``keys``.
+            changes: other fields to change; mappings are merged into those of this family.
         """
         kept = {key: row for key, row in self.keys.items() if key not in without}
         changes["keys"] = kept | changes.get("keys", {})
@@ -92,12 +95,12 @@ class Family:
 
     @property
     def mapped(self) -> set[str]:
-        """The keys of ``config.json`` that this family converts."""
+        """The ``config.json`` keys that this family converts."""
         return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
-        """Rename aliases in a ``config.json``. Raises CheckpointError if an alias and its key have different
-        values."""
+        """Replace aliases in a ``config.json`` by the usual keys. Raises CheckpointError if both are given
+        with different values."""
         made = dict(config)
         for alias, name in self.aliases.items():
             if alias in made and made.setdefault(name, made[alias]) != made[alias]:
@@ -106,8 +109,8 @@ class Family:
         return made
 
     def model_keys(self, config: Config) -> dict[str, Any]:
-        """Convert a ``config.json`` without nulls to keys of our ``Model`` section. Raises CheckpointError if
-        a key is missing, or our layers do not support its value."""
+        """Convert a ``config.json`` to keys of our ``Model`` section. Null values must have been removed.
+        Raises CheckpointError if a key is missing, or its value is not supported."""
         made = dict(self.fixed)
         for theirs, (ours, default) in self.keys.items():
             value = config.get(theirs, default)
@@ -119,9 +122,10 @@ class Family:
         return _nested(made)
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The ``config.json`` of this family that is closest to ``model``.
+        """Make the ``config.json`` of this model type that is closest to ``model``. It may describe another
+        network if the type cannot express this one.
 
-        ``values`` are the effective values of keys that are null in ``model`` (``resume_policy.network``).
+        ``values`` has the values in effect of keys that are null in ``model`` (``resume_policy.network``).
         """
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
@@ -134,7 +138,7 @@ class Family:
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert dotted keys to nested sections."""
+    """Convert keys with dots, such as ``moe.top_k``, to nested dictionaries."""
     made: dict[str, Any] = {}
     for name, value in keys.items():
         *sections, last = name.split(".")
@@ -146,7 +150,8 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_at(section: Any, name: str) -> Any:
-    """The value of a dotted key; None if a section on the path is null or missing."""
+    """Return the value of a key with dots, such as ``moe.top_k``; None if a section on the way is null or
+    missing."""
     for part in name.split("."):
         section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
     return section
@@ -156,8 +161,8 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Prefix parameter names within a block: ours with ``decoder.layers.{}.``, Hugging Face's with
-    ``row``."""
+    """Add the prefix of a block to the parameter names in it: ``decoder.layers.{}.`` to ours, and ``row`` to
+    Hugging Face's."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -289,7 +294,8 @@ _ROTARY = {*PLACES, "original_max_position_embeddings", "rope_theta", "partial_r
 
 
 def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
-    """Check the heads and call :func:`rope_keys`. ``base`` is the family's default for ``rope_theta``."""
+    """Convert the rotary settings of a ``config.json`` with :func:`rope_keys`. ``base`` is the model type's
+    default for ``rope_theta``. Raises CheckpointError if the heads do not divide the hidden size."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
         raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
@@ -305,8 +311,8 @@ PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """Convert a sliding window to ``attention_window``. Hugging Face's window includes the current position;
-    ours does not."""
+    """Convert the size of a sliding window to our ``attention_window``, which is one less, because Hugging
+    Face's window includes the current position."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -332,8 +338,12 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """``attention_window`` and the layers that use it: those in ``layer_types``, or by default all except
-    every ``every``-th layer."""
+    """Convert a sliding window that only some layers use to ``attention_window`` and
+    ``attention_window_layers``.
+
+    The layers are those that ``layer_types`` names. If it is missing, they are all except every ``every``-th
+    layer.
+    """
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -359,12 +369,12 @@ def pattern(
     period: Collection[str] = (),
     also: Callable[[Config, Mapping[str, Any]], dict[str, Any]] = lambda *_: {},
 ) -> Feature:
-    """A feature for sliding windows in some of the layers.
+    """Make a feature that converts a sliding window that only some layers use.
 
     Args:
         every: by default, every ``every``-th layer has no window.
-        period: names of a ``config.json`` key that overrides ``every``.
-        also: returns more keys, given the ``config.json`` and the result of :func:`pattern_keys`.
+        period: names of the ``config.json`` key that replaces ``every``.
+        also: returns further keys, given the ``config.json`` and the result of :func:`pattern_keys`.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -379,7 +389,7 @@ PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """The result of :func:`rotary_keys`, with a separate rotary base for layers with a sliding window.
+    """Convert rotary settings in which layers with a sliding window have a rotary base of their own.
 
     Args:
         config: a ``config.json``. Its ``rope_parameters`` are either given per layer type, or apply to layers
@@ -387,6 +397,9 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
         pattern: the result of :func:`pattern_keys` for ``config``.
         base: the default base of layers without a window.
         local: the default base of layers with a window. Rope scaling never applies to these.
+
+    Returns:
+        the result of :func:`rotary_keys`, with ``local_rotary_base`` if the base is different.
     """
     by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
     usual = {"rope_theta": base, **config}
@@ -407,7 +420,8 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
 
 
 def hf_rope_by_kind(model: ModelConfig) -> dict[str, Any]:
-    """``rope_parameters`` per layer type, for a ``config.json``."""
+    """Make the ``config.json`` key ``rope_parameters`` with separate rotary settings for layers with and
+    without a sliding window."""
     usual = hf_rope(model)
     base = {"rope_theta": usual["rope_theta"]}
     return {

@@ -1,7 +1,7 @@
 """Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section.
 
-Older models have these keys in ``config.json``, and transformers then reads them from there. Each key is
-converted, ignored because it does not affect the generated tokens, or dropped with a warning.
+Older models have these keys in ``config.json``, and transformers then reads them from there. A key is
+converted, ignored because it does not affect the generated tokens, or left out with a warning.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
 def generation_defaults(
     own: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Convert the generation defaults of a Hugging Face directory. Returns our `Generation` keys, and notes
-    on dropped keys.
+    """Convert the generation defaults of a Hugging Face directory to keys of our `Generation` section. Also
+    returns warnings about keys that could not be converted.
 
-    ``own`` is the directory's ``generation_config.json``; if None, ``config``, its ``config.json``, is used.
-    End tokens are not converted, because the tokenizer provides them.
+    ``own`` is the directory's ``generation_config.json``. If it is None, the keys are read from ``config``,
+    its ``config.json``. End tokens are not converted, because the tokenizer provides them.
     """
     keys, lost = _translated(config if own is None else own, is_own_file=own is not None)
     valid, errors = valid_generation_keys(keys)
@@ -96,8 +96,12 @@ def generation_defaults(
 
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
-    """Convert a file's contents to keys of our ``Generation`` section. Also returns a description of each
-    dropped key; unknown keys are reported only for a ``generation_config.json`` (``is_own_file``)."""
+    """Convert keys of transformers' generation defaults to ours. Also returns a text for each key that could
+    not be converted.
+
+    ``is_own_file`` says whether ``said`` is a ``generation_config.json``. In a ``config.json``, unknown keys
+    are not reported, because most keys have nothing to do with generation.
+    """
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")
     searches = isinstance(beams, int) and beams > 1

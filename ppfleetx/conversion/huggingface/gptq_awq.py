@@ -1,7 +1,7 @@
-"""Read GPTQ and AWQ checkpoints, dequantizing linear layers to floating-point weights.
+"""Read GPTQ and AWQ checkpoints. Linear layers are dequantized to floating-point weights.
 
-Instead of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words with the first in
-the lowest bits, and a scale and an integer zero point for each group of inputs:
+In place of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words with the first
+in the lowest bits, and a scale and an integer zero point for each group of inputs:
 
 =========  =========================  =====================
 tensor     GPTQ                       AWQ (``gemm``)
@@ -13,11 +13,12 @@ X.g_idx    [in], group of each input  none
 =========  =========================  =====================
 
 ``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])``, where ``g`` is the group of input ``i``.
-Without ``g_idx``, each group is ``group_size`` consecutive inputs; -1 means one group. AWQ's words hold eight
-consecutive outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+Without ``g_idx``, each group is ``group_size`` consecutive inputs; a ``group_size`` of -1 means one group.
+AWQ's words hold eight consecutive outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
-In GPTQ's first ``checkpoint_format`` (later ``format``), zero points are stored minus one. GPTQModel
-subtracts from whole words, so a zero point of 0 borrows from its neighbor; so we add to whole words, too.
+In GPTQ's first ``checkpoint_format`` (later ``format``), a zero point z is stored as z - 1. GPTQModel
+subtracts 1 from all zero points of a word at once, so a zero point of 0 borrows from its neighbor. Here 1 is
+added in the same way, which undoes the borrow.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
 ``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
@@ -56,8 +57,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The validated ``quantization_config`` of a ``config.json``; None if its weights are not quantized.
-    Raises CheckpointError if the quantization is not supported."""
+    """Check and return the ``quantization_config`` of a ``config.json``; None if its weights are not
+    quantized. Raises CheckpointError if the quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
@@ -89,11 +90,12 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the quantized tensors of each linear layer X by ``X.weight``, computed when it is read.
+    """Replace the quantized tensors of each linear layer X by one tensor ``X.weight``, which is dequantized
+    when it is read.
 
-    The weights have the element type of the scales, and are ``[in, out]`` if ``in_out``, else ``[out, in]``.
-    Raises CheckpointError, naming ``directory``, if a tensor is missing or its shape or element type is
-    wrong. Reading a weight raises CheckpointError if groups or zero points are invalid.
+    It has the element type of the scales, and is ``[in, out]`` if ``in_out``, else ``[out, in]``. Raises
+    CheckpointError, naming ``directory``, if a tensor is missing or its shape or element type is wrong.
+    Reading a weight raises CheckpointError if its groups or zero points are invalid.
     """
     scheme = quantization(hf_config)
     found = dict(tensors)
@@ -174,7 +176,8 @@ def _weight(
 
 
 def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
-    """Unpack a matrix of words. The result is ``32 / bits`` times as long along ``axis``."""
+    """Unpack the 4- or 8-bit integers in a matrix of 32-bit words. The result is ``32 / bits`` times as long
+    along ``axis``."""
     fields = [
         (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
     ]

@@ -1,4 +1,4 @@
-"""Families of Llama-like networks: gated MLPs, rotary positions, and RMSNorm or LayerNorm."""
+"""The model types with networks similar to Llama: gated MLPs, rotary positions, and RMSNorm or LayerNorm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _GATE_AND_UP = in_layers(_LAYER, {"mlp.fc1": "mlp.gate_up_proj"})
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    """The sliding window, and the layers that use it unless all do."""
+    """Convert the settings of the sliding window of Qwen models: its size, and which layers use it."""
     layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     if window is None and "sliding_attention" in config.get("layer_types", ()):
@@ -141,7 +141,8 @@ def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
 
 
 def _norms_of_heads(key: str) -> Feature:
-    """``qk_layernorm`` of families that have separate norm weights for each head."""
+    """Make a feature that converts the switch ``key`` to ``qk_layernorm: each_head``, in which every head has
+    norm weights of its own."""
 
     def read(config: Config) -> dict[str, Any]:
         theirs = config.get(key, False)
@@ -167,7 +168,8 @@ _COHERE = LLAMA.but(
 
 
 def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """Cohere 2 has rotary positions only in layers with a sliding window, and no positions in the others."""
+    """Set ``rotary_layers`` for Cohere 2: layers with a sliding window have rotary positions, and the other
+    layers have no positions."""
     return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 
@@ -228,7 +230,8 @@ _OLMO = LLAMA.but(
 
 
 def _baichuan(config: Config) -> dict[str, Any]:
-    """Positions of Baichuan: rotary for 7B; ALiBi, without ``max_position_embeddings``, for 13B."""
+    """Convert the position settings of Baichuan: rotary for 7B, ALiBi for 13B. Only 7B has the key
+    ``max_position_embeddings``."""
     if config.get("vocab_size", 0) > 100_000:
         raise CheckpointError(
             "this is a Baichuan 2, which normalizes the rows of its head at each pass; that is not built"

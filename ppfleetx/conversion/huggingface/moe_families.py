@@ -1,4 +1,4 @@
-"""Families of mixture-of-experts networks."""
+"""The model types with mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """``moe.layers``, all layers except ``dense``; or ``moe.first_dense_layers``, if only the first layers
-    are dense."""
+    """Make the ``Model`` key that says which layers have experts: all except the layers ``dense``.
+
+    It is ``moe.first_dense_layers`` if the dense layers are the first ones; otherwise ``moe.layers``.
+    """
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -60,7 +62,8 @@ _QWEN_LAYERS = Feature(
 
 
 def _pooled_loss(weight: float) -> Feature:
-    """The load-balancing loss of transformers, which is active only with ``output_router_logits``."""
+    """Make a feature that converts transformers' load-balancing loss, which is on only if
+    ``output_router_logits`` is true. ``weight`` is the model type's default weight."""
     switch, key = "output_router_logits", "router_aux_loss_coef"
 
     def read(config: Config) -> dict[str, Any]:
@@ -211,8 +214,12 @@ def _write_deepseek_moe(model: ModelConfig) -> dict[str, Any]:
 def _experts_of_deepseek(
     first_dense: int, read: Callable[[Config], Config] = lambda config: config
 ) -> Feature:
-    """The expert keys of DeepSeek. ``read`` returns a ``config.json`` whose expert groups are those in
-    effect."""
+    """Make a feature that converts the keys that DeepSeek's model types have for experts.
+
+    Args:
+        first_dense: the default number of layers at the start that have no experts.
+        read: adapts a ``config.json`` before its keys are converted.
+    """
     return Feature(
         {
             "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",

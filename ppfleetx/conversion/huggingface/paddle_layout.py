@@ -1,10 +1,12 @@
 """Read Llama models that PaddleNLP or PaddleFormers wrote.
 
-Their linear weights are usually ``[in, out]``, unlike Hugging Face's ``[out, in]``. Names are the same,
-except that PaddleNLP uses ``llama.`` instead of ``model.``. A directory is Paddle's if its files are Paddle
-pickles, or their metadata say ``format: np``, ``paddle`` or ``pd``, or the metadata say nothing and
-``config.json`` has a version of Paddle's libraries. Shapes of matrices that are not square then show the
-layout; if all are square, it is ``[in, out]``.
+Their linear weights are usually ``[in, out]``, unlike Hugging Face's ``[out, in]``. Tensor names are the
+same, except that PaddleNLP's start with ``llama.`` in place of ``model.``.
+
+A directory was written by one of these libraries if its files are Paddle pickles, or if ``format`` in their
+metadata is ``np``, ``paddle`` or ``pd``, or if there is no ``format`` and ``config.json`` has the version of
+one of these libraries. The layout is then seen from the shapes of matrices that are not square. If all are
+square, it is ``[in, out]``.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Convert the tensors of a directory to Hugging Face's layout.
+    """Return the tensors of a directory with Hugging Face's names and layout. Those that Paddle's libraries
+    did not write are returned unchanged.
 
-    ``keys`` is ``config`` converted to keys of our `Model` section. Raises CheckpointError if projections are
-    fused, a matrix's layout is ambiguous, or the model is not a Llama.
+    ``keys`` is ``config`` converted to keys of our `Model` section. Raises CheckpointError if Paddle's
+    libraries wrote another model than a Llama, its projections are fused, or the layout of a matrix is
+    ambiguous.
     """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]
@@ -69,7 +73,7 @@ def in_hf_layout(
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
-    """The shape [out, in] of each linear weight in the layers, by name."""
+    """Return the shape ``[out, in]`` that Hugging Face has for each linear weight in the layers, by name."""
     return {
         name: shape
         for rule in rules(config)
@@ -80,7 +84,8 @@ def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
 
 
 def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index], directory: Path) -> bool:
-    """Whether the linear weights are [in, out]. True if all of them are square."""
+    """Return whether linear weights are stored as ``[in, out]``. If all of them are square,
+    this is assumed."""
     found: dict[bool, str] = {}
     for name, (rows, columns) in linears.items():
         if rows != columns and name in tensors and sorted(tensors[name].shape) == sorted((rows, columns)):
@@ -94,7 +99,8 @@ def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index],
 
 
 def _is_head_in_out(shape: Index, keys: Mapping[str, Any], is_of_nlp: bool, directory: Path) -> bool:
-    """Whether the head is [hidden, vocabulary], as in PaddleNLP and older versions of PaddleFormers."""
+    """Return whether the head is stored as ``[hidden, vocabulary]``, as PaddleNLP and older versions of
+    PaddleFormers do."""
     vocab, hidden = keys["vocab_size"], keys["hidden_size"]
     if vocab == hidden and not keys["tie_word_embeddings"]:
         if is_of_nlp:

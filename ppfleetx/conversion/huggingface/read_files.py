@@ -1,4 +1,4 @@
-"""Read the configuration and the tensors of a Hugging Face, PaddleNLP or PaddleFormers directory."""
+"""Read the configuration and the tensors of a model directory of Hugging Face, PaddleNLP or PaddleFormers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MAX_CONFIG_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of a directory, as stored.
+    """The tensors of a model directory, with the names and shapes that the files have.
 
     Attributes:
-        tensors: the tensors, by their names in the files.
-        formats: the `format` values in the files' metadata: `pt`, `np`, ..., or None if missing; `pdparams`
-            for Paddle pickles.
+        tensors: the tensors by name.
+        formats: the values of ``format`` in the files' metadata, such as `pt` or `np`; None if it is missing;
+            `pdparams` for Paddle pickles.
     """
 
     tensors: dict[str, LazyTensor]
@@ -43,25 +43,28 @@ class Stored:
 
     @property
     def is_paddle(self) -> bool:
-        """Whether PaddleNLP or PaddleFormers wrote the files, according to their formats."""
+        """Whether PaddleNLP or PaddleFormers wrote the files, according to ``formats``."""
         return not self.formats.isdisjoint(PADDLE_FORMATS | {PADDLE_PICKLE_FORMAT})
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """Read `config.json`, or `model_config.json` of older PaddleNLP versions. Raises CheckpointError."""
+    """Read ``config.json`` in a model directory, or ``model_config.json`` of older PaddleNLP versions. Raises
+    CheckpointError if there is none, or it is damaged."""
     if not (directory / CONFIG).exists() and (directory / PADDLE_CONFIG).is_file():
         return _flattened(read_json(directory / PADDLE_CONFIG, max_bytes=_MAX_CONFIG_BYTES))
     return read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """Read `generation_config.json`; None if there is none. Raises CheckpointError if it is damaged."""
+    """Read ``generation_config.json`` in a model directory; None if there is none. Raises CheckpointError if
+    it is damaged."""
     path = directory / GENERATION_CONFIG
     return read_json(path, max_bytes=_MAX_CONFIG_BYTES) if path.is_file() else None
 
 
 def read_stored(directory: Path) -> Stored:
-    """Read all tensors of a directory lazily. Raises CheckpointError."""
+    """Read all tensors of a model directory lazily. Raises CheckpointError if there are no weights, or files
+    are missing or damaged."""
     for index, single, read, format_of in (
         (INDEX, SINGLE, read_safetensors, safetensors_format),
         (PICKLE_INDEX, PICKLE, _read_pickle, lambda path: "pt"),
@@ -113,7 +116,8 @@ def _indexed(
 
 
 def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten the nested arguments of an older PaddleNLP configuration. Outer keys take precedence."""
+    """Convert a ``model_config.json`` of older PaddleNLP versions, which nests the arguments of several
+    classes, to a flat ``config.json``. Outer arguments take precedence."""
     flat = {key: value for key, value in content.items() if key not in ("init_args", "init_class")}
     inner = content.get("init_args")
     for arguments in inner if isinstance(inner, list) else ():

@@ -1,8 +1,8 @@
 """Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
 
 transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``, which
-includes the base. If both are present, they are read as in transformers 5: a non-empty ``rope_scaling`` wins
-over ``rope_parameters``, and an inner ``rope_theta`` wins over the outer one.
+includes ``rope_theta``. If a file has both, they are read as in transformers 5: a non-empty ``rope_scaling``
+wins over ``rope_parameters``, and a ``rope_theta`` inside of it wins over the outer one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _KNOWN = {
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert rotary settings to ``rotary_base``, ``rope_scaling`` (a mapping or None) and, for some
-    families, ``rotary_percent``.
+    """Convert the rotary settings of a ``config.json`` to the ``Model`` keys ``rotary_base`` and
+    ``rope_scaling`` (a mapping or None), and for some model types ``rotary_percent``.
 
-    The types of ``config``'s values must have been checked. Raises CheckpointError if the scaling is not
-    supported, or a value is invalid.
+    The types of the values must have been checked. Raises CheckpointError if the scaling is not supported, or
+    a value is invalid.
     """
     config = _with_usual_names(config)
     place, given = _in_effect(config)
@@ -59,7 +59,8 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """Warnings about rotary settings, one sentence each, for a ``config.json`` with supported settings."""
+    """Return warnings about the rotary settings of a ``config.json``, one sentence each. The settings must be
+    supported."""
     if any("full_attention" in (config.get(place) or {}) for place in PLACES):
         return []
     _, given = _in_effect(config)
@@ -77,7 +78,8 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
 
 
 def hf_rope(model: ModelConfig) -> dict[str, Any]:
-    """The rotary keys of a ``config.json`` for ``model``, readable by transformers 4 and 5."""
+    """Convert the rotary settings of ``model`` to keys of a ``config.json`` that transformers 4 and 5 can
+    read."""
     if model.rope_scaling is None:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
@@ -88,18 +90,18 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
-    """:func:`hf_rope` for families that rotate only part of each head."""
+    """Like :func:`hf_rope`, for model types in which only a part of each head is rotated."""
     return {**hf_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
 def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
-    """:func:`hf_rope` with GPT-NeoX's key names."""
+    """Like :func:`hf_rope`, with the names that GPT-NeoX has for these keys."""
     keys = hf_rope(model)
     return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
 
 
 def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename GPT-NeoX's rotary keys to the usual ones."""
+    """Rename the rotary keys of a GPT-NeoX ``config.json`` to those of other model types."""
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
         return config
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
@@ -108,7 +110,7 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The rotary settings that apply, with the name of their key."""
+    """Return which of ``rope_scaling`` and ``rope_parameters`` applies, and its content."""
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
     for key, value in given.items():
@@ -169,8 +171,8 @@ _WITHOUT_DYNAMIC = (
 
 
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's own keys. As in transformers, 0 means "not given" for beta_fast, beta_slow and the mscale
-    keys."""
+    """Return the settings that only YaRN scaling has. As in transformers, beta_fast, beta_slow and the mscale
+    keys count as missing if they are 0."""
     values = {"beta_fast": given.get("beta_fast") or None, "beta_slow": given.get("beta_slow") or None}
     values["truncate"] = bool(given.get("truncate", True))
     if given.get("attention_factor") is not None:

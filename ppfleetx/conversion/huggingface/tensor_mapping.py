@@ -1,8 +1,8 @@
-"""Map Hugging Face's tensors to our parameters and back, using the table of a family.
+"""Convert Hugging Face's tensors to our parameters and back, with the names in the table of a model type.
 
-Our linear weights are ``[in, out]``. Our fused matrices (q, k, v; gate, up) are interleaved as the ``parts``
-of the parameter's declaration specify. Vocabulary padding is not mapped: the reader adds it and the writer
-drops it.
+Our linear weights are ``[in, out]``. Our fused matrices (q, k, v; gate, up) are interleaved along the output
+features; the parameter's declaration says how. Vocabulary padding is not converted here: the reader of
+checkpoints adds it, and exports drop it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _LOAD = "router_load"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one of our parameters is made of Hugging Face's tensors.
+    """From which of Hugging Face's tensors one of our parameters is made, and how.
 
     Attributes:
-        ours: the canonical name of our parameter.
-        theirs: Hugging Face's names. Several if the experts or the parts of a fused parameter are separate
-            tensors: all parts of the first expert, then all parts of the second, and so on.
+        ours: the name of our parameter.
+        theirs: the names of Hugging Face's tensors. There are several if experts, or the parts of a fused
+            parameter, are separate tensors: first all parts of the first expert, then all of the second, and
+            so on.
         shape: the shape of our parameter, without vocabulary padding.
-        parts: the parts of a fused parameter whose layout differs from ours.
+        parts: the parts of our fused parameter, if Hugging Face's are separate or in another order; otherwise
+            empty.
         is_transposed: whether Hugging Face's tensors are ``[out, in]``.
-        num_experts: the number of experts, our first dimension, if experts are separate tensors.
+        num_experts: the number of experts, which is our first dimension, if experts are separate tensors.
         num_heads: the number of heads, if Hugging Face's tensor is ``[heads, size]`` and ours a vector.
     """
 
@@ -53,7 +55,7 @@ class Rule:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of Hugging Face's tensors."""
+        """The shapes of Hugging Face's tensors, in the order in which ``theirs`` names them."""
         if self.num_heads is not None:
             return [(self.num_heads, self.shape[0] // self.num_heads)]
         shapes = [self._shape]
@@ -62,7 +64,8 @@ class Rule:
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
-        """Build our parameter from Hugging Face's tensors. Elements are moved, not changed."""
+        """Build our parameter from all of Hugging Face's tensors, given in the order in which ``theirs``
+        names them."""
         if self.num_heads is not None:
             return arrays[0].reshape(self.shape)
         if self.num_experts is None:
@@ -73,8 +76,7 @@ class Rule:
         return experts
 
     def split(self, array: np.ndarray, index: int) -> np.ndarray:
-        """Build Hugging Face's tensor number ``index`` from our parameter, which may have vocabulary
-        padding."""
+        """Build Hugging Face's tensor ``theirs[index]`` from our parameter, and drop vocabulary padding."""
         if self.num_heads is not None:
             return array.reshape(self.shapes[0])
         if self.num_experts is not None:
@@ -83,12 +85,12 @@ class Rule:
 
     @property
     def _shape(self) -> Shape:
-        """The shape of our parameter, or of one of its experts."""
+        """The shape of our parameter, or if experts are separate tensors, of one expert's part of it."""
         return self.shape if self.num_experts is None else self.shape[1:]
 
     @property
     def _count(self) -> int:
-        """The number of Hugging Face's tensors per expert, or in total without experts."""
+        """The number of Hugging Face's tensors per expert; without experts, the number of all."""
         return len(self.theirs) // (self.num_experts or 1)
 
     def _join(self, *arrays: np.ndarray) -> np.ndarray:
@@ -112,7 +114,8 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """The rules of all parameters, in model order. Raises UserError if we do not support the network.
+    """Return how each of our parameters is made of Hugging Face's tensors, in model order. Raises UserError
+    if the network is not supported.
 
     GPT-2's tensor names include the prefix ``transformer.``, which some files omit.
     """
@@ -122,8 +125,8 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
 
 
 def loads(model: ModelConfig) -> dict[str, LazyTensor]:
-    """Initial values of the experts' load statistics, which a balancing loss may need but files do not
-    contain."""
+    """Make the tensors with which training measures how loaded each expert is, with their initial values.
+    Other programs' files do not have them."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(model).items()
@@ -132,7 +135,7 @@ def loads(model: ModelConfig) -> dict[str, LazyTensor]:
 
 
 def network(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """The network of a ``config.json``, without vocabulary padding."""
+    """Return the ``Model`` section for a ``config.json``, without vocabulary padding."""
     return section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
 
 
