@@ -112,26 +112,24 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
     ``seq_len`` is the greatest common divisor of all sequence lengths in the run: a degree that divides it
     divides each of them.
     """
-    model = cfg.Model
+    seq_len = math.gcd(*used_lengths(cfg).values()) or None
+    return model_workload(cfg.Model, seq_len, accumulate_steps)
+
+
+def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: int | None) -> Workload:
+    """The sizes of ``model``, with these sizes of its batches."""
+    moe = model.moe
     return Workload(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads,
         num_groups=model.kv_heads,
         ffn_size=model.ffn_size,
         padded_vocab=model.padded_vocab_size,
-        seq_len=math.gcd(*used_lengths(cfg).values()) or None,
+        seq_len=seq_len,
         accumulate_steps=accumulate_steps,
-        **expert_sizes(model),
+        num_experts=moe.num_experts if moe else 0,
+        expert_size=(moe.expert_ffn_size or model.ffn_size) if moe else None,
     )
-
-
-def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
-    """The sizes of a mixture of experts that a parallel plan must divide, as arguments
-    of :class:`Workload`.
-    """
-    if model.moe is None:
-        return {"num_experts": 0}
-    return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
 
 
 def sequence_length(cfg: RunConfig) -> int:
