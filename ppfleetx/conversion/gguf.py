@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, derive
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.config.sections.rope import RopeScalingConfig
+from ppfleetx.config.sections.rope import LLAMA3, RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.gguf_tokenizer import special_id, tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
@@ -343,12 +343,7 @@ def _add_rope(
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
     """Recover Llama 3's rope scaling from the per-frequency factors in the file."""
-    scaling = {
-        "factor": _shortest(float(factors.max())),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = {"factor": _shortest(float(factors.max())), **LLAMA3}
     section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
     if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
         raise CheckpointError(
