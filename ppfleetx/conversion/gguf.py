@@ -31,7 +31,7 @@ from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.rope_scaling import inverse_frequencies
-from ppfleetx.utils.input_files import opened
+from ppfleetx.utils.input_files import first_bytes, opened
 from ppfleetx.utils.installed import NotInstalledError
 
 SUFFIX = ".gguf"
@@ -234,11 +234,7 @@ def _reader(path: Path, version: tuple[int, ...]) -> Any:
 
 
 def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    with opened(path) as file:
-        begin = file.read(8)
-    if begin == b"version ":
-        raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
-    if begin[:4] != _MAGIC:
+    if first_bytes(path)[:4] != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
     try:
         stat = path.stat()
