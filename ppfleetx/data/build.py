@@ -234,10 +234,9 @@ def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     Raises DataError, which names the key and says how to make a corpus.
     """
     section = getattr(cfg.Data, mode)
-    given, key = section.dataset.input_dir, section.key_of(mode, "input_dir")
-    entries = [given] if isinstance(given, str) else given
+    key = section.key_of(mode, "input_dir")
     try:
-        return [[open_tokens(prefix) for prefix in find_prefixes(entry)] for entry in entries]
+        return [[open_tokens(prefix) for prefix in find_prefixes(entry)] for entry in section.dataset.inputs]
     except DataError as error:
         hint = ""
         if isinstance(error, MissingDataError):

@@ -102,18 +102,17 @@ class DatasetConfig(Section):
     refused. A core reads about 1 GB per second, and each node reads once."""
 
     def violations(self) -> Iterator[RuleError]:
-        entries = (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
-        if not entries:
+        if not self.inputs:
             yield RuleError(("input_dir",), "needs at least one entry")
         if self.weights is not None:
             if self.blend == "exhaustive":
                 yield RuleError(
                     ("weights", "blend"), "an exhaustive blend takes all samples: it has no weights"
                 )
-            if len(self.weights) != len(entries):
+            if len(self.weights) != len(self.inputs):
                 yield RuleError(
                     ("weights", "input_dir"),
-                    f"{counted(len(self.weights), 'weight')} for {counted(len(entries), 'corpus')}",
+                    f"{counted(len(self.weights), 'weight')} for {counted(len(self.inputs), 'corpus')}",
                 )
             if not 0 < sum(self.weights) < math.inf:
                 yield RuleError(("weights",), "must have a sum that is greater than 0 and finite")
@@ -126,6 +125,11 @@ class DatasetConfig(Section):
         elif self.is_corpus and not self._has_shares:
             rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
             yield RuleError(("split",), rule)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The entries of ``input_dir``, also if it is a single one."""
+        return (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
 
     @property
     def is_corpus(self) -> bool:
