@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,7 +19,7 @@ from ppfleetx.data.blended import (
     weighted_order,
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
-from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
+from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
@@ -315,7 +314,7 @@ def _order(
         if dataset_cfg.blend == "exhaustive":
             get_logger().info(f"{mode}: one corpus is not a blend; it is read as often as the run needs")
         return dataset(parts[0], num_samples)
-    directory = Path(parts[0].corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
+    directory = index_directory(parts[0].corpus, cache_dir)
     if dataset_cfg.blend == "exhaustive":
         datasets = [dataset(part, None) for part in parts]
         order = exhaustive_order([len(dataset) for dataset in datasets], num_samples, directory)

@@ -82,6 +82,11 @@ class SampleOptions:
             raise DataError(f"{', '.join(flags)} need the end-of-document id: set eod_id or Data.tokenizer")
 
 
+def index_directory(corpus: TokenStore, cache_dir: str | Path | None) -> Path:
+    """Return the directory of the index maps: ``cache_dir``, by default ``cache`` beside the corpus."""
+    return Path(corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
+
+
 class GPTDataset:
     """Samples of ``options.sequence_length`` tokens for language modeling, cut from the sequences ``[first,
     last)`` of a corpus, in shuffled order.
@@ -115,8 +120,7 @@ class GPTDataset:
         self.plan = plan_epochs(self.tokens_per_epoch, options.sequence_length, num_samples, at_least)
         self.num_requested = self.plan.num_samples if num_samples is None else max(num_samples, at_least)
         self.fingerprint = order_fingerprint(corpus.fingerprint, first, last, self.plan, seed)
-        directory = Path(corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
-        self._maps = self._load_maps(directory, seed)
+        self._maps = self._load_maps(index_directory(corpus, cache_dir), seed)
 
     def _check_size(self, num_samples: int | None) -> None:
         needed = self.options.sequence_length + 1
