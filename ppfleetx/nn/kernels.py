@@ -16,14 +16,13 @@ from paddle import _C_ops, nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.device import on_card
-from ppfleetx.nn.flash import flash_attention, flash_obstacle, flash_version
+from ppfleetx.nn.flash import HALF_PRECISION, flash_attention, flash_obstacle, flash_version
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.layers import add_smaller
 from ppfleetx.nn.masks import mask_scores
 from ppfleetx.utils.log import get_logger
 
 KERNELS = ("auto", "reference", "flash")
-_HALF = (paddle.float16, paddle.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def reference_attention(
     other kernels."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
-    half = query.dtype in _HALF
+    half = query.dtype in HALF_PRECISION
     guard = options.qk_scale_guard if half else 1.0
     query = (query * (head_dim**-0.5 / guard)).reshape([0, groups, -1, head_dim])
     # Stack the query heads of one key/value head as rows, so that keys need not be repeated.
