@@ -33,6 +33,11 @@ _AFTER_KILL_SECONDS = 30.0
 # -- a rank and its launcher ------------------------------------------------------------
 
 
+def is_rank() -> bool:
+    """Return whether this process is a rank of a job, by the variables of a launcher or a scheduler."""
+    return "PADDLE_TRAINER_ID" in os.environ
+
+
 def end_with_launcher() -> None:
     """Let this rank end with its launcher: when the launcher is gone, however it ended, this process gets
     SIGTERM, and later SIGKILL.
