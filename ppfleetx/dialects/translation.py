@@ -102,6 +102,14 @@ class Translation:
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
 
+    def put_precision(self, dtype: str, *sources: str | Given, on_cpu: bool) -> None:
+        """Set the compute type ``dtype``, ``float16`` or ``bfloat16``; a CPU computes in float32 instead."""
+        why = "a CPU computes in float32" if on_cpu else ""
+        self.put("Engine.mix_precision.enable", not on_cpu, *sources, why=why)
+        self.put("Engine.mix_precision.dtype", dtype, *sources)
+        if on_cpu:
+            self.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
+
     def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
         """Set a key of ppfleetx's configuration to null. This is for keys whose default is another value."""
         self.native[key] = Native(None, self._given(sources), why)
