@@ -63,8 +63,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
         result[name] = replace(spec, trains=False) if is_frozen else spec
-        axis = spec.view.tensor
-        linear, kind = name.removesuffix(".weight"), _KINDS.get((axis, spec.placement(axis)))
+        linear, kind = name.removesuffix(".weight"), linear_kind(spec)
         if linear != name and kind is not None and cfg.quantizes(linear, kind):
             result |= _named(f"{linear}.{QUANTIZER}", quantizer(spec, quantizer_numbers(cfg)))
     return result
@@ -122,6 +121,13 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
         "a": of_experts((experts, width_in, rank), Normal(1.0 / math.sqrt(width_in)), 1),
         "b": of_experts((experts, rank, width_out), Constant(0.0), 2),
     }
+
+
+def linear_kind(matrix: ParamSpec) -> str | None:
+    """Return what ``Compress.Quantization.quantizable_layer_type`` calls a linear with this matrix; None if
+    tensor parallelism does not slice it."""
+    axis = matrix.view.tensor
+    return _KINDS.get((axis, matrix.placement(axis)))
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
