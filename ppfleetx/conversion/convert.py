@@ -40,16 +40,14 @@ from ppfleetx.utils.files import is_taken, refuse_as_new_file, refuse_unwritable
 from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
 
-SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf", "gguf")
-
 
 @dataclass(frozen=True)
 class Conversion:
     """The arguments of a conversion. ``input`` and ``output`` are directories, or files for `gguf`.
 
     Attributes:
-        source: the format of the input, one of SOURCES.
-        target: the format of the output, one of TARGETS.
+        source: the format of the input, as ``ppfleetx convert --from`` names it.
+        target: the format of the output, as ``--to`` names it.
         model: the network; None if the source describes it.
         dtype: `float32`, `float16` or `bfloat16`; None keeps each tensor's type; for `gguf`, also one of
             gguf.QUANTIZED.

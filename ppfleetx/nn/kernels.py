@@ -22,16 +22,14 @@ from ppfleetx.nn.layers import add_smaller
 from ppfleetx.nn.masks import mask_scores
 from ppfleetx.utils.log import get_logger
 
-KERNELS = ("auto", "reference", "flash")
-
 
 @dataclass(frozen=True)
 class KernelOptions:
     """Options of the attention kernels.
 
     Attributes:
-        kernel: one of :data:`KERNELS`. ``auto`` uses flash attention if it can run; on a GPU where it cannot,
-            the reason is logged once.
+        kernel: as ``Model.attention_kernel``. ``auto`` uses flash attention if it can run; on a GPU where it
+            cannot, the reason is logged once.
         softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
         qk_scale_guard: divisor of 16-bit scores against float16 overflow. Scores are multiplied by it again
             after the conversion to float32, so the result is the same up to rounding.
