@@ -23,6 +23,8 @@ from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.layer_spec import Specs, within
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Shard, dense
 
+MATRICES = ("matrix", "head", "word_embedding")
+"""The kinds of parameters whose weights can be quantized."""
 _KINDS = {
     ("mp", Shard(1)): "ColumnParallelLinear",
     ("mp", Shard(0)): "RowParallelLinear",
@@ -74,7 +76,7 @@ def quantized_weights(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Spe
     result: Specs = {}
     for name, spec in specs.items():
         layer = name.removesuffix(".weight")
-        is_matrix = layer != name and spec.kind in ("matrix", "head", "word_embedding")
+        is_matrix = layer != name and spec.kind in MATRICES
         form = cfg.form_of(layer) if is_matrix else None
         if form is None:
             result[name] = spec
