@@ -16,7 +16,7 @@ from ppfleetx.config.reading.parse import is_of_a_model
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.registries import DATASETS, LOGGERS, OPTIMIZERS, SCHEDULES, OptimizerTraits
 from ppfleetx.config.sections.compress import PruneConfig, QuantizationConfig
-from ppfleetx.config.sections.data import DatasetConfig, DataSplitConfig
+from ppfleetx.config.sections.data import MODES, DatasetConfig, DataSplitConfig
 from ppfleetx.config.sections.engine import MixedPrecisionConfig, ProfilerConfig, SpikeConfig
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.sections.optimizer import MuonConfig
@@ -368,7 +368,7 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 def missing(cfg: RunConfig) -> list[str]:
     """List the keys that a run of ``cfg`` needs but that are not set, as sentences with the reason."""
-    splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
+    splits = {name: getattr(cfg.Data, name) for name in MODES}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
         return []

@@ -11,7 +11,7 @@ from ppfleetx.config.fields import RuleError
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
 from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.compress import PruneConfig, parts_out
-from ppfleetx.config.sections.data import GLUE_OUTPUTS, DatasetConfig
+from ppfleetx.config.sections.data import GLUE_OUTPUTS, MODES, DatasetConfig
 from ppfleetx.config.sections.model import FusedName, ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 
@@ -47,7 +47,7 @@ def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def _datasets(cfg: RunConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    for mode, section in cfg.Data.sections("Train", "Eval", "Test"):
+    for mode, section in cfg.Data.sections(*MODES):
         yield f"Data.{mode}.dataset", section.dataset
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
+from ppfleetx.config.sections.data import MODES, Mode
 from ppfleetx.data.blended import (
     MAX_CORPORA,
     BlendedDataset,
@@ -19,7 +20,7 @@ from ppfleetx.data.blended import (
     weighted_order,
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
-from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, index_directory, split_ranges
+from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
-
-Mode = Literal["Train", "Eval", "Test"]
 
 _LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little padding
 
@@ -195,10 +194,9 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     Raises DataError, which names the key.
     """
     files = cfg.Data.tokenizer
-    key = next((key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), "")
-    if files is None or (not key and files.name == "BPE"):
+    if files is None or (not files.given and files.name == "BPE"):
         return None
-    key = f"Data.tokenizer.{key or 'name'}"
+    key = f"Data.tokenizer.{next(iter(files.given), 'name')}"
     try:
         return TOKENIZERS.make(files.name, files, gives=Tokenizer)
     except DataError as error:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.formatting import counted
-from ppfleetx.config.sections.data import split_shares
+from ppfleetx.config.sections.data import MODES, split_shares
 from ppfleetx.data.index_map import (
     IndexMaps,
     build_index_maps,
@@ -23,8 +23,6 @@ from ppfleetx.data.index_map import (
     plan_epochs,
 )
 from ppfleetx.data.indexed_dataset import TokenStore
-
-MODES = ("Train", "Eval", "Test")
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
