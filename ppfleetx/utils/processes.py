@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+LAUNCHER = "paddle.distributed.launch"
 LAUNCHER_VARIABLE = "PPFLEETX_LAUNCHER_PID"
 _SET_BY_LAUNCHER = "PADDLE_RANK_IN_NODE"  # set only by the launcher
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
