@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.reading.tree import Node, node_of, put
+from ppfleetx.config.reading.tree import Node, nested, node_of, put
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, integer, number
 from ppfleetx.dialects.user_values import Given
@@ -231,14 +231,8 @@ def _as_written(native: Native) -> str | None:
 def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
     """Yield the lines of a YAML configuration. Sections are in the order of ppfleetx's documentation."""
     order = {name: index for index, name in enumerate(RunConfig.model_fields)}
-    tree: dict[str, Any] = {}
-    for key in sorted(native, key=lambda name: order.get(name.split(".")[0], len(order))):
-        *sections, last = key.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = native[key]
-    yield from _block(tree, "")
+    keys = sorted(native, key=lambda name: order.get(name.split(".")[0], len(order)))
+    yield from _block(nested((key, native[key]) for key in keys), "")
 
 
 def _block(tree: dict[str, Any], indent: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,18 @@ def node_of(value: Any, place: str, key: str | None = None) -> Node:
     if isinstance(value, int | float):
         return Node(value, place, str(value))
     raise ConfigError(f"a configuration holds no {type(value).__name__}", key=key, place=place)
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return plain sections with these values, each given with its dotted key."""
+    tree: dict[str, Any] = {}
+    for key, value in values:
+        *sections, name = key.split(".")
+        section = tree
+        for one in sections:
+            section = section.setdefault(one, {})
+        section[name] = value
+    return tree
 
 
 def copy_tree(node: Node) -> Node:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.reading.tree import nested
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.rope import (
     DEFAULT_BASE,
@@ -116,7 +117,7 @@ class Family:
             made |= dict.fromkeys(ours.split(), value(config) if callable(value) else value)
         for feature in self.features:
             made |= feature.read(config)
-        return _nested(made)
+        return nested(made.items())
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
         """The ``config.json`` of this family that is closest to ``model``.
@@ -131,18 +132,6 @@ class Family:
         for feature in self.features:
             made |= feature.write(model)
         return made
-
-
-def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert dotted keys to nested sections."""
-    made: dict[str, Any] = {}
-    for name, value in keys.items():
-        *sections, last = name.split(".")
-        place = made
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return made
 
 
 def _value_at(section: Any, name: str) -> Any:
