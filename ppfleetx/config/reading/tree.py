@@ -142,6 +142,19 @@ def plain_value(node: Node) -> Any:
     return node.value
 
 
+def file_names(node: Node | None, key: str) -> list[Node]:
+    """Return the nodes of one file name or a list of them; none if the value is null. Raises ConfigError for
+    anything else."""
+    if node is None or node.value is None:
+        return []
+    items = node.value if isinstance(node.value, list) else [node]
+    for item in items:
+        if not isinstance(item.value, str) or not item.value:
+            rule = "must be a file name or a list of file names"
+            raise ConfigError(rule, key=key, value=plain_value(item), place=item.place)
+    return items
+
+
 def same_value(one: Node, other: Node) -> bool:
     """Whether two nodes have equal values. ``1`` equals ``1.0``, but ``true`` equals neither."""
     a, b = one.value, other.value
