@@ -11,6 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource
 from ppfleetx.config.reading.overrides import Override, Setting
 from ppfleetx.config.reading.parse import Sections
+from ppfleetx.config.reading.tree import nested
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import without_derived
 
@@ -54,15 +55,4 @@ def config_source(config: Configuration) -> ConfigSource:
     """
     if isinstance(config, RunConfig):
         return Sections(without_derived(config), _PLACE)
-    return Sections(_tree(config), _PLACE) if isinstance(config, Mapping) else config
-
-
-def _tree(config: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in _leaves(config, ""):
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    return tree
+    return Sections(nested(_leaves(config, "")), _PLACE) if isinstance(config, Mapping) else config

@@ -12,6 +12,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, Index
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.bfloat16 import from_bfloat16, to_bfloat16
 from ppfleetx.utils.input_files import opened
 
 FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
@@ -78,9 +79,9 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
     if stored == wanted:
         return values
     if stored == "BF16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
+        values = from_bfloat16(values)
     if wanted == "BF16":
-        return _bfloat16_bits(np.ascontiguousarray(values, np.float32))
+        return to_bfloat16(np.ascontiguousarray(values, np.float32))
     return values.astype(NUMPY_OF_DTYPE[wanted])
 
 
@@ -118,10 +119,3 @@ def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
         if file.readinto(memoryview(content)) != length:
             raise CheckpointError(f"{path} ends too early")
     return content
-
-
-def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Convert float32 to bfloat16 bits, rounding to nearest, ties to even. NaN stays NaN."""
-    bits = values.view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -13,7 +13,7 @@ from ppfleetx.commands.start_process import refuse_foreign_weights
 from ppfleetx.config.formatting import bytes_text, counted, runs_of
 from ppfleetx.config.ineffective_options import absent_loggers, missing, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
-from ppfleetx.config.mesh import Mesh
+from ppfleetx.config.mesh import EXPERT_AXES, Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.reading.overrides import Override
 from ppfleetx.config.registries import SCHEDULES
@@ -117,7 +117,7 @@ def _plan_lines(cfg: RunConfig) -> list[str]:
         _line("plan", str(plan)),
         _line("world size", f"{plan.world_size} = " + " x ".join(f"{a} {getattr(plan, a)}" for a in AXES)),
     ]
-    mesh, of_experts = Mesh(plan), () if cfg.Model.moe is None else ("ep", "emp", "edp")
+    mesh, of_experts = Mesh(plan), () if cfg.Model.moe is None else EXPERT_AXES
     for axis in (axis for axis in (*AXES, *of_experts) if mesh.size_of(axis) > 1):
         groups = mesh.groups_over((axis,)) if axis in of_experts else plan.iter_groups(axis)
         lines.append(_line(f"  {axis} ranks", _groups(groups, plan.world_size, mesh.size_of(axis))))

@@ -28,6 +28,7 @@ from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_optio
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import refuse_unwritable
+from ppfleetx.utils.processes import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,7 +132,7 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
         command = [sys.executable]
         if world > 1:
             logs = str(work_dir / f"{side}_log")
-            command += ["-m", "paddle.distributed.launch", "--nproc_per_node", str(world), "--log_dir", logs]
+            command += ["-m", LAUNCHER, "--nproc_per_node", str(world), "--log_dir", logs]
         program = [str(SCRIPT), "train"] if tree is None else [str(tree / "tools/train.py")]
         command += [*program, "-c", str(find_config(options.config).resolve()), *words]
         said = " ".join(getattr(options, side)) or "as configured"

@@ -158,6 +158,7 @@ class Index(ConfigOptions):
     def run(self) -> None:
         from ppfleetx.commands.start_process import made_directory
         from ppfleetx.config.loader import load_config
+        from ppfleetx.config.sections.data import MODES
         from ppfleetx.data.build import build_dataloader
         from ppfleetx.data.corpus_checks import verify_corpora
         from ppfleetx.utils.log import configure_logging
@@ -170,7 +171,7 @@ class Index(ConfigOptions):
             section = getattr(one.Data, mode)
             if section is not None and section.dataset.cache_dir is not None:
                 made_directory(one, f"Data.{mode}.dataset.cache_dir")
-        verify_corpora(cfg, ("Train", "Eval", "Test"))
+        verify_corpora(cfg, MODES)
         for title, mode, one in parts:
             if getattr(one.Data, mode) is None:
                 print(f"{title}: not configured")

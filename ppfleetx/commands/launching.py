@@ -21,11 +21,11 @@ from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
+from ppfleetx.utils.processes import LAUNCHER
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
 """The file that each rank runs, with a verb and its arguments."""
-_LAUNCHER = "paddle.distributed.launch"
-_GROUP = "several processes (paddle.distributed.launch)"
+_GROUP = f"several processes ({LAUNCHER})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class LaunchOptions(Command):
         prepare(options)
         import_paddle()
         _refuse_absent_cards(self)
-        sys.argv = [_LAUNCHER, *options, str(SCRIPT), verb, *without_launch_options(arguments)]
-        runpy.run_module(_LAUNCHER, run_name="__main__", alter_sys=True)
+        sys.argv = [LAUNCHER, *options, str(SCRIPT), verb, *without_launch_options(arguments)]
+        runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
         return 0
 
     def refuse_mistakes(self) -> None:

@@ -30,6 +30,7 @@ from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.files import atomic_write, is_taken, put_aside
 from ppfleetx.utils.input_files import os_errors
+from ppfleetx.utils.processes import LAUNCHER
 
 USAGE = """\
 usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialects/megatron.md lists them
@@ -42,7 +43,6 @@ usage: run_pretrain.py FILE.yaml [--name value ...]   a YAML or JSON file; argum
        run_pretrain.py --check [--world-size N] ...      print plan, parameters and batches, and run nothing
 docs/dialects/paddleformers.md lists the arguments.
 """
-LAUNCHER = (sys.executable, "-m", "paddle.distributed.launch")
 _LOG = Path("test/output/0")
 
 
@@ -139,7 +139,7 @@ def _put_aside(output: Path) -> None:
 
 def _launch(arguments: Sequence[str]) -> int:
     program = Path(__file__).resolve().parents[2] / "projects" / "megatron" / "pretrain_gpt.py"
-    command = [*LAUNCHER, "--nproc_per_node", str(gpt2_sizes.PROCESSES)]
+    command = [sys.executable, "-m", LAUNCHER, "--nproc_per_node", str(gpt2_sizes.PROCESSES)]
     command += ["--log_dir", str(_LOG), str(program), *arguments]
     with (_LOG / "train_0.log").open("wb") as log:
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -7,10 +7,11 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppfleetx.commands.megatron_programs import LAUNCHER, train_translated
+from ppfleetx.commands.megatron_programs import train_translated
 from ppfleetx.commands.options import whole_number
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.megatron.dialect import without_launcher
@@ -18,6 +19,7 @@ from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.files import writing
 from ppfleetx.utils.peers import START_VARIABLE
+from ppfleetx.utils.processes import LAUNCHER
 
 USAGE = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] [Megatron's arguments, which replace what the file says]
@@ -52,7 +54,7 @@ def msrun(argv: Sequence[str]) -> int:
             key="--worker_num",
             value=args.worker_num,
         )
-    command = [*LAUNCHER, "--nproc_per_node", str(args.local_worker_num)]
+    command = [sys.executable, "-m", LAUNCHER, "--nproc_per_node", str(args.local_worker_num)]
     if nodes > 1:
         command += ["--nnodes", str(nodes), "--master", f"{args.master_addr}:{args.master_port}"]
         command += [] if args.node_rank < 0 else ["--rank", str(args.node_rank)]

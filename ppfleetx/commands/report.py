@@ -285,10 +285,9 @@ def _speed(run: RunFiles) -> Section:
 
 def _data(run: RunFiles) -> Section:
     last, train = run.of_kind("train")[-1], run.cfg.Data.Train.dataset
-    inputs = [train.input_dir] if isinstance(train.input_dir, str) else list(train.input_dir or ())
     rows = [
         ("data set", train.name),
-        *(("from", entry) for entry in inputs),
+        *(("from", entry) for entry in train.inputs),
         ("tokens of a sequence", f"{train.max_seq_len:,}"),
         ("sequences trained on", f"{last['consumed_samples']:,}"),
         ("tokens trained on", f"{last['consumed_samples'] * train.max_seq_len:,} at most"),

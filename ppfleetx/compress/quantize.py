@@ -51,6 +51,7 @@ from ppfleetx.models.gpt.spec import parameter_shapes, parameter_specs
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.param_spec_transforms import MATRICES
 from ppfleetx.nn.quantized import QuantizedLinear, with_quantized_weights
 from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
 from ppfleetx.utils.log import get_logger
@@ -58,7 +59,6 @@ from ppfleetx.utils.progress_bar import track
 
 Method = Literal["rtn", "gptq"]
 _SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
-_MATRICES = ("matrix", "head", "word_embedding")
 GROUPS = (32, 16, 8)
 """Group sizes to try if the user gives none; the first that fits is used. The last is not used for 8 bits,
 where scales would take too much space."""
@@ -247,7 +247,7 @@ class Quantizer:
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
-            if linear != name and parameter.info.kind in _MATRICES:
+            if linear != name and parameter.info.kind in MATRICES:
                 form = self._options.weights.form_of(linear)
                 if form is not None:
                     forms[linear] = form

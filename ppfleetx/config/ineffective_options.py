@@ -14,15 +14,15 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import Section
 from ppfleetx.config.reading.parse import is_of_a_model
 from ppfleetx.config.reading.tree import is_argument
-from ppfleetx.config.registries import DATASETS, LOGGERS, OPTIMIZERS, SCHEDULES
+from ppfleetx.config.registries import DATASETS, LOGGERS, OPTIMIZERS, SCHEDULES, OptimizerTraits
 from ppfleetx.config.sections.compress import PruneConfig, QuantizationConfig
-from ppfleetx.config.sections.data import DatasetConfig, DataSplitConfig
+from ppfleetx.config.sections.data import MODES, DatasetConfig, DataSplitConfig
 from ppfleetx.config.sections.engine import MixedPrecisionConfig, ProfilerConfig, SpikeConfig
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.sections.optimizer import MuonConfig
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.shipped import CONFIGS
 
-_SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 _MANIFEST = "manifest.json"  # a configuration in the same directory is part of a checkpoint
 
 
@@ -105,7 +105,7 @@ def _decays(cfg: RunConfig) -> bool:
     return SCHEDULES.traits(cfg.Optimizer.lr.decay_style).decays
 
 
-_ADAM_KEYS = ("beta1", "beta2", "epsilon", "weight_decay")
+_ADAM_KEYS = OptimizerTraits.reads
 _PRECISION, _SAVE_LOAD = "Engine.mix_precision", "Engine.save_load"
 _GROWTH = "incr_every_n_steps hysteresis"
 
@@ -357,7 +357,7 @@ def _is_preset(place: str) -> bool:
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
-    return file.resolve().is_relative_to(_SHIPPED) or (file.parent / _MANIFEST).is_file()
+    return file.resolve().is_relative_to(CONFIGS) or (file.parent / _MANIFEST).is_file()
 
 
 def _default(cfg: RunConfig, key: str) -> Any:
@@ -368,7 +368,7 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 def missing(cfg: RunConfig) -> list[str]:
     """List the keys that a run of ``cfg`` needs but that are not set, as sentences with the reason."""
-    splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
+    splits = {name: getattr(cfg.Data, name) for name in MODES}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
         return []

@@ -15,7 +15,7 @@ from ppfleetx.config.fleetx import modernize, refuse_unsupported
 from ppfleetx.config.plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml
-from ppfleetx.config.reading.tree import Node, merge, node_of, plain_value, strip_marks
+from ppfleetx.config.reading.tree import Node, file_names, merge, node_of, strip_marks
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import find_config
@@ -57,7 +57,7 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)
     merged: Node | None = None
-    for item in _base_items(base_node):
+    for item in file_names(base_node, "_base_"):
         named = chain[-1].parent / item.value
         plain = Path(os.path.normpath(named))  # for messages, unless a symlink changes it
         named = plain if plain.resolve() == named.resolve() else named
@@ -65,21 +65,6 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
         warnings = tuple(dict.fromkeys((*more, *warnings)))
         merged = base if merged is None else merge(merged, base)
     return (strip_marks(tree) if merged is None else merge(merged, tree)), warnings
-
-
-def _base_items(node: Node | None) -> list[Node]:
-    if node is None or node.value is None:
-        return []
-    items = node.value if isinstance(node.value, list) else [node]
-    for item in items:
-        if not isinstance(item.value, str):
-            raise ConfigError(
-                "must be a file name or a list of file names",
-                key="_base_",
-                value=plain_value(item),
-                place=item.place,
-            )
-    return items
 
 
 CONFIG_FILE = "config.yaml"

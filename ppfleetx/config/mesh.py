@@ -34,6 +34,8 @@ class View:
 DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
 EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
 """The view of the experts: the same ranks of a pipeline stage, in the same order, divided into other axes."""
+EXPERT_AXES = ("ep", "emp", "edp")
+"""The axes that only the experts have."""
 
 SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
 """The order in which gradients are summed over axes."""

@@ -24,6 +24,7 @@ from ppfleetx.config.rules import (
     position_violations,
     workload_of,
 )
+from ppfleetx.config.sections.data import MODES
 from ppfleetx.config.sections.root import RunConfig, plan_of
 from ppfleetx.config.validate import violation_error
 
@@ -201,7 +202,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
     """Limit each ``max_seq_len`` that no file or option sets to the number of positions of the model."""
     longest = cfg.Model.max_position_embeddings
-    for mode in ("Train", "Eval", "Test"):
+    for mode in MODES:
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"
         if section is not None and key not in origins and section.dataset.max_seq_len > longest:
             dataset = section.dataset.model_copy(update={"max_seq_len": longest})
@@ -285,7 +286,8 @@ def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def _tokens(cfg: RunConfig) -> Iterator[RuleError]:
-    for name, split in (("Train", cfg.Data.Train), ("Eval", cfg.Data.Eval), ("Test", cfg.Data.Test)):
+    for name in MODES:
+        split = getattr(cfg.Data, name)
         if split is None:
             continue
         dataset, key = split.dataset, f"Data.{name}.dataset"

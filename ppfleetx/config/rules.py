@@ -11,7 +11,7 @@ from ppfleetx.config.fields import RuleError
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
 from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.compress import PruneConfig, parts_out
-from ppfleetx.config.sections.data import GLUE_OUTPUTS, DatasetConfig
+from ppfleetx.config.sections.data import GLUE_OUTPUTS, MODES, DatasetConfig
 from ppfleetx.config.sections.model import FusedName, ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 
@@ -47,7 +47,7 @@ def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def _datasets(cfg: RunConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    for mode, section in cfg.Data.sections("Train", "Eval", "Test"):
+    for mode, section in cfg.Data.sections(*MODES):
         yield f"Data.{mode}.dataset", section.dataset
 
 
@@ -112,26 +112,24 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
     ``seq_len`` is the greatest common divisor of all sequence lengths in the run: a degree that divides it
     divides each of them.
     """
-    model = cfg.Model
+    seq_len = math.gcd(*used_lengths(cfg).values()) or None
+    return model_workload(cfg.Model, seq_len, accumulate_steps)
+
+
+def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: int | None) -> Workload:
+    """The sizes of ``model``, with these sizes of its batches."""
+    moe = model.moe
     return Workload(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads,
         num_groups=model.kv_heads,
         ffn_size=model.ffn_size,
         padded_vocab=model.padded_vocab_size,
-        seq_len=math.gcd(*used_lengths(cfg).values()) or None,
+        seq_len=seq_len,
         accumulate_steps=accumulate_steps,
-        **expert_sizes(model),
+        num_experts=moe.num_experts if moe else 0,
+        expert_size=(moe.expert_ffn_size or model.ffn_size) if moe else None,
     )
-
-
-def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
-    """The sizes of a mixture of experts that a parallel plan must divide, as arguments
-    of :class:`Workload`.
-    """
-    if model.moe is None:
-        return {"num_experts": 0}
-    return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
 
 
 def sequence_length(cfg: RunConfig) -> int:
@@ -258,7 +256,7 @@ def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
     sharding = cfg.Distributed.sharding
     if mixed.level == "O2":
         found["weight_cast"] = (_MIXED + "level",), "at O2 weights are held in 16 bits"
-    elif {"matmul", "linear_v2"} & set(mixed.custom_black_list):
+    elif mixed.products_in_float32:
         found["weight_cast"] = (_MIXED + "custom_black_list",), "products are to be computed in float32"
     elif sharding.sharding_degree > 1 and sharding.sharding_stage == 3:
         key = "Distributed.sharding.sharding_stage"

@@ -40,16 +40,14 @@ from ppfleetx.utils.files import is_taken, refuse_as_new_file, refuse_unwritable
 from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
 
-SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf", "gguf")
-
 
 @dataclass(frozen=True)
 class Conversion:
     """The arguments of ``ppfleetx convert``.
 
     Attributes:
-        source: the format of the input, one of SOURCES.
-        target: the format of the output, one of TARGETS.
+        source: the format of the input, as ``ppfleetx convert --from`` names it.
+        target: the format of the output, as ``--to`` names it.
         input: a directory; for `gguf`, a file.
         output: a directory; for `gguf`, a file.
         model: the network; None if the source describes it.

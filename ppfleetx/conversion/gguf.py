@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, derive
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.config.sections.rope import RopeScalingConfig
+from ppfleetx.config.sections.rope import LLAMA3, RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.gguf_tokenizer import special_id, tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
@@ -31,7 +31,7 @@ from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.rope_scaling import inverse_frequencies
-from ppfleetx.utils.input_files import opened
+from ppfleetx.utils.input_files import first_bytes, opened
 from ppfleetx.utils.installed import NotInstalledError
 
 SUFFIX = ".gguf"
@@ -237,11 +237,7 @@ def _reader(path: Path, version: tuple[int, ...]) -> Any:
 
 
 def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    with opened(path) as file:
-        begin = file.read(8)
-    if begin == b"version ":
-        raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
-    if begin[:4] != _MAGIC:
+    if first_bytes(path)[:4] != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
     try:
         stat = path.stat()
@@ -353,12 +349,7 @@ def _add_rope(
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
     """Find the settings of Llama 3's rotary scaling from the divisors of the rotary frequencies, since GGUF
     files have only these."""
-    scaling = {
-        "factor": _shortest(float(factors.max())),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = {"factor": _shortest(float(factors.max())), **LLAMA3}
     section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
     if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
         raise CheckpointError(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.data.tokenizer.files import CONFIG, TOKENIZER_FILE, make_definition, merge_pairs
+from ppfleetx.data.tokenizer.files import BYTE_LEVEL, CONFIG, TOKENIZER_FILE, make_definition, merge_pairs
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.log import get_logger
 
@@ -23,13 +23,12 @@ _SPACE = "\u2581"
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
-_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]}
+_DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]}
 
 
 def _split(pattern: str) -> dict[str, Any]:
     cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [cut, _GPT2 | {"use_regex": False}]}
+    return {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL | {"use_regex": False}]}
 
 
 def _gpt4_pattern(digits: str) -> str:
@@ -44,7 +43,7 @@ def _gpt4_pattern(digits: str) -> str:
 
 
 _CUTS = {
-    "gpt-2": _GPT2,
+    "gpt-2": BYTE_LEVEL,
     "smollm": _DIGITS,
     "llama-bpe": _split(_gpt4_pattern("{1,3}")),
     "qwen2": _split(_gpt4_pattern("")),

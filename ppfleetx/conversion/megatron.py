@@ -23,6 +23,7 @@ from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import LLAMA3
 from ppfleetx.conversion.huggingface.tensor_mapping import loads
 from ppfleetx.conversion.join_parameters import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.conversion.megatron_experts import apart, expert_name, moe_section, of_rank, stacked
@@ -334,10 +335,6 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
     return given | {"rope_scaling": _rope_scaling(get, directory)} if rope else given
 
 
-# Constants of Megatron's --use-rope-scaling.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
 def _rope_scaling(get: Any, directory: Path) -> dict[str, Any] | None:
     interpolation = get("rotary_seq_len_interpolation_factor")
     if not get("use_rope_scaling"):
@@ -347,7 +344,7 @@ def _rope_scaling(get: Any, directory: Path) -> dict[str, Any] | None:
             f"{directory}: Megatron's options use_rope_scaling and rotary_seq_len_interpolation_factor = "
             f"{shown(interpolation)} are supported one at a time"
         )
-    return {"type": "llama3", "factor": get("rope_scaling_factor") or 8.0, **_LLAMA3}
+    return {"type": "llama3", "factor": get("rope_scaling_factor") or 8.0, **LLAMA3}
 
 
 def _activation(get: Any) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.reading.tree import nested
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS
 from ppfleetx.dialects.megatron.expert_rules import experts
@@ -49,14 +50,11 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
             if key is not None and key.convert is not None and value is not None:
                 take(one, key, run)
     experts(run)
-    found: dict[str, Any] = {}
-    for key, native in run.native.items():
-        if key.startswith(_SECTION):
-            *sections, last = key.removeprefix(_SECTION).split(".")
-            inner = found
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[last] = native.value
+    found = nested(
+        (key.removeprefix(_SECTION), native.value)
+        for key, native in run.native.items()
+        if key.startswith(_SECTION)
+    )
     if not found:
         return None
     refused = [name for name in _REFUSED if arguments.get(name)]

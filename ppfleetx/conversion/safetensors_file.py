@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import split_into_files
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.input_files import opened, parse_json
+from ppfleetx.utils.input_files import first_bytes, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The `format` in the metadata of files from PaddleNLP and PaddleFormers.
@@ -52,10 +52,7 @@ def safetensors_format(path: str | Path) -> str | None:
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
     """Read the header of a safetensors file. Returns its entries for tensors, its metadata, and the position
     at which the data begin. The safetensors library validates the header."""
-    with opened(path) as file:
-        begin = file.read(8)
-    if begin == b"version ":
-        raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
+    begin = first_bytes(path)
     try:
         with safe_open(path, "numpy"):
             pass

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
+from ppfleetx.config.sections.data import MODES, Mode
 from ppfleetx.data.blended import (
     MAX_CORPORA,
     BlendedDataset,
@@ -20,7 +20,7 @@ from ppfleetx.data.blended import (
     weighted_order,
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
-from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
+from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
-
-Mode = Literal["Train", "Eval", "Test"]
 
 _LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little padding
 
@@ -196,10 +194,9 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     Raises DataError, which names the key.
     """
     files = cfg.Data.tokenizer
-    key = next((key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), "")
-    if files is None or (not key and files.name == "BPE"):
+    if files is None or (not files.given and files.name == "BPE"):
         return None
-    key = f"Data.tokenizer.{key or 'name'}"
+    key = f"Data.tokenizer.{next(iter(files.given), 'name')}"
     try:
         return TOKENIZERS.make(files.name, files, gives=Tokenizer)
     except DataError as error:
@@ -234,10 +231,9 @@ def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     Raises DataError, which names the key and says how to make a corpus.
     """
     section = getattr(cfg.Data, mode)
-    given, key = section.dataset.input_dir, section.key_of(mode, "input_dir")
-    entries = [given] if isinstance(given, str) else given
+    key = section.key_of(mode, "input_dir")
     try:
-        return [[open_tokens(prefix) for prefix in find_prefixes(entry)] for entry in entries]
+        return [[open_tokens(prefix) for prefix in find_prefixes(entry)] for entry in section.dataset.inputs]
     except DataError as error:
         hint = ""
         if isinstance(error, MissingDataError):
@@ -316,7 +312,7 @@ def _order(
         if dataset_cfg.blend == "exhaustive":
             get_logger().info(f"{mode}: one corpus is not a blend; it is read as often as the run needs")
         return dataset(parts[0], num_samples)
-    directory = Path(parts[0].corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
+    directory = index_directory(parts[0].corpus, cache_dir)
     if dataset_cfg.blend == "exhaustive":
         datasets = [dataset(part, None) for part in parts]
         order = exhaustive_order([len(dataset) for dataset in datasets], num_samples, directory)

@@ -38,8 +38,7 @@ def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
-            entries = section.dataset.input_dir
-            for entry in (entries,) if isinstance(entries, str) else entries:
+            for entry in section.dataset.inputs:
                 for prefix in find_prefixes(entry):
                     level = max(levels.get(prefix, "none"), section.dataset.verify, key=_LEVELS.index)
                     levels[prefix] = level
@@ -199,8 +198,7 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
     for _, section in cfg.Data.sections("Train", "Eval"):
         if not section.dataset.is_corpus:
             continue
-        given = section.dataset.input_dir
-        for entry in [given] if isinstance(given, str) else given:
+        for entry in section.dataset.inputs:
             try:
                 found.update(dict.fromkeys(find_prefixes(entry)))
             except MissingDataError:

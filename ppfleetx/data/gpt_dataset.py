@@ -13,7 +13,7 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.formatting import counted
-from ppfleetx.config.sections.data import split_shares
+from ppfleetx.config.sections.data import MODES, split_shares
 from ppfleetx.data.index_map import (
     IndexMaps,
     build_index_maps,
@@ -23,8 +23,6 @@ from ppfleetx.data.index_map import (
     plan_epochs,
 )
 from ppfleetx.data.indexed_dataset import TokenStore
-
-MODES = ("Train", "Eval", "Test")
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
@@ -82,6 +80,11 @@ class SampleOptions:
             raise DataError(f"{', '.join(flags)} need the end-of-document id: set eod_id or Data.tokenizer")
 
 
+def index_directory(corpus: TokenStore, cache_dir: str | Path | None) -> Path:
+    """Return the directory of the index maps: ``cache_dir``, by default ``cache`` beside the corpus."""
+    return Path(corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
+
+
 class GPTDataset:
     """Samples of ``options.sequence_length`` tokens for language modeling, cut from the sequences ``[first,
     last)`` of a corpus, in shuffled order.
@@ -115,8 +118,7 @@ class GPTDataset:
         self.plan = plan_epochs(self.tokens_per_epoch, options.sequence_length, num_samples, at_least)
         self.num_requested = self.plan.num_samples if num_samples is None else max(num_samples, at_least)
         self.fingerprint = order_fingerprint(corpus.fingerprint, first, last, self.plan, seed)
-        directory = Path(corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
-        self._maps = self._load_maps(directory, seed)
+        self._maps = self._load_maps(index_directory(corpus, cache_dir), seed)
 
     def _check_size(self, num_samples: int | None) -> None:
         needed = self.options.sequence_length + 1

@@ -31,7 +31,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.generation import GenerationConfig, TokenOptions
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.input_files import opened, read_json
-from ppfleetx.utils.machine import CPUINFO, flags_in, read_cpuinfo
+from ppfleetx.utils.machine import BFLOAT16, CPUINFO, flags_in, read_cpuinfo
 
 FORMAT, VERSION = "ppfleetx-export", 3
 _READ = (2, 3)  # version 2 has no checksum, and its programs support only one end token
@@ -215,7 +215,6 @@ def _error(path: Path, rule: str) -> ConfigError:
     return ConfigError(f"{path}: {rule}", key=_KEY)
 
 
-_BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 
@@ -287,14 +286,14 @@ def check_inference(cfg: RunConfig, device: str) -> None:
             cfg, "TensorRT", "TensorRT needs a GPU, and Global.device is the CPU; set Inference.TensorRT=null"
         )
     if options.precision == "bf16" and not has_bfloat16():
-        raise _refusal(cfg, "precision", f"this CPU has none of {', '.join(_BF16_FLAGS)}; use fp32")
+        raise _refusal(cfg, "precision", f"this CPU has none of {', '.join(sorted(BFLOAT16))}; use fp32")
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether the CPU has bfloat16 matrix instructions, according to ``cpuinfo`` (by default
     ``/proc/cpuinfo``).
     """
-    return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(_BF16_FLAGS)
+    return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(BFLOAT16)
 
 
 def _refusal(cfg: RunConfig, key: str, rule: str) -> ConfigError:

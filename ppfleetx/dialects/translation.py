@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.reading.tree import Node, node_of, put
+from ppfleetx.config.reading.tree import Node, nested, node_of, put
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, integer, number
 from ppfleetx.dialects.user_values import Given
@@ -101,6 +101,14 @@ class Translation:
         """Set a key of ppfleetx's configuration like :meth:`put`, but replace any earlier value."""
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
+
+    def put_precision(self, dtype: str, *sources: str | Given, on_cpu: bool) -> None:
+        """Set the compute type ``dtype``, ``float16`` or ``bfloat16``; a CPU computes in float32 instead."""
+        why = "a CPU computes in float32" if on_cpu else ""
+        self.put("Engine.mix_precision.enable", not on_cpu, *sources, why=why)
+        self.put("Engine.mix_precision.dtype", dtype, *sources)
+        if on_cpu:
+            self.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
     def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
         """Set a key of ppfleetx's configuration to null. This is for keys whose default is another value."""
@@ -223,14 +231,8 @@ def _as_written(native: Native) -> str | None:
 def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
     """Yield the lines of a YAML configuration. Sections are in the order of ppfleetx's documentation."""
     order = {name: index for index, name in enumerate(RunConfig.model_fields)}
-    tree: dict[str, Any] = {}
-    for key in sorted(native, key=lambda name: order.get(name.split(".")[0], len(order))):
-        *sections, last = key.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = native[key]
-    yield from _block(tree, "")
+    keys = sorted(native, key=lambda name: order.get(name.split(".")[0], len(order)))
+    yield from _block(nested((key, native[key]) for key in keys), "")
 
 
 def _block(tree: dict[str, Any], indent: str) -> Iterator[str]:

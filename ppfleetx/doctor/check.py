@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppfleetx.config.formatting import counted, ranks_text
+from ppfleetx.utils.devices import HALF_TYPES
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -89,8 +90,6 @@ def skipped(name: str, reason: str) -> Row:
 
 Result = TypeVar("Result")
 
-_HALF_TYPES = ("float16", "bfloat16")
-
 
 @dataclass(frozen=True)
 class Target:
@@ -118,7 +117,7 @@ class Target:
         """The floating-point types in which the configured run computes; all types if there is no
         configuration."""
         if self.cfg is None:
-            return ("float32", "float64", *_HALF_TYPES)
+            return ("float32", "float64", *HALF_TYPES)
         precision = self.cfg.Engine.mix_precision
         return ("float32", "float64", *((precision.dtype,) if precision.enable else ()))
 
@@ -127,7 +126,7 @@ def lacks(dtype: str) -> bool:
     """Return whether this process's device cannot compute in ``dtype``."""
     from ppfleetx.parallel.precision import has_kernels
 
-    return dtype in _HALF_TYPES and not has_kernels(dtype)
+    return dtype in HALF_TYPES and not has_kernels(dtype)
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:

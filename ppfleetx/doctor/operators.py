@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ppfleetx.distributed.device import backends, is_built_for_gpus, is_card, kind_of
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn
+from ppfleetx.utils.devices import HALF_TYPES
 from ppfleetx.utils.gpu_operators import (
     GPU_BACKENDS,
     Kernel,
@@ -16,8 +17,7 @@ from ppfleetx.utils.gpu_operators import (
 )
 
 _CPU_BACKENDS = ("CPU", "ONEDNN")
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-_HALF = ("float16", "bfloat16")
+_FLOATS = (*HALF_TYPES, "float32", "float64")
 # Kernels that are used only on GPUs.
 _GPU_ONLY = ("flash", "c_softmax_with_cross_entropy_grad")
 # Optional fused kernels: without them, ppfleetx/nn/fused.py uses plain operators.
@@ -98,7 +98,7 @@ def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
     """Return the kernels that ppfleetx uses on a CPU, each with its data types, without 16-bit floats.
     Optional fused kernels are left out."""
     return {
-        name: [dtype for dtype in kernel.used if dtype not in _HALF]
+        name: [dtype for dtype in kernel.used if dtype not in HALF_TYPES]
         for name, kernel in kernels.items()
         if not name.startswith((*_GPU_ONLY, *_REPLACED))
     }

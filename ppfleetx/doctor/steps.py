@@ -22,12 +22,13 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import allow_tf32, is_card
 from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped
 from ppfleetx.parallel.parallelize import parallelize
+from ppfleetx.utils.devices import HALF_TYPES
 
 GOLDEN = Path(__file__).with_name("losses.json")
 MODELS = {"GPT": "debug/gpt_nano.yaml", "Llama": "debug/llama_nano.yaml"}
 STEPS, SEQUENCES, LENGTH, VOCABULARY = 3, 4, 32, 512
 _LEARNING_RATE = 1e-3
-_HALF_MODES = tuple((dtype, level) for dtype in ("float16", "bfloat16") for level in ("O1", "O2"))
+_HALF_MODES = tuple((dtype, level) for dtype in HALF_TYPES for level in ("O1", "O2"))
 TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
 """Largest allowed relative difference from the committed losses: float32 on a CPU or card, or 16 bits."""
 

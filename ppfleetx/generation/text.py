@@ -22,10 +22,7 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
     A prompt is a text or a list, array or tensor of token ids. Accepts one prompt, a list of prompts, or a
     matrix of token ids with one prompt per row. Raises DataError for anything else.
     """
-    if hasattr(given, "numpy"):  # a tensor
-        given = given.numpy()
-    if isinstance(given, np.ndarray):
-        given = given.tolist()
+    given = _without_arrays(given)
     if isinstance(given, str):
         return [given], True
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | dict):
@@ -34,6 +31,13 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
     if listed and not any(isinstance(one, Iterable) for one in listed):
         return [token_ids(listed)], True
     return [one if isinstance(one, str) else token_ids(one) for one in listed], False
+
+
+def _without_arrays(given: Any) -> Any:
+    """Convert a tensor or an array to a list, and return anything else unchanged."""
+    if hasattr(given, "numpy"):  # a tensor
+        given = given.numpy()
+    return given.tolist() if isinstance(given, np.ndarray) else given
 
 
 def as_texts(given: Any) -> list[str]:
@@ -50,10 +54,7 @@ def token_ids(prompt: Any) -> list[int]:
     """Return the token ids of a prompt as a list of integers. Accepts a list, array or tensor; raises
     DataError for anything else.
     """
-    if hasattr(prompt, "numpy"):
-        prompt = prompt.numpy()
-    if isinstance(prompt, np.ndarray):
-        prompt = prompt.tolist()
+    prompt = _without_arrays(prompt)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | dict):
         raise DataError(f"a prompt is a text or token ids, not {shown(prompt)}")
     ids = list(prompt)

@@ -48,15 +48,13 @@ from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import PerHeadNorm, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
-from ppfleetx.nn.param_spec_transforms import adapter, quantizer, quantizer_numbers
+from ppfleetx.nn.param_spec_transforms import adapter, linear_kind, quantizer, quantizer_numbers
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_scores import token_scores
 
 # Zeros instead of Paddle's random values, which build_stage would replace.
 _ZEROS = nn.initializer.Constant(0.0)
-# The names of linears in `Compress.Quantization.quantizable_layer_type`, by slicing.
-_KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
@@ -123,14 +121,15 @@ class LocalFactory:
         return self._finished(layer, spec)
 
     def _finished(self, layer: nn.Layer, spec: LinearSpec) -> nn.Layer:
-        layer.linear, layer.kind = self.matmul.linear, _KINDS.get(spec.cut)
-        return self._declared(layer, self._parameters(spec))
+        specs = self._parameters(spec)
+        layer.linear, layer.kind = self.matmul.linear, linear_kind(specs["weight"])
+        return self._declared(layer, specs)
 
     def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
         specs = self._parameters(spec)
         shapes = {name: placed(one, self.mesh, self.rank).local_shape for name, one in specs.items()}
         layer = GroupedLinear(shapes["weight"], shapes.get("bias"), self.matmul)
-        layer.kind = _KINDS[spec.of_one.cut]
+        layer.kind = linear_kind(specs["weight"])
         return self._declared(layer, specs)
 
     def _parameters(self, spec: LayerSpec) -> Specs:

@@ -17,7 +17,7 @@ from ppfleetx.distributed.device import capability, on_card, on_gpu, plugin_oper
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.masks import attention_mask, flash_row_limits
 
-_HALF = (paddle.float16, paddle.bfloat16)
+HALF_PRECISION = (paddle.float16, paddle.bfloat16)
 _LARGEST_HEAD = 256
 # The backward pass needs more shared memory, and not all cards have enough.
 _LARGEST_HEAD_TRAINED_ANYWHERE = 192
@@ -37,11 +37,15 @@ def flash_obstacle(
     """
     if not on_gpu():
         return _plugin_obstacle(query, dropout, NO_FUSED_OPS if fused is None else fused)
-    if query.dtype not in _HALF:
-        return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
+    if query.dtype not in HALF_PRECISION:
+        return _not_in_16_bits(query)
     head_size, drops = query.shape[-1], dropout.training and dropout.p > 0
     version = flash_version(head_size, packed=packed)
     return limit(version, _capability(paddle.get_device()), head_size, drops=drops, trains=dropout.training)
+
+
+def _not_in_16_bits(query: paddle.Tensor) -> str:
+    return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
 
 
 def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -> str | None:
@@ -50,7 +54,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
         also = f" (plugin_attention: {why})" if why and on_card() else ""
         return f"it needs a GPU, the device is {paddle.get_device()}{also}"
     if not fused.takes("plugin_attention", query):
-        return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
+        return _not_in_16_bits(query)
     if dropout.training and dropout.p > 0:
         return (
             "the plugin applies dropout in the backward pass only; set "

@@ -21,12 +21,11 @@ from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
 from ppfleetx.nn.trial_process import difference, tried_in_child
+from ppfleetx.utils.devices import HALF_TYPES
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
-
-_FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class FusedOperator:
     does: str
     kernels: tuple[str, ...]
     trial: str
-    types: tuple[str, ...] = _FLOATS
+    types: tuple[str, ...] = ("float32", *HALF_TYPES)
     of_plugin: str = ""
     exact_on_cpu: bool = False
 
@@ -100,26 +99,26 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         "flash attention that takes queries, keys and values as one tensor",
         ("flash_attn_qkvpacked", "flash_attn_qkvpacked_grad"),
         f"{_LAYER_TRIALS}:packed_attention",
-        types=("float16", "bfloat16"),
+        types=HALF_TYPES,
     ),
     "plugin_attention": FusedOperator(
         "flash attention of a device plugin; on GPUs only Model.attention_kernel decides",
         (),
         f"{_LAYER_TRIALS}:plugin_attention",
-        types=("float16", "bfloat16"),
+        types=HALF_TYPES,
         of_plugin="flash_attention_npu",
     ),
     "linear_grad_add": FusedOperator(
         "gradient of a 16-bit weight, accumulated in float32 by the same kernel",
         ("fused_linear_param_grad_add",),
         f"{_LAYER_TRIALS}:linear_grad_add",
-        types=("float16", "bfloat16"),
+        types=HALF_TYPES,
     ),
     "weight_cast": FusedOperator(
         "weights converted to 16 bits once per step at O1, not in every product",
         ("cast",),
         f"{_LAYER_TRIALS}:weight_cast",
-        types=("float16", "bfloat16"),
+        types=HALF_TYPES,
     ),
 }
 

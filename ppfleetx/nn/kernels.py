@@ -16,14 +16,11 @@ from paddle import _C_ops, nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.device import on_card
-from ppfleetx.nn.flash import flash_attention, flash_obstacle, flash_version
+from ppfleetx.nn.flash import HALF_PRECISION, flash_attention, flash_obstacle, flash_version
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.layers import add_smaller
 from ppfleetx.nn.masks import mask_scores
 from ppfleetx.utils.log import get_logger
-
-KERNELS = ("auto", "reference", "flash")
-_HALF = (paddle.float16, paddle.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,8 @@ class KernelOptions:
     """Options of the attention kernels.
 
     Attributes:
-        kernel: one of :data:`KERNELS`. ``auto`` uses flash attention if it can run; on a GPU where it cannot,
-            the reason is logged once.
+        kernel: as ``Model.attention_kernel``. ``auto`` uses flash attention if it can run; on a GPU where it
+            cannot, the reason is logged once.
         softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
         qk_scale_guard: divisor of 16-bit scores against float16 overflow. Scores are multiplied by it again
             after the conversion to float32, so the result is the same up to rounding.
@@ -114,7 +111,7 @@ def reference_attention(
     other kernels."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
-    half = query.dtype in _HALF
+    half = query.dtype in HALF_PRECISION
     guard = options.qk_scale_guard if half else 1.0
     query = (query * (head_dim**-0.5 / guard)).reshape([0, groups, -1, head_dim])
     # Stack the query heads of one key/value head as rows, so that keys need not be repeated.

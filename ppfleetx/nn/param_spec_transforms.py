@@ -23,6 +23,8 @@ from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.layer_spec import Specs, within
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Shard, dense
 
+MATRICES = ("matrix", "head", "word_embedding")
+"""The kinds of parameters whose weights can be quantized."""
 _KINDS = {
     ("mp", Shard(1)): "ColumnParallelLinear",
     ("mp", Shard(0)): "RowParallelLinear",
@@ -63,8 +65,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
         result[name] = replace(spec, trains=False) if is_frozen else spec
-        axis = spec.view.tensor
-        linear, kind = name.removesuffix(".weight"), _KINDS.get((axis, spec.placement(axis)))
+        linear, kind = name.removesuffix(".weight"), linear_kind(spec)
         if linear != name and kind is not None and cfg.quantizes(linear, kind):
             result |= _named(f"{linear}.{QUANTIZER}", quantizer(spec, quantizer_numbers(cfg)))
     return result
@@ -75,7 +76,7 @@ def quantized_weights(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Spe
     result: Specs = {}
     for name, spec in specs.items():
         layer = name.removesuffix(".weight")
-        is_matrix = layer != name and spec.kind in ("matrix", "head", "word_embedding")
+        is_matrix = layer != name and spec.kind in MATRICES
         form = cfg.form_of(layer) if is_matrix else None
         if form is None:
             result[name] = spec
@@ -122,6 +123,13 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
         "a": of_experts((experts, width_in, rank), Normal(1.0 / math.sqrt(width_in)), 1),
         "b": of_experts((experts, rank, width_out), Constant(0.0), 2),
     }
+
+
+def linear_kind(matrix: ParamSpec) -> str | None:
+    """Return what ``Compress.Quantization.quantizable_layer_type`` calls a linear with this matrix; None if
+    tensor parallelism does not slice it."""
+    axis = matrix.view.tensor
+    return _KINDS.get((axis, matrix.placement(axis)))
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from ppfleetx.nn.layers import add_smaller, local_rows
 from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.nn.param_spec_transforms import codes, num_scales, row_scales, scales
+from ppfleetx.nn.param_spec_transforms import MATRICES, codes, num_scales, row_scales, scales
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
@@ -371,7 +371,7 @@ def _replace(layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: L
         weight = getattr(child, "weight", None)
         kind = getattr(getattr(weight, "info", None), "kind", None)
         is_quantized = isinstance(child, QuantizedEmbedding | QuantizedLinear | QuantizedGroupedLinear)
-        if kind not in ("matrix", "head", "word_embedding") or is_quantized:
+        if kind not in MATRICES or is_quantized:
             continue
         form = cfg.form_of(name_of(f"{path}.weight").removesuffix(".weight"))
         if form is None:

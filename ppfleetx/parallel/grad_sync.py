@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 from paddle import distributed
 
-from ppfleetx.config.mesh import DENSE, EXPERTS
+from ppfleetx.config.mesh import DENSE, EXPERT_AXES, EXPERTS
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather
@@ -192,4 +192,4 @@ def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[Paral
     needed = groups_needed(specs, ctx.mesh)
     if ctx.size_of("pp") > 1:
         needed = sorted({tuple(axes) for of_rank in gather(ctx, needed) for axes in of_rank})
-    return ctx.with_groups(needed), any(axes[0] in ("edp", "ep", "emp") for axes in needed)
+    return ctx.with_groups(needed), any(axes[0] in EXPERT_AXES for axes in needed)

@@ -166,8 +166,7 @@ class Precision:
             yield
             return
         if self.products_alone:
-            black = {*self._cfg.custom_black_list} & {"matmul", "linear_v2"}
-            with nullcontext() if black else bfloat16.products(), self.keeps_casts():
+            with nullcontext() if self._cfg.products_in_float32 else bfloat16.products(), self.keeps_casts():
                 yield
             return
         casts = paddle.amp.auto_cast(

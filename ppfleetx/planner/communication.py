@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ppfleetx.config.mesh import SMALL_MESSAGE, Mesh
+from ppfleetx.config.mesh import EXPERT_AXES, SMALL_MESSAGE, Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.planner.cards import Card
 
@@ -88,7 +88,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
     """Return how the communication groups of the parallel axis ``axis`` (such as ``mp``) lie on the nodes of
     the cluster. All groups of an axis have the same layout.
     """
-    if axis in ("ep", "emp", "edp"):
+    if axis in EXPERT_AXES:
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
     for name in cluster.axes[cluster.axes.index(axis) + 1 :]:

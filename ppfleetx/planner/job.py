@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from ppfleetx.config.plan import ParallelPlan, Workload
-from ppfleetx.config.rules import expert_sizes, sequence_length
+from ppfleetx.config.rules import model_workload, sequence_length
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -191,16 +191,7 @@ class Job:
         """The sizes of the model and the batch, with which a parallel plan is checked: for example, ``mp``
         must divide the number of heads.
         """
-        return Workload(
-            num_layers=self.model.num_layers,
-            num_heads=self.model.num_attention_heads,
-            num_groups=self.model.kv_heads,
-            ffn_size=self.model.ffn_size,
-            padded_vocab=self.model.padded_vocab_size,
-            seq_len=self.seq_len,
-            accumulate_steps=self.accumulate,
-            **expert_sizes(self.model),
-        )
+        return model_workload(self.model, self.seq_len, self.accumulate)
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
         """Return the indices of the layers on pipeline stage ``stage``, as one list for each of its virtual

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
@@ -18,7 +19,7 @@ from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.job import Job
 from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
-GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
+GRANULARITIES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Self
 
-_SET_BY_LAUNCHER = "PADDLE_TRAINER_ID"
+from ppfleetx.utils.processes import is_rank
 
 
 class StopRequest:
@@ -44,7 +43,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _SET_BY_LAUNCHER in os.environ and (self or self.signal_name) and self._previous:
+        if is_rank() and (self or self.signal_name) and self._previous:
             # The launcher sends SIGTERM to each rank in turn, up to three times. It must not kill a rank that
             # is exiting.
             self._previous[signal.SIGTERM] = signal.SIG_IGN

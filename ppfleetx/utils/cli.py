@@ -17,7 +17,7 @@ from types import FrameType
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError, UserError
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.peers import end_with_peers, ended_peer_in, is_end_decided
-from ppfleetx.utils.processes import end_with_launcher
+from ppfleetx.utils.processes import end_with_launcher, is_rank
 
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
@@ -27,7 +27,6 @@ EXIT_DEVICE = 6
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # the exit code in a shell after SIGPIPE
 
-_SET_BY_LAUNCHER = "PADDLE_TRAINER_ID"
 # The launcher checks its ranks every second or two, shows the log of the first rank that has ended, and ends
 # the others. It should find the rank that failed, not a rank that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
@@ -112,7 +111,7 @@ def _unwind_at_signals() -> None:
         _received.append(number)
         raise _SignalCameError
 
-    if threading.current_thread() is threading.main_thread() and _SET_BY_LAUNCHER not in os.environ:
+    if threading.current_thread() is threading.main_thread() and not is_rank():
         for number in handled:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, end)
@@ -131,7 +130,7 @@ def _end_by_signal() -> None:
 def _keep_exit_code() -> None:
     """Ignore SIGTERM from now on, if this process is a rank of a job: it ends by itself, and the launcher's
     SIGTERM would replace its exit code."""
-    if _SET_BY_LAUNCHER in os.environ:
+    if is_rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -143,7 +142,7 @@ def _exit_code_of(error: Exception) -> int | None:
         time.sleep(_GRACE_SECONDS)  # another thread has reported the reason and ends the process
     if ended is not None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
-        if _SET_BY_LAUNCHER in os.environ:
+        if is_rank():
             _wait_for_the_launcher()
             _keep_exit_code()
         return EXIT_PEER_LOST

@@ -49,9 +49,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
-from ppfleetx.utils.processes import LAUNCHER_VARIABLE
+from ppfleetx.utils.processes import LAUNCHER, LAUNCHER_VARIABLE
 
-LAUNCHER = "paddle.distributed.launch"
 HOOK = "ppfleetx_cpu_launcher.pth"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Python runs only lines that begin with `import`. The environment must still work without ppfleetx.

@@ -22,6 +22,8 @@ CPU, GPU, XPU = "cpu", "gpu", "xpu"
 """Kinds of devices that Paddle's own builds support. All others need plugins."""
 NPU = "npu"
 """The name of Ascend cards in their plugin."""
+HALF_TYPES = ("float16", "bfloat16")
+"""The 16-bit types in which a device may compute."""
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
 """Environment variable with a directory of plugins that Paddle loads. The file names usually, but not always,

@@ -10,21 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.devices import NPU
+from ppfleetx.utils.devices import HALF_TYPES, NPU
 
 TABLE = Path(__file__).with_suffix(".json")
 GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
 """Backends, in Paddle's registry, that run on a GPU."""
-_HALF = ("float16", "bfloat16")
 PLUGIN_BACKENDS = ("CUSTOM",)
 """Backends of kernels that Paddle provides for the devices of all plugins."""
 
 _GPUS_ALONE = ("flash", "fused_", "linear_v2", "rms_norm", "all_reduce")
 _IN_FLOAT32 = {
-    *((f"{name}{end}", dtype) for name in ("dropout", "relu") for end in ("", "_grad") for dtype in _HALF),
+    *product(("dropout", "dropout_grad", "relu", "relu_grad"), HALF_TYPES),
     ("searchsorted", "int32"),  # for flashmask
 }
 

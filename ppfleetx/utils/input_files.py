@@ -36,6 +36,16 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
         raise error(f"{path} cannot be read: {reason.strerror or reason}") from reason
 
 
+def first_bytes(path: str | Path) -> bytes:
+    """Return the first 8 bytes of a file. Raises CheckpointError, also if the file is only the pointer that
+    Git LFS leaves in its place."""
+    with opened(path) as file:
+        begin = file.read(8)
+    if begin == b"version ":
+        raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
+    return begin
+
+
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
     """Return what ``os.stat`` says about a file.
 

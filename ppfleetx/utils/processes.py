@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+LAUNCHER = "paddle.distributed.launch"
 LAUNCHER_VARIABLE = "PPFLEETX_LAUNCHER_PID"
 _SET_BY_LAUNCHER = "PADDLE_RANK_IN_NODE"  # set only by the launcher
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
@@ -31,6 +32,11 @@ _AFTER_KILL_SECONDS = 30.0
 
 
 # -- a rank and its launcher ------------------------------------------------------------
+
+
+def is_rank() -> bool:
+    """Return whether this process is a rank of a job, by the variables of a launcher or a scheduler."""
+    return "PADDLE_TRAINER_ID" in os.environ
 
 
 def end_with_launcher() -> None:

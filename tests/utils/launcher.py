@@ -7,7 +7,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.utils import cpu_launcher
+from ppfleetx.utils.processes import LAUNCHER
 
-sys.orig_argv = [sys.executable, "-m", cpu_launcher.LAUNCHER, *sys.argv[1:]]
+sys.orig_argv = [sys.executable, "-m", LAUNCHER, *sys.argv[1:]]
 cpu_launcher.apply()
-runpy.run_module(cpu_launcher.LAUNCHER, run_name="__main__", alter_sys=True)
+runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)

@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from ppfleetx.utils.cpu_launcher import LAUNCHER, install, launcher_options, name_devices
+from ppfleetx.utils.cpu_launcher import install, launcher_options, name_devices
+from ppfleetx.utils.processes import LAUNCHER
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,18 @@ def node_of(value: Any, place: str, key: str | None = None) -> Node:
     raise ConfigError(f"a configuration holds no {type(value).__name__}", key=key, place=place)
 
 
+def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return plain sections with these values, each given with its dotted key."""
+    tree: dict[str, Any] = {}
+    for key, value in values:
+        *sections, name = key.split(".")
+        section = tree
+        for one in sections:
+            section = section.setdefault(one, {})
+        section[name] = value
+    return tree
+
+
 def copy_tree(node: Node) -> Node:
     """Copy ``node`` and everything below it, so that the copy can be changed in place."""
     if isinstance(node.value, dict):
@@ -128,6 +140,19 @@ def plain_value(node: Node) -> Any:
     if isinstance(node.value, list):
         return [plain_value(child) for child in node.value]
     return node.value
+
+
+def file_names(node: Node | None, key: str) -> list[Node]:
+    """Return the nodes of one file name or a list of them; none if the value is null. Raises ConfigError for
+    anything else."""
+    if node is None or node.value is None:
+        return []
+    items = node.value if isinstance(node.value, list) else [node]
+    for item in items:
+        if not isinstance(item.value, str) or not item.value:
+            rule = "must be a file name or a list of file names"
+            raise ConfigError(rule, key=key, value=plain_value(item), place=item.place)
+    return items
 
 
 def same_value(one: Node, other: Node) -> bool:

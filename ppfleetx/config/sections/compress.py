@@ -73,7 +73,7 @@ class QuantizationConfig(Section):
     """Bits of weights."""
     activation_bits: Int = 8
     """Bits of activations."""
-    quantizable_layer_type: tuple[Text, ...] = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
+    quantizable_layer_type: tuple[Text, ...] = LINEAR_KINDS
     """Kinds of layers to quantize, whatever the plan. Linear: all linears; ColumnParallelLinear: linears
     whose outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`); RowParallelLinear: linears whose
     inputs it divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be listed, but a GPT has none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
@@ -46,6 +46,9 @@ _CORPUS_KEYS = (
     "verify",
 )
 _SET_NAME = re.compile(r"[\w-][\w.-]*")
+Mode = Literal["Train", "Eval", "Test"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+"""The sections of ``Data`` with a dataset, in the order of the shares of ``split``."""
 _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
 
 
@@ -102,18 +105,17 @@ class DatasetConfig(Section):
     refused. A core reads about 1 GB per second, and each node reads once."""
 
     def violations(self) -> Iterator[RuleError]:
-        entries = (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
-        if not entries:
+        if not self.inputs:
             yield RuleError(("input_dir",), "needs at least one entry")
         if self.weights is not None:
             if self.blend == "exhaustive":
                 yield RuleError(
                     ("weights", "blend"), "an exhaustive blend takes all samples: it has no weights"
                 )
-            if len(self.weights) != len(entries):
+            if len(self.weights) != len(self.inputs):
                 yield RuleError(
                     ("weights", "input_dir"),
-                    f"{counted(len(self.weights), 'weight')} for {counted(len(entries), 'corpus')}",
+                    f"{counted(len(self.weights), 'weight')} for {counted(len(self.inputs), 'corpus')}",
                 )
             if not 0 < sum(self.weights) < math.inf:
                 yield RuleError(("weights",), "must have a sum that is greater than 0 and finite")
@@ -126,6 +128,11 @@ class DatasetConfig(Section):
         elif self.is_corpus and not self._has_shares:
             rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
             yield RuleError(("split",), rule)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The entries of ``input_dir``, also if it is a single one."""
+        return (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
 
     @property
     def is_corpus(self) -> bool:
@@ -294,13 +301,17 @@ class TokenizerConfig(Section):
     """Token for the end of a document and for padding; null: the `eos_token` in the directory's files, or
     else `<|endoftext|>`."""
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The keys that name files; at most one may."""
+        return tuple(key for key in ("dir", "tokenizer_file", "vocab_file") if getattr(self, key) is not None)
+
     def violations(self) -> Iterator[RuleError]:
         if (self.vocab_file is None) != (self.merges_file is None):
             missing = "vocab_file" if self.vocab_file is None else "merges_file"
             yield RuleError((missing,), "vocab_file and merges_file are given together")
-        given = [key for key in ("dir", "tokenizer_file", "vocab_file") if getattr(self, key) is not None]
-        if len(given) > 1:
-            yield RuleError(tuple(given), "name the tokenizer's files in one way only")
+        if len(self.given) > 1:
+            yield RuleError(self.given, "name the tokenizer's files in one way only")
 
 
 class DataConfig(Section):
@@ -318,8 +329,8 @@ class DataConfig(Section):
     it."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
-        """Yield (mode, section) for each of ``modes`` (``Train``, ``Eval``, ``Test``) that is set. If there
-        are several evaluation sets, each of them is yielded as a separate section.
+        """Yield (mode, section) for each of ``modes`` (of :data:`MODES`) that is set. If there are several
+        evaluation sets, each of them is yielded as a separate section.
         """
         for mode in modes:
             section = getattr(self, mode)

@@ -103,6 +103,11 @@ class MixedPrecisionConfig(Section):
     custom_white_list: tuple[Text, ...] = ()
     """Operations computed in `dtype`, besides Paddle's own list."""
 
+    @property
+    def products_in_float32(self) -> bool:
+        """Whether ``custom_black_list`` keeps the matrix products of linears in float32."""
+        return not {"matmul", "linear_v2"}.isdisjoint(self.custom_black_list)
+
     def violations(self) -> Iterator[RuleError]:
         both = sorted({*self.custom_black_list} & {*self.custom_white_list})
         if both:

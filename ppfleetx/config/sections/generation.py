@@ -304,6 +304,9 @@ class InferenceConfig(Section):
             )
 
 
+DetokenizerName = Literal["wikitext", "ptb", "lambada", "none"]
+
+
 class OfflineEvalConfig(Section):
     """Evaluation by `ppfleetx eval` with `Model.module: GPTEvalModule`: perplexity of a text, or accuracy of
     last words (cloze)."""
@@ -314,7 +317,7 @@ class OfflineEvalConfig(Section):
     """Accuracy of the last word of each text, instead of perplexity."""
     cloze_strict: Bool = True
     """Cloze: all tokens of the last word must be the likeliest; false: only the last token must."""
-    detokenizer: Literal["wikitext", "ptb", "lambada", "none"] | None = None
+    detokenizer: DetokenizerName | None = None
     """Perplexity: rules that remove the benchmark's spaces around punctuation (lambada and none change
     nothing); null: wikitext or ptb if the file's name contains `wiki` or `ptb`, else none."""
     overlapping_eval: PositiveInt = 32

@@ -18,6 +18,8 @@ from ppfleetx.config.fields import (
     Size,
 )
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of Llama 3.1 to 3.3, except ``factor``. Megatron-LM's ``--use-rope-scaling`` has the same."""
 # The keys that each type needs, and those it may have.
 _NEEDED = {
     "linear": (),

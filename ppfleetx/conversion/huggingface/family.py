@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.reading.tree import nested
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.rope import (
     DEFAULT_BASE,
@@ -119,7 +120,7 @@ class Family:
             made |= dict.fromkeys(ours.split(), value(config) if callable(value) else value)
         for feature in self.features:
             made |= feature.read(config)
-        return _nested(made)
+        return nested(made.items())
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
         """Make the ``config.json`` of this model type that is closest to ``model``. It may describe another
@@ -135,18 +136,6 @@ class Family:
         for feature in self.features:
             made |= feature.write(model)
         return made
-
-
-def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keys with dots, such as ``moe.top_k``, to nested dictionaries."""
-    made: dict[str, Any] = {}
-    for name, value in keys.items():
-        *sections, last = name.split(".")
-        place = made
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return made
 
 
 def _value_at(section: Any, name: str) -> Any:

@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.sections.generation import OfflineEvalConfig
+from ppfleetx.config.sections.generation import DetokenizerName, OfflineEvalConfig
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.text_files import TextFile, load_object, text_of
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-
-DetokenizerName = Literal["wikitext", "ptb", "lambada", "none"]
-
 
 _Rule = Callable[[str], str]
 

@@ -28,6 +28,8 @@ _MAX_TEMPLATES = 32
 SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where users can get vocab.json and merges.txt of GPT-2. Nothing is downloaded."""
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+"""GPT-2's pre-tokenizer and decoder, as in ``tokenizer.json``."""
 _MAX_MERGES_BYTES = 16 * 1024 * 1024
 _MAX_ID = (1 << 24) - 1  # limits memory, because tables are as long as the highest id
 
@@ -170,7 +172,6 @@ def make_definition(vocab: dict[str, int], merges: list[list[str]], special: lis
     """Return the content of a ``tokenizer.json`` for a byte-level BPE tokenizer like GPT-2's. ``special``
     tokens that are not in the vocabulary are left out.
     """
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -180,9 +181,9 @@ def make_definition(vocab: dict[str, int], merges: list[list[str]], special: lis
             {"id": vocab[token], "content": token} | flags for token in special if token in vocab
         ],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": BYTE_LEVEL,
         "post_processor": None,
-        "decoder": byte_level,
+        "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,

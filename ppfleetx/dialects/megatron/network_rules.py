@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.rope import LLAMA3
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.dialects.user_values import Given, weighted_corpora
 
@@ -22,8 +23,6 @@ TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 # Vocabulary sizes to assume if a file with this name does not exist yet.
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
-# The constants of use_rope_scaling, except its factor (Megatron-LM, rotary_pos_embedding.py).
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _ACTS = {name: name for name in ("gelu", "gelu_exact", "relu", "relu2", "swiglu")} | {"squared_relu": "relu2"}
 
 
@@ -145,7 +144,7 @@ def _rope_scaling(run: Translation) -> None:
         scaling: dict[str, Any] = {
             "type": "llama3",
             "factor": run.number("rope_scaling_factor", 8.0),
-            **_LLAMA3,
+            **LLAMA3,
         }
     elif interpolation != 1:
         scaling = {"type": "linear", "factor": interpolation}

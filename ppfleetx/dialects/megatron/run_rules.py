@@ -141,15 +141,10 @@ def device(run: Translation) -> None:
 
 
 def _put_type(run: Translation, dtype: str, names: tuple[str, ...]) -> None:
-    prefix, origins = "Engine.mix_precision", run.origins(*names)
     chosen = run.native.get("Global.device")
     on_cpu = expected_device("auto" if chosen is None else str(chosen.value)) == CPU
-    why = "a CPU computes in float32" if on_cpu else ""
-    run.put(f"{prefix}.enable", not on_cpu, *origins, why=why)
-    run.put(f"{prefix}.dtype", dtype, *origins)
-    run.put(f"{prefix}.level", "O2", *origins, why="16-bit weights with float32 masters")
-    if on_cpu:
-        run.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
+    run.put_precision(dtype, *names, on_cpu=on_cpu)
+    run.put("Engine.mix_precision.level", "O2", *names, why="16-bit weights with float32 masters")
 
 
 def _loss_scale(run: Translation) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.parse import key_problem, parse_yaml, read_yaml
-from ppfleetx.config.reading.tree import Node, merge, plain_value, put
+from ppfleetx.config.reading.tree import Node, file_names, merge, put
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind
 from ppfleetx.dialects.user_values import Given, given_arguments, normal_name
 
@@ -151,26 +151,11 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
     tree = read_yaml(path, is_ours=False, **entry)
     bases = tree.value.pop("base_config", None)
     below = Node({}, tree.place)
-    for item in _items(bases):
+    for item in file_names(bases, "base_config"):
         about = {"key": "base_config", "value": item.value, "place": item.place}
         base = read_with_bases(path.parent / item.value, (*chain, here), **about)
         below.value.update(base.value)
     return merge(below, tree)
-
-
-def _items(bases: Node | None) -> list[Node]:
-    if bases is None or bases.value is None:
-        return []
-    items = bases.value if isinstance(bases.value, list) else [bases]
-    for item in items:
-        if not isinstance(item.value, str) or not item.value:
-            raise ConfigError(
-                "must be a file name or a list of file names",
-                key="base_config",
-                value=plain_value(item),
-                place=item.place,
-            )
-    return items
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:

@@ -171,13 +171,8 @@ def precision(run: Translation) -> None:
     if not on or level == "O0":
         return
     name, dtype = next(iter(on.items()))
-    on_cpu = expected_device(chosen) == CPU
-    origins, prefix = run.origins(name), "Engine.mix_precision"
-    run.put(f"{prefix}.enable", not on_cpu, *origins, why="a CPU computes in float32" if on_cpu else "")
-    run.put(f"{prefix}.dtype", dtype, *origins)
-    run.put(f"{prefix}.level", level, "fp16_opt_level")
-    if on_cpu:
-        run.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
+    run.put_precision(dtype, name, on_cpu=expected_device(chosen) == CPU)
+    run.put("Engine.mix_precision.level", level, "fp16_opt_level")
 
 
 def optimizer(run: Translation) -> None:

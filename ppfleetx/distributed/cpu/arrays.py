@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.distributed.cpu.wire import CommError
+from ppfleetx.utils.bfloat16 import from_bfloat16, to_bfloat16
 
 # Paddle's types and NumPy's types of the same layout. NumPy has no bfloat16, so it is sent as uint16.
 _DTYPES = {
@@ -104,14 +105,6 @@ def byte_view(array: np.ndarray) -> memoryview:
     return memoryview(array.view(np.uint8))
 
 
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round float32 ``values`` to the nearest bfloat16, ties to even, and return the bits as uint16. A NaN
-    stays a NaN."""
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-
-
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
     """Reduce the arrays ``parts`` elementwise into ``out``, in the order of ``parts`` (one array per rank, in
     rank order).
@@ -125,7 +118,7 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
     ufunc, narrow = _UFUNC[op], bfloat16 or out.dtype == np.float16
 
     def widen(part: np.ndarray) -> np.ndarray:
-        return (part.astype(np.uint32) << 16).view(np.float32) if bfloat16 else part.astype(np.float32)
+        return from_bfloat16(part) if bfloat16 else part.astype(np.float32)
 
     if narrow:
         total = widen(parts[0])
@@ -139,7 +132,7 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
         for part in parts[2:]:
             ufunc(total, part, out=total)
     if narrow:
-        out[:] = _to_bfloat16(total) if bfloat16 else total.astype(np.float16)
+        out[:] = to_bfloat16(total) if bfloat16 else total.astype(np.float16)
     elif total is not out:
         out[:] = total
 
