@@ -41,8 +41,8 @@ class KeyValueCache(Protocol):
         """
 
     def row_lengths(self) -> paddle.Tensor:
-        """Return the length of each row's sequence including the new positions, ``[b or 1, 1]`` int64. For a
-        prompt that is run in chunks, return the length of the whole prompt."""
+        """Return the number of tokens of each row's sequence, including the new positions, as ``[b or 1, 1]``
+        int64. While a prompt is run in chunks, this is the length of the whole prompt."""
 
 
 class HeadAttention(nn.Layer):
@@ -77,7 +77,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run :meth:`core`, recomputed in the backward pass if configured."""
+        """Run :meth:`core`. If configured, its activations are recomputed in the backward pass instead of
+        kept."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)
@@ -89,8 +90,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Compute scores, softmax and context, ``[s, b, g * r * d]``: the part that ``core_attn``
-        recomputes."""
+        """Compute scores, softmax and context, and return the context ``[s, b, g * r * d]``. Recompute
+        granularity ``core_attn`` recomputes this part of attention."""
         return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
     def attend_heads(
@@ -173,7 +174,8 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Apply the norms that span all heads to the queries and keys in ``qkv [s, b, g, r + 2, d]``."""
+        """Apply those norms of queries and keys whose gain spans all heads. Values in ``qkv [s, b, g, r + 2,
+        d]`` do not change."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
@@ -186,8 +188,9 @@ class Attention(HeadAttention):
         return self.q_norm is not None and not self.norms_outside
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Return whether the packed flash-attention operator applies, which needs unmodified queries and
-        keys."""
+        """Return whether the flash-attention operator for packed input can read the projection ``qkv``
+        directly. It cannot if queries or keys change between projection and attention, for example by rotary
+        positions or norms."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
@@ -197,7 +200,8 @@ class Attention(HeadAttention):
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``,
-        with positions applied. Linear biases make queries and keys two features wider than values."""
+        and apply rotary positions. Linear biases (ALiBi) append two features to queries and keys, which are
+        then wider than values."""
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -208,11 +212,11 @@ class Attention(HeadAttention):
     def _with_biases(
         self, query: paddle.Tensor, key: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Append features to queries and keys whose product is slope times key position: ALiBi without a bias
-        tensor.
+        """Apply ALiBi without a bias tensor: append two features to queries and keys, whose product is the
+        head's slope times the key's position.
 
-        Softmax gives the same result for the key's position as for the distance. The position is split into
-        two numbers that 16 bits represent exactly.
+        ALiBi is defined by the distance between query and key, but the softmax gives the same result for the
+        key's position. The position is split into two numbers that 16 bits represent exactly.
         """
         groups, per_group, length, size = query.shape[1:]
         heads = (self.num_heads, self._first_head(groups * per_group), groups * per_group, size + 2)
@@ -270,11 +274,11 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
-    """Return the features that linear biases append to the queries of ``count`` heads from head ``first`` on,
-    ``[count, 2]`` float32.
+    """Return the two features that linear biases (ALiBi) append to the queries of each head, ``[count, 2]``
+    float32. The rank's ``count`` heads start with head ``first`` of the model.
 
-    They are the slopes for position // 256 and position % 256, multiplied by ``sqrt(width)``, because kernels
-    divide scores by it.
+    The features are the factors of position // 256 and position % 256 in the keys: the slopes times 256, and
+    the slopes. They are multiplied by ``sqrt(width)``, because kernels divide scores by it.
     """
     slopes = alibi_slopes(num_heads)[first : first + count] * width**0.5
     return np.stack([slopes * 256, slopes], axis=-1).astype(np.float32)
@@ -286,7 +290,8 @@ def _kept_bias_features(num_heads: int, first: int, count: int, width: int, devi
 
 
 def joined(context: paddle.Tensor) -> paddle.Tensor:
-    """Reshape the context ``[b, g, r, s, d]`` to ``[s, b, g * r * d]``."""
+    """Merge the heads of attention's output: reshape ``[b, g, r, s, d]`` to ``[s, b, g * r * d]``, for g
+    key/value heads with r query heads each."""
     _, groups, per_group, num_queries, head_dim = context.shape
     if num_queries == 1:  # no transpose needed
         return context.reshape([1, -1, groups * per_group * head_dim])

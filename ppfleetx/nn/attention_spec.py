@@ -18,13 +18,14 @@ from ppfleetx.nn.tape import Step, Tape
 
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
-    """Return the parts of a fused projection with columns
-    ``[key/value head][query ... query, key, value][head_dim]``."""
+    """Describe which columns of a fused attention projection are queries, keys and values. The columns are
+    ordered ``[key/value head][query ... query, key, value][head_dim]``."""
     return parts_of({"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim})
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Return the parts of a matrix whose columns repeat blocks of these widths, by part name."""
+    """Describe a fused matrix whose columns repeat the same blocks. ``widths`` names the blocks, in order,
+    and gives their numbers of columns."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -134,8 +135,8 @@ class AttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Return the memory steps of a forward pass (see :class:`~ppfleetx.nn.tape.Step`). With
-        ``recompute_core``, scores and attention weights are not kept."""
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. With
+        ``recompute_core``, scores and attention weights are not kept for the backward pass."""
         q = work.bytes_of(self.q_width / work.mp)
         steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
         kv = work.bytes_of(self.kv_width / work.mp)
@@ -145,11 +146,12 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """Return the memory steps that make queries, keys and values from the projection, as views or as
-        copies.
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) from the output of the fused
+        projection to queries, keys and values.
 
-        Scaling copies the queries again, so unscaled queries are kept only for a recomputed core or flash
-        attention.
+        The queries are scaled before attention, which makes another copy of them. So the unscaled queries are
+        kept for the backward pass only if it needs them: with flash attention, or if the attention core is
+        recomputed (``keeps_queries``).
         """
         q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
         whole, turning = q + 2 * kv, q + kv
@@ -186,8 +188,8 @@ class AttentionSpec:
 
 
 def _pairs(work: Work, num_heads: int) -> float:
-    """Return the number of scores that one rank computes: whole sequences, with heads divided over
-    tensor-parallel and context-parallel ranks."""
+    """Return the number of attention scores that one rank computes. It processes whole sequences; the heads
+    are divided over tensor-parallel and context-parallel ranks."""
     return work.micro_batch * (num_heads / (work.mp * work.sep)) * work.seq_len**2
 
 
@@ -227,11 +229,13 @@ class CoreSizes:
     capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Return the memory steps from queries, keys and values to the context at this rank's positions.
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for attention itself: from
+        queries, keys and values to the context at this rank's positions.
 
         Args:
             heads: bytes of queries, keys and values to keep for the backward pass.
-            recompute: whether the core is recomputed, so that no tensor in between is kept.
+            recompute: whether scores, softmax and context are recomputed in the backward pass, so that none
+                of them is kept.
         """
         core = self._steps(work)
         if recompute:
@@ -338,8 +342,8 @@ class LatentAttentionSpec:
 
     @property
     def q_up(self) -> LinearSpec:
-        """The projection of compressed queries to heads, with columns
-        ``[head][nope_head_dim, rope_head_dim]``."""
+        """The projection of compressed queries to heads. Each head has ``nope_head_dim`` columns without
+        positions and ``rope_head_dim`` columns for rotary positions."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
         return self._up(width_in, {"q": self.head_dim})
 
@@ -355,8 +359,8 @@ class LatentAttentionSpec:
 
     @property
     def kv_up(self) -> LinearSpec:
-        """The projection of compressed vectors to keys and values, with columns
-        ``[head][nope_head_dim, value_head_dim]``."""
+        """The projection of compressed vectors to keys and values. Each head has ``nope_head_dim`` columns
+        for its key and ``value_head_dim`` columns for its value."""
         return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property
@@ -406,8 +410,8 @@ class LatentAttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Return the memory steps of a forward pass. With ``recompute_core``, scores and attention weights
-        are not kept."""
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. With
+        ``recompute_core``, scores and attention weights are not kept for the backward pass."""
         q, v = self._bytes(work)
         steps = [*self._up_steps(work, reads), *self._heads(work, keeps_queries=recompute_core)]
         sizes = CoreSizes(self.num_heads, q, q, v, v, self.dropout, self.softmax_in_fp32)

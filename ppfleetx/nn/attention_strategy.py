@@ -41,16 +41,20 @@ class AttentionStrategy:
     has_own_core = False
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` for the positions of this rank outside attention."""
+        """Return the columns of ``ids [b, s]`` that belong to this rank's positions outside attention.
+        ``ids`` covers whole sequences."""
         return ids
 
     def positions_inside(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` for the positions of this rank's queries inside attention."""
+        """Return the columns of ``ids [b, s]`` that belong to this rank's queries inside attention, that is,
+        after :meth:`enter`. ``ids`` covers whole sequences."""
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Communicate the output of the projection, ``[s, b, g, r + 2, d]``, so that this rank gets the
-        positions and heads for which it computes attention. The last two dimensions may have any size."""
+        """Exchange the output of the fused projection, ``[s, b, g, r + 2, d]``, among the context-parallel
+        ranks before attention. Each of the g groups of heads has r queries, one key and one value of size d.
+        Afterwards this rank has the positions and groups for which it computes attention. The last two
+        dimensions may have any size."""
         return qkv
 
     def core(
@@ -66,8 +70,8 @@ class AttentionStrategy:
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:
-        """Exchange the output of attention, ``[s, b, g * r * d]``, for this rank's own positions with all
-        heads."""
+        """Exchange the output of attention, ``[s, b, heads * head size]``, among the context-parallel ranks.
+        Afterwards this rank has its own positions again, with all heads."""
         return context
 
 

@@ -81,7 +81,8 @@ def counted_positions() -> paddle.Tensor | None:
 
 
 class AuxLossScope:
-    """Tracks the current step and micro batch for every layer that runs.
+    """Tracks which micro batch of a step each layer is processing, so that auxiliary losses in the layer get
+    the right mask and divisor.
 
     Args:
         record: called once with the metric of each loss, even if the layer is recomputed.
@@ -98,7 +99,8 @@ class AuxLossScope:
         self._weights: dict[tuple[int, Divisor], paddle.Tensor] = {}
 
     def watch(self, stages: Iterable[nn.Layer]) -> None:
-        """Register the layers to track. Each layer must run once per micro batch, in order."""
+        """Register the layers in which auxiliary losses may occur. Each layer must run once per micro batch,
+        in the order of the micro batches."""
         for layer in stages:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_post_hook(lambda *_: _PLACE.set(None) and None)
@@ -110,8 +112,8 @@ class AuxLossScope:
         divisors: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
-        """Context manager for one step over these micro batches. If a layer runs more often, the further runs
-        attach no loss.
+        """Context manager for one optimizer step over these micro batches, in which layers may attach losses.
+        If a layer runs more often than there are micro batches, the further runs attach no loss.
 
         Args:
             divisors: divisors of the losses; None: losses get no gradient.
@@ -164,7 +166,8 @@ class AuxLossScope:
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return the number of ranks that share a micro batch and hold different terms of a value."""
+        """Return how many of the ranks that process the same micro batch hold different terms of an auxiliary
+        loss."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 
@@ -176,7 +179,8 @@ def counts_of(micro_batches: Sequence[Arrays]) -> list[float]:
 
 
 def divisors_of(counts: Sequence[float]) -> Mapping[str, float]:
-    """Return the divisors of a step from the sums of :func:`counts_of` over all ranks."""
+    """Return the divisor for each kind of auxiliary loss (``step``, ``tokens``, ``sequences``). ``counts`` is
+    the sum of :func:`counts_of` over all ranks."""
     return {"step": 1.0, **{of: max(count, 1.0) for of, count in zip(_COUNTED, counts, strict=True)}}
 
 
@@ -191,8 +195,8 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """Return the weights of tokens ``[b, s]`` or rows ``[b]``. The mask of a classifier has one entry per
-    row."""
+    """Return which tokens ``[b, s]`` or rows ``[b]`` of a micro batch count in the loss, as weights. The loss
+    mask of a classifier has one entry per row."""
     mask = batch.get("loss_mask")
     if mask is None:  # a task without a loss mask
         mask = np.ones(batch["tokens"].shape, np.float32)
@@ -202,7 +206,8 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
 
 
 class _Attached(PyLayer):
-    """Return the first tensor; in the backward pass, give the second tensor a constant gradient."""
+    """Autograd function that attaches an auxiliary loss to a tensor. It returns the first tensor unchanged.
+    In the backward pass, the second tensor, which is the loss, gets a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:

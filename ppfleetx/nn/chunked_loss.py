@@ -54,18 +54,20 @@ class DeferredLogits:
         self.head, self.hidden = head, hidden
 
     def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
-        """Return the sum of ``function`` over all chunks, differentiable."""
+        """Return the sum of ``function`` over the logits, labels and masks of all chunks, as a differentiable
+        scalar."""
         if paddle.is_grad_enabled():
             return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
-        """Return the result of ``function`` for each chunk, in order, without gradients."""
+        """Return the result of ``function`` for the logits, labels and mask of each chunk, in order, without
+        gradients."""
         return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
-        """Yield the logits ``[s', b, V]`` of each chunk, in order, computed on demand. No gradients; hooks of
-        the head do not run."""
+        """Yield the logits of each chunk of positions, ``[chunk, b, V]``, in order. They are computed on
+        demand, without gradients and without running the head's hooks."""
         return self.head.logits_in_pieces(self.hidden)
 
 
@@ -74,8 +76,8 @@ class ChunkedHead(nn.Layer):
 
     Args:
         num_pieces: number of chunks of positions; 1: the head always returns logits.
-        matmul: multiplies by the head's weight. Must not defer gradients, because they are complete before
-            the backward pass begins.
+        matmul: multiplies by the head's weight. It must not defer weight gradients, because the head's
+            gradients are complete before the backward pass begins.
         softcap: soft cap of the logits; None: no cap.
     """
 
@@ -98,8 +100,8 @@ class ChunkedHead(nn.Layer):
             self._loss_follows = False
 
     def defers(self, inputs: Sequence[Any]) -> bool:
-        """Return whether a call with these positional arguments returns :class:`DeferredLogits`, without
-        reading any weights."""
+        """Return whether the head, called with these positional arguments, returns :class:`DeferredLogits`
+        and reads none of its weights."""
         _, cache, target = (*inputs, None, None)[:3]
         return self._loss_follows and cache is None and target is None
 
@@ -107,11 +109,12 @@ class ChunkedHead(nn.Layer):
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
-        """Return the weight, the bias, and whether the weight is transposed (``[V, h]``)."""
+        """Return the head's weight and bias, and whether the weight is stored transposed, as ``[V, h]``."""
         raise NotImplementedError
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the head's input at all positions for which this rank has labels."""
+        """Return the hidden states at all positions for which this rank has labels. Under sequence
+        parallelism, these are gathered from several ranks."""
         raise NotImplementedError
 
     def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
@@ -125,8 +128,9 @@ class ChunkedHead(nn.Layer):
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
-        """Return the loss of ``whole [s, b, h]``; without gradients, a list of the results of ``function``
-        for each chunk."""
+        """Run the head and ``target.function`` (in training, the loss) chunk by chunk on the hidden states
+        ``whole [s, b, h]``. Return the sum over the chunks or, without gradients, the list of the results of
+        all chunks."""
         weight, bias, is_transposed = self.matrix()
         if paddle.is_grad_enabled():
             head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
@@ -140,7 +144,8 @@ class ChunkedHead(nn.Layer):
 
 
 class _HeadMatrix:
-    """The head's weight and bias, and how to multiply by them. Not a tensor, so Paddle ignores it."""
+    """The weight and bias of the head, and how to multiply by them. Autograd ignores the object, because it
+    is not a tensor."""
 
     def __init__(
         self,
@@ -164,7 +169,8 @@ class _HeadMatrix:
 
 
 class _LossInPieces(PyLayer):
-    """Sums the loss over the chunks. The forward pass also computes the gradients."""
+    """Autograd function that sums the loss over the chunks. The forward pass also computes the gradients; the
+    backward pass only scales them."""
 
     @staticmethod
     def forward(
@@ -220,8 +226,8 @@ def _gradients(
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
-    """Return the loss of a chunk, and its gradients with respect to all ``leaves`` (chunk, weight, optional
-    bias) that require one."""
+    """Return the loss of a chunk, and its gradients with respect to those ``leaves`` (chunk of hidden states,
+    weight, optional bias) that require one."""
     with paddle.enable_grad():
         part = function(head.logits(*leaves), labels, mask)
         part.backward()  # not paddle.grad, which keeps tensors saved by PyLayers until garbage collection

@@ -81,8 +81,8 @@ class Work:
 
     @property
     def low_share(self) -> float:
-        """Size of a new gradient in the parameter's type, relative to its size in the type in which gradients
-        are accumulated; 0 if the types are the same."""
+        """Size of a new gradient in the parameter's type, divided by its size in the type in which gradients
+        are accumulated. 0 if both types are the same."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
@@ -91,8 +91,8 @@ class Work:
         return self.tokens * width * self.activation_bytes
 
     def part_of(self, width: float) -> float:
-        """Return the bytes of activations ``[tokens, width]`` at this rank's share of the positions under
-        sequence parallelism."""
+        """Return the bytes of activations ``[tokens, width]`` that one rank holds. Under sequence
+        parallelism, this is only its share of the positions."""
         return self.bytes_of(width) / self.split
 
 
@@ -128,7 +128,8 @@ class Operation:
         return self.flops * (2.5 if self.kind == "flash" else 2.0)
 
     def is_repeated(self, recompute: Recompute) -> bool:
-        """Return whether the backward pass repeats this operation under a recompute granularity."""
+        """Return whether the backward pass computes this operation a second time, under the recompute
+        granularity ``recompute``."""
         return self.part in _REPEATED[recompute]
 
 
@@ -158,8 +159,8 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return the memory step of dropout on a tensor of ``size`` bytes, which keeps one byte of mask per
-    element."""
+    """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for dropout on a tensor of ``size``
+    bytes. Dropout keeps a mask of one byte per element for the backward pass."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

@@ -58,8 +58,8 @@ class ExpertExchange:
         self.adds_output_bias = emp is None or emp.rank == 0
 
     def own(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return the part of ``rows [n, ...]`` that this rank dispatches, if several ranks hold the same
-        rows. The backward pass gathers the gradient of all rows."""
+        """Return this rank's share of ``rows [n, ...]`` if several ranks hold the same rows, so that each row
+        is dispatched only once. The backward pass gathers the gradient of all rows."""
         if self._alike is None:
             return rows
         if rows.stop_gradient:
@@ -67,7 +67,8 @@ class ExpertExchange:
         return _Own.apply(rows, self._alike)
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        """Gather the parts from :meth:`own` into all ``num_rows`` rows."""
+        """Gather the parts that :meth:`own` gave to each of the ranks with the same rows. Return all
+        ``num_rows`` rows."""
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
@@ -83,7 +84,8 @@ class ExpertExchange:
 
 
 class RoundTrip:
-    """One round trip of rows to their experts and back. This base class sends nothing."""
+    """One round trip of rows of hidden states to their experts and back. This base class is for a rank that
+    has all experts, so it sends nothing."""
 
     def __init__(self, rows: paddle.Tensor, counts: paddle.Tensor) -> None:
         self._rows, self._counts = rows, counts
@@ -94,7 +96,8 @@ class RoundTrip:
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """Send the experts' outputs back. Return them in the order of the dispatched rows."""
+        """Send the experts' outputs back to the ranks from which the rows came. Return them in the order in
+        which the rows were dispatched."""
         return outputs
 
 
@@ -117,19 +120,22 @@ class _Travel(RoundTrip):
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of one dispatch travel.
+    """How many rows travel between which ranks when rows of hidden states are sent to their experts and back.
 
-    With one level, every rank along ``ep`` counts as a node, and ``within`` is None.
+    An exchange with two levels first sends rows to a node (process group ``between``), then to a rank inside
+    the node (process group ``within``). A rank's *place* is its index within its node. In an exchange with
+    one level, every rank along ``ep`` counts as a node of its own, and ``within`` is None. The ranks along
+    ``emp`` slice the matrices of the same experts.
 
     A rank that would send, forward or receive no rows sends itself one row of zeros for its last expert,
     because Paddle's collectives and operators do not accept empty tensors on every device.
 
     Attributes:
-        sent: number of rows sent to each node.
-        passing: ``[a, i]``, rows received from this rank's place on node a that are forwarded to place i on
-            its own node.
-        table: ``[emp, i, a, experts of this rank]``, rows that each rank along ``emp`` received from each
-            rank along ``ep``, in the order of arrival.
+        sent: number of rows that this rank sends to each node.
+        passing: ``[a, i]``, number of rows that this rank receives from node a and forwards to place i of its
+            own node.
+        table: ``[emp, i, a, experts of this rank]``: for each rank along ``emp``, the number of rows that it
+            receives from place i of node a for each expert, in the order of arrival.
         zeros_at: index of the row of zeros among the rows sent; None: there is no such row.
         between, within, emp: the process groups, or None.
     """
@@ -144,8 +150,9 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
-        """Exchange the row counts and build the route: one message along each axis, and one wait for the
-        device."""
+        """Build the route of one dispatch from ``counts [E]``, the number of this rank's rows for each
+        expert. Ranks exchange their counts by one message in each process group, and the host waits for the
+        device once."""
         (nodes, node), (places, place), (slices, _) = map(_size_and_rank, (between, within, emp))
         num_experts, to_itself = counts.shape[0], np.zeros([nodes, places], np.int64)
         to_itself[node, place] = 1
@@ -184,22 +191,24 @@ class Route:
 
     @property
     def _received(self) -> np.ndarray:
-        """Number of rows received from each place on this node."""
+        """Number of rows that this rank receives from each rank of its node."""
         return self.table[0 if self.emp is None else self.emp.rank].sum((1, 2))
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that a rank along ``emp`` received; every rank pads to it."""
+        """Largest number of rows that any rank along ``emp`` receives. All of these ranks pad their rows to
+        this number before they are gathered."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
     def _by_place(self) -> paddle.Tensor:
-        """Indices that sort the rows to forward by their destination's place."""
+        """Indices that sort rows that this rank forwards by the place of their destination. A place is a
+        rank's index within its node."""
         return upload(self._passing_order())
 
     @cached_property
     def _by_node(self) -> paddle.Tensor:
-        """The inverse of :attr:`_by_place`."""
+        """Indices that undo :attr:`_by_place`: they sort the rows by the node from which they came."""
         return upload(self._passing_order().argsort())
 
     def _passing_order(self) -> np.ndarray:
@@ -207,12 +216,14 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Indices that sort by expert the rows gathered from the ranks that slice the same experts."""
+        """Indices that sort by expert the rows that were gathered from all ranks that slice the same
+        experts."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
     def _place(self) -> paddle.Tensor:
-        """The inverse of :attr:`_order`. Padding maps to an arbitrary row, which is not used."""
+        """Indices that undo :attr:`_order`: they bring rows sorted by expert back into the order in which
+        they were gathered. The rows of padding get an arbitrary index, because they are not used."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
@@ -226,8 +237,9 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Forward the rows within the node, gather the received rows over all ranks along ``emp``, and sort
-        them by expert."""
+        """Bring rows that this rank has received to the ranks of their experts, and sort them by expert:
+        exchange them within the node (with two levels), then gather them over the ranks that slice the same
+        experts (``emp``)."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -236,8 +248,9 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """The inverse of :meth:`spread`: reduce-scatter the outputs over the ranks that slice an expert
-        (``emp``), and send them back to the ranks from which the rows came."""
+        """Bring the outputs of this rank's experts back to the ranks of this node that received the rows
+        first: the inverse of :meth:`spread`. The outputs are summed over the ranks that slice an expert
+        (``emp``) by a reduce-scatter, then exchanged within the node."""
         rows = rows.index_select(self._place)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -249,7 +262,8 @@ class Route:
         return rows.index_select(self._by_node)
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start to send outputs back; :meth:`at_home` waits for them."""
+        """Start to send the outputs of experts back to the ranks from which the rows came. :meth:`at_home`
+        waits for them."""
         return message.start(rows, self.passing.sum(1), self.sent, self.between)
 
     def at_home(self, message: Message) -> paddle.Tensor:
@@ -260,14 +274,14 @@ class Route:
 
 
 class Message:
-    """An all-to-all between nodes that is in progress."""
+    """An all-to-all exchange of rows between nodes, in progress."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], paddle.Tensor] | None = None
 
     def start(self, rows: paddle.Tensor, sent: np.ndarray, received: np.ndarray, group: Any) -> paddle.Tensor:
-        """Start the exchange and return the tensor that it fills. Without a group, the tensor is ``rows``
-        itself."""
+        """Start to exchange ``rows`` among the ranks of ``group``, and return the tensor that will hold the
+        received rows. Without a group, this is ``rows`` itself."""
         if group is None:
             self._finish = lambda: rows
             return rows
@@ -289,7 +303,7 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """All-to-all of ``numbers``, the same count for each rank."""
+    """Exchange ``numbers`` by an all-to-all, in which every rank of ``group`` gets equally many."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)
@@ -298,8 +312,9 @@ def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
-    """Return the indices that reorder rows from (slice, place, node, expert) to (expert, slice, node, place)
-    order.
+    """Return the indices that sort received rows by expert. The rows arrive ordered by slice, place, node and
+    expert, and are sorted by expert, slice, node and place. A slice is a rank along ``emp``, and a place is a
+    rank's index within its node.
 
     Args:
         table: number of rows, ``[slice, place, node, expert]``.
@@ -316,7 +331,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
 
 
 class _Depart(PyLayer):
-    """Start to send rows. In the backward pass, wait for their gradients, which :class:`_Arrive` sends."""
+    """Autograd function that starts to send rows of hidden states to the ranks of their experts. Its backward
+    pass waits for the gradients of these rows, which the backward pass of :class:`_Arrive` sends."""
 
     @staticmethod
     def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
@@ -362,7 +378,8 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return this rank's share of the rows, or one row of zeros if there are fewer rows than ranks."""
+    """Return this rank's share of ``rows``, which all ranks of ``group`` hold. A rank without a share gets
+    one row of zeros."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

@@ -318,8 +318,9 @@ class TensorParallelFactory(LocalFactory):
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Make a fake quantizer whose maxima are taken over the ranks that slice the tensor, except those of
-        a rank's own output channels. Gradients of learned bounds are summed over ranks as declared."""
+        """Make a fake quantizer. Its maxima are taken over the ranks that slice the tensor. If each output
+        channel has its own scale, ranks with other channels are left out. Gradients of learned bounds are
+        summed over ranks as declared."""
         has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input

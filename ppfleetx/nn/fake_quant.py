@@ -40,13 +40,15 @@ def levels_of(bits: int) -> int:
 def on_grid(
     x: paddle.Tensor, bound: paddle.Tensor, bits: int, *, reaches_beyond: bool = True
 ) -> paddle.Tensor:
-    """Round ``x`` to the nearest grid points up to ``bound`` (ties to even).
+    """Fake-quantize ``x``: round each element to the nearest of equidistant values from ``-bound`` to
+    ``bound``. The values are ``i * bound / L`` for integers i from -L to L, with L = 2^(bits - 1) - 1. Ties
+    go to even i.
 
     Args:
         x: any shape and floating type; computed in float32.
         bound: float32, broadcast to ``x``; gets no gradient.
         bits: 2 to 16.
-        reaches_beyond: whether elements may exceed the bound; they are clipped to it.
+        reaches_beyond: whether elements of ``x`` may exceed the bound. If so, they are clipped to it.
     """
     if _has_no_gradient(x):
         return _rounded(x, bound, bits, reaches_beyond)
@@ -54,8 +56,8 @@ def on_grid(
 
 
 def on_learned_grid(x: paddle.Tensor, bound: paddle.Tensor, share: paddle.Tensor, bits: int) -> paddle.Tensor:
-    """Like :func:`on_grid` with the bound ``bound * share``. The learned clipping factor ``share [1]`` gets a
-    gradient from clipped values (PACT: Choi et al., 2018)."""
+    """Like :func:`on_grid`, with the bound ``bound * share``. ``share [1]`` is a learned clipping factor,
+    whose gradient comes from the elements beyond the bound (PACT: Choi et al., 2018)."""
     if _has_no_gradient(x) and _has_no_gradient(share):
         return _rounded(x, bound * share.clip(min=_LEAST_SHARE), bits, True)
     return _LearnedClip.apply(x, share, bound, bits)
@@ -112,7 +114,8 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """Return ``maxima`` unchanged, for ranks that hold the whole tensor."""
+    """Return ``maxima`` unchanged. This takes the place of a maximum over ranks on ranks that hold the whole
+    tensor."""
     return maxima
 
 
@@ -125,8 +128,9 @@ class FakeQuantizer(nn.Layer):
 
     Args:
         cfg: the section ``Compress.Quantization``.
-        over_weight: reduces a maximum over the whole weight, or over an output channel if ``cfg`` says so.
-        over_input: reduces a maximum over the input features of a token.
+        over_weight: takes a maximum over the ranks that slice the weight (or, with one scale per output
+            channel, over those that slice a channel).
+        over_input: takes a maximum over the ranks that slice a token's input features.
         follows: whether training updates ``input_scale``; if not, the value from the checkpoint is kept.
         keeps: whether weights do not change after their first use, so that they are rounded only once.
     """
@@ -218,7 +222,8 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Discard the observed maxima and the weight's bound, because the weight may have changed."""
+        """Prepare for a step: discard the observed maxima and the weight's bound, because the weight may have
+        changed."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:
@@ -285,7 +290,7 @@ def _freeze(layer: nn.Layer, _: NameOf) -> None:
 
 
 def _freeze_first(layer: nn.Layer, name_of: NameOf) -> None:
-    """Freeze the embedding, but let the blocks' inputs get gradients."""
+    """Freeze the embedding, but let its output get a gradient, because the blocks need one at their input."""
     _freeze(layer, name_of)
     layer.register_forward_post_hook(ask_for_gradient)
 

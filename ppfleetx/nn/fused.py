@@ -198,7 +198,8 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """Log the fused operators in use and, on a device, the reasons why others are not used."""
+    """Log which fused operators are in use. On a GPU or a plugin's device, also log why the others are
+    not."""
     get_logger().info(f"fused operators: {ops}; plain operators for the rest (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
@@ -212,7 +213,8 @@ def obstacles(
     can.
 
     Args:
-        by_itself: whether the setting is ``auto``, which on a CPU allows only bitwise exact operators.
+        by_itself: whether operators are chosen automatically (``auto``). On a CPU, this allows only bitwise
+            exact operators.
     """
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}
@@ -223,7 +225,8 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return why an operator cannot be used, as far as known without a trial; None if a trial is needed."""
+    """Return why an operator cannot be used with this element type on this device, as far as this is known
+    without running it. None if only a trial can tell."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -244,8 +247,8 @@ _results: dict[tuple[str, str, str], str | None] = {}
 
 
 def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
-    """Return the results of the operators' trials, cached. On a card they run in another process, because a
-    fault would break this one."""
+    """Return the results of the operators' trials, cached. On a GPU or a plugin's device they run in another
+    process, because a faulty operator would make this process unusable."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):
@@ -266,7 +269,8 @@ def _agree(
     refused: dict[str, str],
     everywhere: Sequence[Mapping[str, Sequence[str]]],
 ) -> None:
-    """Keep only operators that every rank can use, so that copies of a parameter stay bitwise equal."""
+    """Keep only the operators that every rank can use. If ranks used different operators, copies of a
+    parameter would not stay bitwise equal."""
     for name, kinds in taken.items():
         shared = [kind for kind in kinds if all(kind in other[name] for other in everywhere)]
         if len(shared) < len(kinds) and not shared:

@@ -22,7 +22,7 @@ Function = Callable[..., paddle.Tensor]
 
 
 def rms_norm(dtype: str) -> Pairs:
-    """Compare RMSNorm, with a width that is not a power of two."""
+    """Compare fused RMSNorm with the composite of plain operators, for a width that is not a power of two."""
     yield from _both(
         lambda x, gain: norm.fused_rms_norm(x, gain, 1e-5),
         lambda x, gain: norm.rms_norm(x, gain, 1e-5),
@@ -31,7 +31,8 @@ def rms_norm(dtype: str) -> Pairs:
 
 
 def rope(dtype: str) -> Pairs:
-    """Compare rotary positions, with positions that do not start at 0 and several groups of heads."""
+    """Compare fused rotary positions with the composite of plain operators, for positions that do not start
+    at 0 and several groups of heads."""
     rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
@@ -40,7 +41,7 @@ def rope(dtype: str) -> Pairs:
 
 
 def swiglu(dtype: str) -> Pairs:
-    """Compare SwiGLU on pairs of gate and up."""
+    """Compare fused SwiGLU with the composite of plain operators."""
     yield from _both(mlp.fused_swiglu, mlp.swiglu, _random(dtype, [3, 2, 48]))
 
 
@@ -72,8 +73,8 @@ def packed_attention(dtype: str) -> Pairs:
 
 
 def plugin_attention(dtype: str) -> Pairs:
-    """Compare a plugin's attention with the reference, with grouped key heads, for one document and for
-    several."""
+    """Compare the attention operator of a device plugin with the reference attention, with grouped key heads,
+    for one document and for several."""
     dropout = _no_dropout()
     inputs = _random(dtype, [2, 2, 3, 32, 64], [2, 2, 32, 64], [2, 2, 32, 64])
     starts = paddle.to_tensor(np.array([[0] * 20 + [20] * 12, [0] * 7 + [7] * 25], np.int32))
@@ -88,7 +89,8 @@ def plugin_attention(dtype: str) -> Pairs:
 
 
 def linear_grad_add(dtype: str) -> Pairs:
-    """Compare two products with one weight: the accumulated weight gradient and both input gradients."""
+    """Compare the fused with the plain addition of weight gradients, in two products with the same weight.
+    The accumulated weight gradient and all other gradients are compared."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
     for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):
@@ -104,7 +106,8 @@ def linear_grad_add(dtype: str) -> Pairs:
 
 
 def weight_cast(dtype: str) -> Pairs:
-    """Compare two products that share a 16-bit copy of a weight with casting the weight for each product."""
+    """Compare two products that share one 16-bit copy of a weight with two products that each cast the
+    weight."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = Matmul(cast_to=dtype)
     rows = [x.astype(dtype) for x in inputs]

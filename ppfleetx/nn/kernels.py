@@ -55,8 +55,8 @@ def attend(
 ) -> paddle.Tensor:
     """Compute causal attention with the kernel chosen by ``options``.
 
-    Queries that follow cached keys always use the reference kernel: their causal mask does not begin at the
-    first key, and flash attention saves little for so few queries.
+    Queries that follow cached keys always use the reference kernel. Their causal mask does not begin at the
+    first key, and flash attention would save little for so few queries.
 
     Args:
         document_start: ``[b, q]``, the first position that each query may attend to; None: no limit.
@@ -155,8 +155,8 @@ def _masked_softmax(
 
 
 def _fits_triangle(scores: paddle.Tensor) -> bool:
-    """Return whether Paddle's causal softmax accepts scores ``[b, n, q, k]``. It processes up to 8 rows per
-    block."""
+    """Return whether Paddle's fused causal softmax accepts scores ``[b, n, q, k]``. It needs as many queries
+    as keys, 32 to 8192, and a multiple of 8."""
     num_queries, num_keys = scores.shape[2:]
     return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 

@@ -64,7 +64,8 @@ class LatentAttention(HeadAttention):
         return self.out_proj(joined(context))
 
     def _queries(self, hidden: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Return queries ``[b, n, 1, s, p + t]`` with rotary positions applied."""
+        """Return the queries ``[b, n, 1, s, p + t]`` of this rank's n heads: p features without positions,
+        and t features to which rotary positions have been applied."""
         if self.q_down is not None:
             hidden = self.q_norm(self.q_down(hidden))
         query = self.q_up(hidden).reshape([0, 0, self.num_heads, self.spec.head_dim])
@@ -78,8 +79,9 @@ class LatentAttention(HeadAttention):
     def _compressed(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the compressed keys and values ``[s, b, c]`` at the positions of ``hidden``, and the rotary
-        features of the keys ``[b, 1, s, t]`` at the positions inside attention."""
+        """Return the compressed keys and values ``[s, b, c]`` at the positions of ``hidden``. Also return the
+        t rotary features of the keys, ``[b, 1, s, t]``. Under sequence parallelism, these are gathered to the
+        positions of all tensor-parallel ranks."""
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
@@ -92,7 +94,8 @@ class LatentAttention(HeadAttention):
         return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]``."""
+        """Return the keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]`` of this rank's n heads. A key has
+        p features without and t features with rotary positions; a value has v features."""
         width = self.spec.nope_head_dim + self.spec.value_head_dim
         both = self.kv_up(compressed).reshape([0, 0, self.num_heads, width]).transpose([1, 2, 0, 3])
         still, value = both.split([self.spec.nope_head_dim, self.spec.value_head_dim], axis=-1)
@@ -119,8 +122,9 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Attend to cached ``compressed [b, 1, k, c]`` and ``turned [b, 1, k, t]`` and return the context
-        ``[b, n, 1, s, v]``. All heads share one key ``[compressed, turned]`` and one value ``compressed``."""
+        """Attend to the cached compressed vectors without projecting them to keys and values, and return the
+        context ``[b, n, 1, s, v]``. All heads share one key, which joins ``compressed [b, 1, k, c]`` and the
+        rotary features ``turned [b, 1, k, t]``, and one value, ``compressed``."""
         to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
         latent = paddle.matmul(still, to_keys)
@@ -132,8 +136,9 @@ class LatentAttention(HeadAttention):
         return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the projections to keys ``[n, p, c]`` and to values ``[n, c, v]``, cached if weights do not
-        change."""
+        """Return the projections from compressed vectors (width c) to keys, ``[n, p, c]``, and to values,
+        ``[n, c, v]``, of this rank's n heads. p is the number of key features without rotary positions, v the
+        width of a value. The result is cached if weights do not change."""
         # Adapters are added and removed as hooks; cached projections are valid for the hooks they were made
         # with.
         hooks = tuple(self.kv_up._forward_post_hooks)
@@ -148,7 +153,8 @@ class LatentAttention(HeadAttention):
 
     @paddle.no_grad()
     def keep_projections(self) -> None:
-        """Compute and cache the projections, for a model whose weights no longer change."""
+        """Compute and cache the projections from compressed vectors to keys and to values. Only for a model
+        whose weights no longer change."""
         self.to_keys, self.to_values = self._cut_projections()
         self._kept_with = tuple(self.kv_up._forward_post_hooks)
 

@@ -31,8 +31,9 @@ class LayerSpec(Protocol):
     """
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the layer's parameters by local name, with global shapes. ``sequence_parallel`` affects the
-        placement of gradients."""
+        """Return the declaration of each of the layer's parameters, by local name and with its global shape.
+        Under sequence parallelism, a rank computes some gradients from only part of the positions;
+        ``sequence_parallel`` declares these as partial sums."""
 
 
 def within(layer: str, specs: Specs) -> Specs:
@@ -43,8 +44,8 @@ def within(layer: str, specs: Specs) -> Specs:
 def parameters_within(
     layers: Iterable[tuple[str, LayerSpec | None]], *, sequence_parallel: bool = True
 ) -> Specs:
-    """Return the parameters of a layer's sub-layers, in order, with prefixed names. None marks a sub-layer
-    that does not exist."""
+    """Return the parameters of several sub-layers, in order. Each parameter's name gets the name of its
+    sub-layer as prefix. A sub-layer that is None is skipped."""
     specs: Specs = {}
     for name, layer in layers:
         if layer is not None:
@@ -108,7 +109,8 @@ class LinearSpec:
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the memory steps of the product, the exchange between ranks, and the bias."""
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for the product, the exchange
+        between ranks, and the addition of the bias."""
         weights = self.weight_bytes(work)
         size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
@@ -153,8 +155,9 @@ class NormSpec:
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return ``weight`` and ``bias``, as far as the norm is registered with them. Gradients are partial
-        if ranks have different positions or heads."""
+        """Return the declarations of ``weight`` and ``bias``, or of the one that norms of this kind are
+        registered with. A rank's gradient is a partial sum if the ranks normalize different positions or
+        heads."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
@@ -173,7 +176,8 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """Return the memory steps of normalizing the hidden states, or a tensor of ``size`` bytes."""
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for the norm of the hidden
+        states, or of a tensor of ``size`` bytes."""
         u = work.part_of(self.size) if size is None else size
         if self.head_size is not None:  # norm without gain, then the gains, all in float32
             wide = u * 4 / work.activation_bytes
@@ -202,8 +206,8 @@ class TableSpec:
     of_words: bool = True
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return ``weight``. Its gradient is not partial under any plan, because sequence parallelism splits
-        positions after the embedding."""
+        """Return the declaration of ``weight``. Its gradient is never a partial sum, because sequence
+        parallelism splits the positions only after the embedding."""
         kind, mp = ("word_embedding", Shard(0)) if self.of_words else ("position_embedding", REPLICATE)
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 

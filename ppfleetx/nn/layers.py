@@ -54,7 +54,8 @@ class GroupedLinear(nn.Layer):
         self.bias = None if bias is None else self.create_parameter(list(bias), is_bias=True)
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, in]`` to ``[n, out]``. Rows are sorted by group; ``counts`` are the rows per group."""
+        """Map ``x [n, in]`` to ``[n, out]``, each row with the weight of its group. Rows are sorted by group;
+        ``counts`` are the numbers of rows per group."""
         return self.matmul.grouped(x, self.weight, self.bias if adds_bias else None, counts)
 
     def extra_repr(self) -> str:
@@ -71,7 +72,8 @@ def trains_on_cpu(x: paddle.Tensor) -> bool:
 
 
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """Compute ``x + bias``, bitwise equal, with the bias expanded to all rows by a matrix product.
+    """Compute ``x + bias`` after expanding the bias to all rows by a matrix product. The result is bitwise
+    that of a broadcast addition.
 
     The gradient of the bias is then a matrix-vector product. With a broadcast addition it is a column sum,
     for which Paddle's CPU kernel takes up to half the time of the layer's matrix product.

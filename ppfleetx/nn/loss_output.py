@@ -55,7 +55,8 @@ class LossOutput:
     rows: Callable[[], Sum] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack as the former result (loss sum, count), with a warning. Supported for one more version."""
+        """Unpack the object as (loss sum, count), the type of a loss in earlier versions, with a deprecation
+        warning. Supported for one more version."""
         _warn("a loss is a LossOutput, and no longer a pair: read its `loss`")
         yield self.loss
         yield None if self.rows is None else self.rows().count.sum()

@@ -80,8 +80,8 @@ def blocked_score(dtype: paddle.dtype) -> float:
 
 
 def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> paddle.Tensor:
-    """Return a mask to add to scores: 0 where ``visible`` (bool, any shape) is True, else the blocked
-    score."""
+    """Return a mask that is added to scores: 0 where ``visible`` (bool, any shape) is True, else the large
+    negative :func:`blocked_score`."""
     zero, blocked = (paddle.full([], value, dtype) for value in (0.0, blocked_score(dtype)))
     return paddle.where(visible, zero, blocked)
 

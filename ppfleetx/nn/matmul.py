@@ -59,22 +59,24 @@ class Exchange:
         self._group = group
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Return the product's whole input, gathered from all ranks."""
+        """Return the whole input of the product. Gathers it if each rank holds only a part."""
         return self.start_whole(x)()
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
-        """Start to gather the product's whole input."""
+        """Start to gather the whole input of the product if each rank holds only a part. Return a function
+        that waits for the input and returns it."""
         return lambda: x
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start to sum the input's gradient over the ranks. Each rank gets the sum in the shape of its
-        input."""
+        """Start to sum the gradient of the product's input over the tensor-parallel ranks. Return a function
+        that waits for the sum, which has the shape of this rank's input."""
         task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
         return _finish(task, gradient)
 
 
 class ScatteredInput(Exchange):
-    """The exchange for sequence parallelism, where each rank holds some positions of the input."""
+    """Communication for sequence parallelism, where each rank holds some positions of the product's input.
+    The input is gathered before the product, and its gradient is reduce-scattered."""
 
     def __init__(self, group: Any, *, gathers_again: bool) -> None:
         super().__init__(group)
@@ -92,7 +94,8 @@ class ScatteredInput(Exchange):
 
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
-    """Return a function that waits for ``task`` and keeps its tensors alive until then."""
+    """Return a function that waits for the communication ``task`` and returns its ``result``. The function
+    keeps the tensors that the task reads alive until then."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -159,8 +162,9 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached values of ``parameter`` for the leaf in :meth:`apart`: the result of
-        :meth:`value` or, in bfloat16 on a CPU, the float32 parameter, because gradients are float32 there."""
+        """Return the detached values of ``parameter`` from which the leaf for :meth:`apart` is made. They are
+        the result of :meth:`value`, except in bfloat16 on a CPU: there they are the float32 parameter,
+        because gradients are float32."""
         return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
 
     def apart(
@@ -171,8 +175,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Multiply by ``leaf``, a detached tensor with the values of ``parameter``. The leaf gets the
-        gradient instead of the parameter."""
+        """Multiply ``x`` by ``leaf``, a detached tensor with the values of ``parameter``. The weight's
+        gradient then goes to the leaf, not to the parameter."""
         if bfloat16.are_entered():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -187,8 +191,8 @@ class Matmul:
         bias: paddle.Tensor | None,
         counts: Counts,
     ) -> paddle.Tensor:
-        """Multiply ``x [n, in]`` by ``weight [groups, in, out]``. Rows are sorted by group; ``counts`` are
-        the rows per group.
+        """Multiply each row of ``x [n, in]`` by the matrix of its group in ``weight [groups, in, out]``. Rows
+        are sorted by group; ``counts`` are the numbers of rows per group.
 
         The weight's gradient is never added directly to ``main_grad``.
         """
@@ -255,7 +259,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Like :meth:`value`, but attached to the autograd graph, so that the gradient reaches the parameter.
+        """Return the tensor to multiply by in place of ``parameter``: its 16-bit copy if there is one, else
+        the parameter. The copy is attached to the autograd graph, so that its gradient reaches the parameter.
         In bfloat16 on a CPU, return the parameter itself."""
         if self._dtype is None or self._copies is None or bfloat16.are_entered():
             return parameter
@@ -265,8 +270,8 @@ class Matmul:
     # -- gradients in float32
 
     def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
-        """Return whether gradients of this weight are added directly to its ``main_grad``. False for a weight
-        that was computed from a parameter (rounded, cast)."""
+        """Return whether gradients of this weight are added directly to its float32 ``main_grad``. False for
+        a weight that was computed from a parameter (rounded, cast)."""
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
@@ -276,7 +281,8 @@ class Matmul:
         weight.main_grad = gradient if main is None else main.add_(gradient)
 
     def _add(self, weight: paddle.Tensor, left: paddle.Tensor, right: paddle.Tensor) -> None:
-        """Add ``left^T @ right`` to the weight's ``main_grad``."""
+        """Add ``left^T @ right``, the gradient of ``weight``, to the weight's float32 ``main_grad`` with one
+        fused kernel."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         # True: accumulate in float32. False: no bias.
@@ -307,8 +313,8 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """In a backward pass: call a function once all weights that the pass has reached have their
-        gradients, including deferred ones."""
+        """Call ``call`` once all weights that the current backward pass has reached have their gradients. If
+        weight gradients are deferred, this is when they have been computed."""
         if self.defers:
             self._open.append(call)
         else:
@@ -332,7 +338,8 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """One product with one weight, and its gradients. Not a tensor, so autograd ignores it."""
+    """One product with one weight: the functions that compute it and its gradients. Autograd ignores the
+    object, because it is not a tensor."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -344,19 +351,20 @@ class _Work:
         return self.exchange is not None and self.exchange.gathers_again
 
     def operand(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert the input to the form in which it is multiplied."""
+        """Convert the product's input to the type in which it is multiplied."""
         return x
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
-        """Return the input in the form that is kept for the weight's gradient."""
+        """Convert the product's input to the form in which it is kept for the backward pass, which computes
+        the weight's gradient from it."""
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """Convert the product's upstream gradient to the dtype for multiplication. Also return the bias
-        gradient if the conversion computes it."""
+        """Convert the product's upstream gradient to the type in which it is multiplied. If the conversion
+        also computes the gradient of the bias, return it as well, else None."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -364,7 +372,8 @@ class _Work:
         return paddle.matmul(upstream, weight, transpose_y=not self.is_transposed)
 
     def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor | None:
-        """Return the weight's gradient; None if it was added to ``main_grad``."""
+        """Compute the gradient of the weight and return it. None if it was added directly to the weight's
+        float32 ``main_grad``."""
         left, right = (upstream, x) if self.is_transposed else (x, upstream)
         if self.add is not None:
             self.add(self.weight, left, right)
@@ -416,9 +425,9 @@ class _CpuWork(_Work):
 class _GroupedWork(_Work):
     """The product of rows sorted by group with one matrix per group.
 
-    ``x [n, in]`` has ``counts[g]`` rows of group g, and ``weight`` is ``[groups, in, out]``. Products are
-    written directly into slices of the result, without temporary copies. A group without rows gets a gradient
-    of zeros.
+    ``x [n, in]`` has ``counts[g]`` rows of group g, and ``weight`` is ``[groups, in, out]``. The product of
+    each group is written directly into a slice of the result, without temporary copies. A group without rows
+    gets a gradient of zeros.
     """
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
@@ -426,7 +435,8 @@ class _GroupedWork(_Work):
         self.counts = counts
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        """Multiply in the dtype that a linear would use."""
+        """Multiply the rows of each group by the group's matrix. The result has the dtype that a linear layer
+        would return under the current ``auto_cast``."""
         # Find the dtype by a product of two numbers, because auto_cast depends on lists and levels.
         dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
         with paddle.amp.auto_cast(enable=False):
@@ -480,7 +490,7 @@ def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transpos
 
 
 def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
-    """Return the part of a tensor that belongs to one group, as a view."""
+    """Return ``tensor[group]`` as a view, without autograd."""
     return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
 
 
@@ -492,13 +502,14 @@ class _WeightGradient:
         self.work, self.x, self.upstream = work, x, upstream
 
     def compute(self) -> paddle.Tensor | None:
-        """Return the weight's gradient; None if it was added to ``main_grad``."""
+        """Compute the gradient of the weight and return it. None if it was added directly to the weight's
+        float32 ``main_grad``."""
         gradient = self.work.of_weight(self.x, self.upstream)
         return None if gradient is None else in_dtype(gradient, self.work.weight.dtype)
 
 
 class _Matmul(PyLayer):
-    """The product as an autograd function. Its backward pass returns the gradients of input and bias, and
+    """Autograd function of a product. Its backward pass returns the gradients of input and bias. It either
     computes the weight's gradient or defers it."""
 
     @staticmethod
@@ -538,8 +549,8 @@ class _Matmul(PyLayer):
 
 
 def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
-    """Return the gradients of input and weight. The weight's gradient is computed while the input's is being
-    reduced."""
+    """Compute the backward pass of a product: return the gradients of input and weight. The weight's gradient
+    is computed while the input's gradient is being reduced over the ranks."""
     work, x = ctx.work, ctx.x
     ctx.work = ctx.x = None
     gathering = work.exchange.start_whole(x) if work.gathers_again else None
@@ -560,15 +571,17 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 def _of_bias(
     work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
 ) -> paddle.Tensor | None:
-    """Return the bias gradient, or ``known`` if given; None if the bias is frozen."""
+    """Return the gradient of the bias: ``known`` if it has been computed already, else computed from
+    ``upstream``. None if the bias is frozen, that is, ``dtype`` is None."""
     if dtype is None or known is not None:
         return None if dtype is None else known
     return in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):
-    """A zero that depends on the weight. Its backward pass computes the deferred gradient and passes it to
-    the weight, and on to the parameter that the weight was computed from."""
+    """Autograd function that returns a zero depending on a weight, so that the weight's deferred gradient can
+    be computed later. Its backward pass computes this gradient and passes it to the weight, and on to the
+    parameter from which the weight was computed."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
@@ -601,8 +614,8 @@ class _Holder:
 
 
 class _Copy(PyLayer):
-    """Use an existing 16-bit copy of a parameter. The backward pass converts the gradient to the parameter's
-    dtype."""
+    """Autograd function that replaces a parameter with its existing 16-bit copy. The backward pass converts
+    the copy's gradient to the parameter's dtype."""
 
     @staticmethod
     def forward(ctx: Any, parameter: paddle.Tensor, holder: _Holder) -> paddle.Tensor:

@@ -68,7 +68,8 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the memory steps of a forward pass. Their names begin with ``writes``."""
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. The names
+        of all tensors begin with ``writes``, the name of the result."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -214,7 +215,8 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Return the work of one rank's experts: ``load`` times the mean number of rows."""
+        """Return the size of the computation on one rank's experts. ``load`` is their number of rows, divided
+        by the mean over the ranks."""
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
@@ -225,8 +227,9 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the memory steps of a forward pass, for the rank whose experts get the most rows. Their
-        names begin with ``writes``."""
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass, on the rank
+        whose experts get the most rows. The names of all tensors begin with ``writes``, the name of the
+        result."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

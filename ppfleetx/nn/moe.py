@@ -55,8 +55,8 @@ class Router(nn.Layer):
         self.seen: paddle.Tensor | None = None
 
     def forward(self, hidden: paddle.Tensor) -> tuple[choices.Routing, paddle.Tensor | None, list[AuxLoss]]:
-        """Return the routing of ``hidden [s, b, h]``, the mask of choices within capacity (None: all), and
-        the router's losses."""
+        """Choose the experts of each position of ``hidden [s, b, h]``. Return the routing, the mask of
+        choices within the experts' capacity (None: all choices), and the router's losses."""
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(self._input(hidden), self.weight.astype("float32"))
             routing = choices.route(logits, self.cfg.top_k, self.cfg.router, self.bias)
@@ -123,8 +123,9 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """Return the choices that the balancing loss counts, ``[s, b, E]``: by score only, without bias or
-        groups; with GShard only the first choice."""
+        """Return the choices ``[s, b, E]`` that count in the balancing loss. They are the experts with the
+        highest scores, without the bias and group limits of the actual choice. With GShard's loss, only the
+        best expert counts."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
@@ -134,8 +135,9 @@ class Router(nn.Layer):
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """After a step, move the bias according to the ``loads [E]`` of the global batch, and store
-        ``shares [E]`` for the next step's loss. A frozen router (with adapters) does not change."""
+        """Balance the experts after a step. Move the router's bias according to the ``loads [E]`` of the
+        global batch, and store ``shares [E]``, each expert's share of the choices, for the next step's
+        balancing loss. A frozen router (with adapters) does not change."""
         if self.weight.stop_gradient:
             return
         rate = self.cfg.bias_update_rate
@@ -232,13 +234,13 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Gather ``rows [n, h]`` into one row per choice, sorted by expert."""
+        """Gather ``rows [n, h]`` of positions into one row per choice of an expert, sorted by expert."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)
 
     def combine(self, outputs: paddle.Tensor, weights: paddle.Tensor) -> paddle.Tensor:
-        """Return the sum of each position's ``outputs``, weighted with ``weights [n, k]``, as ``[n, h]``.
+        """Sum the ``outputs`` of each position's k experts to ``[n, h]``, weighted with ``weights [n, k]``.
         ``outputs`` has one row per choice, sorted by expert."""
         if self._kept is not None:
             weights = weights * self._kept
@@ -248,11 +250,13 @@ class Order:
         return _Combine.apply(outputs, weights, self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return the row of each choice, sorted by expert."""
+        """Return one row per choice of an expert, sorted by expert: the row of the position that made the
+        choice."""
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
-        """Sum the rows of each position's choices, ``[n, h]``, weighted with ``weights [n, k]`` if given."""
+        """Sum the outputs of each position's k experts to ``[n, h]``, weighted with ``weights [n, k]`` if
+        given. ``outputs`` has one row per choice, sorted by expert."""
         if weights is not None:
             parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])
             return paddle.bmm(weights.unsqueeze(1), parts).squeeze(1)
@@ -262,11 +266,11 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reorder ``values [n, k]`` by expert, to ``[choices, 1]``."""
+        """Reorder ``values [n, k]``, the values of each position's k choices, by expert: ``[choices, 1]``."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reorder ``values [choices, 1]``, sorted by expert, to ``[n, k]``."""
+        """Reorder ``values [choices, 1]``, which are sorted by expert, by position: ``[n, k]``."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property

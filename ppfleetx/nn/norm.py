@@ -154,7 +154,8 @@ def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.
 
 
 def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
-    """:func:`rms_norm` in one kernel, for tensors of one dtype. In 16 bits it rounds once, after the gain."""
+    """Compute :func:`rms_norm` with one fused kernel. ``x`` and ``weight`` have the same dtype. A 16-bit
+    result is rounded only once, after the multiplication by the gain."""
     of_plugin = plugin_operator("rms_norm_npu")
     if of_plugin is not None:  # its gain gradient is float32; the gradient of cast converts it
         return of_plugin(x, paddle.cast(weight, weight.dtype), epsilon)[0]

@@ -25,8 +25,8 @@ _MEMORY_LEFT = 0.25  # fraction of the machine's memory; with less, no panels ar
 
 
 def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
-    """Arrange ``weight [k, n]`` in panels ``[p, k, w]``, padded with zeros. In an exported program, a
-    constant stays a constant."""
+    """Arrange ``weight [k, n]`` in p panels, ``[p, k, w]``. A panel holds w consecutive columns; missing
+    columns are zero. In an exported program, the result for a constant weight is a constant."""
     rows, columns = weight.shape
     missing = -columns % WIDTH
     if missing:
@@ -35,8 +35,8 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix in panels ``[p, k, w]``. Returns
-    ``[m, p * w]``."""
+    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix that is stored in p panels of w columns, ``[p,
+    k, w]``. Return ``[m, p * w]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 
@@ -68,7 +68,8 @@ def use_huge_pages(tensor: paddle.Tensor) -> None:
 
 
 class PanelMatrix:
-    """A constant matrix ``[k, n]``, copied into panels at the first product for which panels are faster."""
+    """A constant matrix ``[k, n]`` on a CPU. At the first product for which this is faster, it is copied into
+    panels, which are contiguous blocks of columns."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight
@@ -83,8 +84,9 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the matrix for the fused-block operator with ``num_rows`` rows: its format (one of
-        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and array. None if there is not enough memory."""
+        """Return the matrix as the operator for fused blocks reads it for ``num_rows`` rows: the name of its
+        format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and an array. None if there is not
+        enough memory for another copy."""
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None
@@ -108,13 +110,13 @@ class InferenceLinear(Linear):
         self._matrix = PanelMatrix(self.weight)
 
     def use(self, weight: paddle.Tensor) -> None:
-        """Replace the weight with ``weight`` in passes without gradients."""
+        """Let passes without gradients multiply by ``weight`` instead of the layer's own weight."""
         if self._matrix.weight is not weight:
             self._matrix = PanelMatrix(weight)
 
     @property
     def matrix(self) -> PanelMatrix:
-        """The matrix used in passes without gradients."""
+        """The weight as the :class:`PanelMatrix` that passes without gradients multiply by."""
         return self._matrix
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:

@@ -25,19 +25,21 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank along the axis holds an equal slice of dimension ``dim``."""
+    """Placement of a tensor along one axis of the device mesh: each rank holds an equal slice of dimension
+    ``dim``."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Each rank along the axis holds the whole tensor."""
+    """Placement of a tensor along one axis of the device mesh: each rank holds the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank along the axis holds one term of a sum over the ranks."""
+    """Placement of a tensor along one axis of the device mesh: each rank holds one term of a sum, and the sum
+    over the ranks is the tensor."""
 
 
 Placement = Shard | Replicate | Partial
@@ -59,7 +61,7 @@ class Part:
     width: int
 
     def indices(self, size: int) -> list[int]:
-        """Return the indices of the part along a dimension of ``size``."""
+        """Return which indices along a dimension of ``size`` belong to this part."""
         return [at for at in range(size) if self.offset <= at % self.period < self.offset + self.width]
 
 
@@ -96,7 +98,8 @@ class ParamSpec:
 
     @property
     def view(self) -> View:
-        """The view of the ranks that the parameter uses (dense or experts)."""
+        """The named grid of ranks to which the parameter's axes belong: the one of dense parameters, or the
+        one of experts."""
         return view_of({*self.value, *self.grad})
 
     def placement(self, axis: str) -> Placement:
@@ -189,8 +192,8 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the axes of the groups over which a gradient is summed, in order, after the reduction to its
-    owner.
+    """Return, in order, the groups over which a parameter's gradient is summed. Each group is given by its
+    axes. With sharding, the reduction to the parameter's owner comes before these sums and is not included.
 
     The order affects the last bits. Replicas are summed in one group, because two successive sums would add
     the numbers in different orders on different ranks. Tied copies come last, because a sum of two numbers
@@ -220,8 +223,9 @@ def may_lack_gradient(spec: ParamSpec) -> bool:
 
 
 def norm_axes(view: View, mesh: Mesh) -> Axes:
-    """Return the axes over which squared gradients are summed for the norm: all except axes of replicas
-    without an owner."""
+    """Return the axes of ``view`` over which squared gradients are summed to get the gradient norm. An axis
+    is left out if its ranks hold the same gradients. With sharding, the owners' axis is not left out, because
+    only a parameter's owner has its gradient."""
     owners = (view.owners,) if mesh.plan.sharding > 1 else ()
     order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
@@ -253,8 +257,8 @@ def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the axes of all process groups that ``specs`` need, in the order in which all ranks must create
-    the groups."""
+    """Return all process groups that parameters with these declarations need, each given by its axes. All
+    ranks must create the groups in this order."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
@@ -263,6 +267,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Return the groups from :func:`gradient_sums` of several parameters, each once, in the order of the
-    sums."""
+    """Merge the groups that :func:`gradient_sums` returned for several parameters. Return each group once, in
+    the order in which the sums run."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

@@ -72,7 +72,8 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
 
 
 def quantized_weights(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
-    """Replace the matrices selected by ``cfg`` with quantized integers and scales."""
+    """Replace the parameters selected by ``cfg`` with the quantized integers and scales that stand for
+    them."""
     result: Specs = {}
     for name, spec in specs.items():
         layer = name.removesuffix(".weight")
@@ -93,9 +94,9 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """Declare a low-rank adapter of ``matrix [in, out]``. A is sliced like the matrix's input features, B
-    like its output features. A starts with standard deviation 1/sqrt(in), so that x A has the magnitude of
-    x."""
+    """Declare a low-rank adapter of ``matrix [in, out]``. The adapter is the product of A ``[in, rank]`` and
+    B ``[rank, out]``. A is sliced like the matrix's input features, B like its output features. A starts with
+    standard deviation 1/sqrt(in), so that x A has about the magnitude of the input x."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
@@ -110,8 +111,8 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
-    """Declare one adapter per expert. A factor (A or B) that is not sliced along emp has a partial gradient
-    there."""
+    """Declare the adapters of a layer's experts, with A and B of each expert. If A or B is not sliced along
+    emp, its gradient is a partial sum there."""
     experts, width_in, width_out = matrix.shape
 
     def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
@@ -163,8 +164,8 @@ def _number_of_experts(name: str) -> ParamSpec:
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
-    """Declare the quantized integers of a frozen ``matrix``. Each stored row packs ``per_row`` input
-    features."""
+    """Declare the parameter that stores the quantized integers of a frozen ``matrix``. Each stored row packs
+    ``per_row`` input features: 1 in 8 bits, 2 in 4 bits."""
     dtype = "int8" if per_row == 1 else "uint8"
     *experts, width_in, width_out = matrix.shape
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)

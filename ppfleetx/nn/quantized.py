@@ -72,8 +72,8 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the product can be computed on integers, with one scale per row and one per column of the
-        result."""
+        """Whether the product can be computed on integers: inputs are rounded to 8 bits with one scale per
+        row, and the matrix has one scale per column and no offsets."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
@@ -95,8 +95,8 @@ class QuantizedMatrix:
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Arrange weights and scales in the layout of our CPU operators. In an exported program, constants
-        stay constants."""
+        """Arrange weights and scales in the layout of our CPU operators. In an exported program, the result
+        for constant weights is a constant."""
         if self.form.bits == 4:
             values = cpu_ops.int4_panels(self.weight)
         else:
@@ -104,7 +104,8 @@ class QuantizedMatrix:
         return values, cpu_ops.scale_panels(self.scale)
 
     def panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the result of :meth:`make_panels`, computed once."""
+        """Return the matrix and its scales in the layout of our CPU operators (blocks of columns, "panels").
+        They are made once, by :meth:`make_panels`."""
         if self._panels is None:
             self._panels = tuple(panel.contiguous() for panel in self.make_panels())
             use_huge_pages(self._panels[0])
@@ -112,7 +113,9 @@ class QuantizedMatrix:
 
     @property
     def panel_format(self) -> str:
-        """The format of the panels, one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`."""
+        """Name of the layout in which our CPU operators read this matrix, one of
+        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`. The layout consists of panels, which are blocks of
+        columns."""
         weights = "int4" if self.form.bits == 4 else "int8"
         return f"{weights}_int8" if self.rounds_activations else weights
 
@@ -148,8 +151,9 @@ class QuantizedMatrix:
         return self.rescaled(self._widened.linear, x, bias)
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
-        """Return the matrix ``[k, n]`` in floating point, for devices without an operator for the stored
-        format. For :meth:`rescaled` this may be the integers without scales."""
+        """Return the matrix ``[k, n]`` in floating point, for devices without an operator that multiplies by
+        the stored format. If activations are rounded, too, these may be the integers without scales;
+        :meth:`rescaled` then applies the scales after the product."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -160,8 +164,8 @@ class QuantizedMatrix:
         x: paddle.Tensor,
         bias: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return ``x @ matrix + bias`` with the rows of ``x`` rounded to 8 bits. ``multiply`` multiplies by
-        the matrix from :meth:`widened`."""
+        """Return ``x @ matrix + bias`` after rounding each row of ``x`` to 8 bits. ``multiply`` multiplies
+        its argument by the matrix that :meth:`widened` returned."""
         if self._rounds_rows and x.dtype == paddle.float32:
             integers, step = round_rows(x)
             product = multiply(integers) * paddle.multiply(step, self.scale)
@@ -274,8 +278,8 @@ class QuantizedGroupedLinear(nn.Layer):
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, k]`` to ``[n, columns]``. Rows are sorted by expert; ``counts`` are the rows per
-        expert."""
+        """Map ``x [n, k]`` to ``[n, columns]``, each row with the matrix of its expert. Rows are sorted by
+        expert; ``counts`` are the numbers of rows per expert."""
         if not x.shape[0]:
             return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
         end, parts = 0, []
@@ -287,7 +291,8 @@ class QuantizedGroupedLinear(nn.Layer):
         return paddle.concat(parts)
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """Return the matrix of an expert, created at first use, when the weights are final."""
+        """Return the quantized matrix of one expert. It is created at first use, when the weights are
+        final."""
         if expert not in self._matrices:
             stored = self.weight[expert], self.scale[expert]
             self._matrices[expert] = QuantizedMatrix(*stored, self.form)
@@ -299,7 +304,7 @@ class QuantizedEmbedding(nn.Layer):
 
     Args:
         embedding: the embedding to replace.
-        form: form of the transposed table, ``[h, V]``.
+        form: storage (bits, groups, asymmetric or not) of the transposed table ``[h, V]``.
         declare: see :class:`QuantizedLinear`.
         join: sums the results of the ranks; None: this rank holds all rows.
     """

@@ -112,7 +112,8 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Transpose ``rows``, with positions before heads, to the layout and dtype of ``x``."""
+        """Convert ``rows``, which have positions before heads, to the dtype of ``x`` and to its order of
+        dimensions, with heads before positions."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
@@ -146,8 +147,9 @@ class RotaryEmbedding:
 
 
 def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
-    """Return the table rows for ``position_ids [b, s]`` of sequences with ``lengths [b or 1, 1]``
-    (LongRoPE)."""
+    """Return the rows of the cos and sin tables for ``position_ids [b, s]`` under LongRoPE. Sequences longer
+    than ``switch_length`` use the table's second part. ``lengths [b or 1, 1]`` are the lengths of the
+    sequences."""
     return position_ids + switch_length * (lengths > switch_length).astype(position_ids.dtype)
 
 
@@ -163,7 +165,8 @@ def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
 def _whole_tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, ...]:
-    """Return cos and sin tables ``[1, rows, 1, head_dim]``, repeated for both halves of a head."""
+    """Return cos and sin tables ``[1, rows, 1, head_dim]``, in which both halves of a head have the same
+    angles."""
     tables = _tables(max_positions, head_dim, base, scaling, device)
     return tuple(paddle.concat([table, table], axis=-1).unsqueeze([0, 2]) for table in tables)
 

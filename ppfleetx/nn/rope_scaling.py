@@ -74,8 +74,8 @@ def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig)
 
 
 def _yarn_bounds(head_dim: int, base: float, scaling: RopeScalingConfig) -> tuple[float, float]:
-    """Return the indices of the last frequency that YaRN keeps and of the first that it divides by the full
-    factor."""
+    """Return the two frequency indices between which YaRN interpolates. It keeps the frequencies up to the
+    first index, and divides those from the second index on by the full factor."""
 
     def index_of(turns: float) -> float:
         length = scaling.original_max_position_embeddings

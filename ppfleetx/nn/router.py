@@ -95,8 +95,8 @@ def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
 
 
 def balance_of_shares(scores: paddle.Tensor, shares: paddle.Tensor) -> paddle.Tensor:
-    """Return the balancing loss ``E sum_e f_e p_e`` of each position, ``[s, b]``, where ``shares [E]`` are
-    the f."""
+    """Return the balancing loss of each position, ``[s, b]``: ``E sum_e f_e p_e``, where f (``shares [E]``)
+    is each expert's share of all choices, and p are the position's scores."""
     return scores.shape[-1] * (scores * shares).sum(-1)
 
 

@@ -75,7 +75,8 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy whose new layer is passed to ``extend``, and then to the existing ``finish``."""
+        """Return a copy of the recipe with one more function that is called with the new layer. ``extend``
+        runs first, then the existing ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -122,7 +123,7 @@ class LayerFactory(Protocol):
         """Make a linear layer; see :class:`LinearSpec` for its slicing."""
 
     def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
-        """Make this rank's part of the linears of experts."""
+        """Make the linear layers of this rank's experts, or its slices of them."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
         """Make the :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear. With ``follows``, training
@@ -132,13 +133,13 @@ class LayerFactory(Protocol):
         """Make a low-rank adapter of a linear, sliced like the linear."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantized replacement of a linear, with weights stored in ``form``."""
+        """Make the quantized replacement of a linear. Its weights are stored in the format ``form``."""
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
         """Make the quantized replacement of a word embedding, with rows stored in 8 bits."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
-        """Make an embedding. Its output has the full width, at all positions it is given."""
+        """Make an embedding. Every rank gets vectors of full width for all positions of its input."""
 
     def norm(self, spec: NormSpec) -> nn.Layer:
         """Make a norm over the last dimension."""
@@ -164,7 +165,8 @@ class LayerFactory(Protocol):
         sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` for this rank's positions under context parallelism (sep)."""
+        """Return the columns of ``ids [b, s]`` that belong to this rank's positions under context parallelism
+        (sep). ``ids`` covers whole sequences."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Sum values over the ranks that hold different positions, so that sums over this rank's positions
@@ -174,21 +176,23 @@ class LayerFactory(Protocol):
         """
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Gather ``values [s, ...]`` at this rank's positions over whole sequences. No gradient."""
+        """Gather ``values [s, ...]`` at this rank's positions into the values of whole sequences. The result
+        has no gradient."""
 
     def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return the values at this rank's positions: the inverse of :meth:`all_positions`."""
+        """Return the part of ``values`` at this rank's positions: the inverse of :meth:`all_positions`."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
-        """:func:`ppfleetx.nn.loss.token_loss` for the head's output: logits at this rank's positions, with
-        sliced columns. All ranks that divide the columns get the same sum."""
+        """Compute the loss with :func:`ppfleetx.nn.loss.token_loss`. The logits are the head's output: this
+        rank's positions, with sliced columns. All ranks that divide the columns get the same sum."""
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """:func:`ppfleetx.nn.token_scores.token_scores` for the head's output, like :meth:`token_loss`."""
+        """Score labels with :func:`ppfleetx.nn.token_scores.token_scores`. The logits are the head's output:
+        this rank's positions, with sliced columns. All ranks that divide the columns get the same result."""
 
 
 def build_stage(
@@ -245,7 +249,8 @@ def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:
 
 
 def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
-    """Draw the initial values, in float32, of a parameter that already has its name."""
+    """Draw the initial values, in float32, of a parameter. The parameter must already have its name, because
+    the values depend on it."""
     info: ParamInfo = parameter.info
     return paddle.to_tensor(
         draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
@@ -263,8 +268,8 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """A forward hook for a frozen first layer: makes its output require a gradient, on which recomputation,
-    pipelines and sharding stage 3 rely."""
+    """Forward hook for a frozen first layer. It makes the layer's output require a gradient, which
+    recomputation, pipelines and sharding stage 3 rely on."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

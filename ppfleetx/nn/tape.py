@@ -66,7 +66,8 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """For each tensor, the tensor whose memory it uses."""
+        """For each tensor, the name of the tensor whose memory it uses: its own name, or for a view the name
+        of the tensor that it views."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
@@ -78,12 +79,13 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Name of the tensor whose memory holds the tape's result."""
+        """Name of the tensor whose memory holds the tape's result. If the last steps only make views, this is
+        the tensor of which they are views."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property
     def _held(self) -> set[str]:
-        """Names of the tensors whose memory survives the forward pass, without the inputs."""
+        """Names of the tensors that are still in memory after the forward pass, except the inputs."""
         kept = {name for step in self.steps for name in self._kept_by(step)} | {self.output}
         return kept - self.inputs.keys()
 
@@ -111,7 +113,8 @@ class Tape:
         return max(self._forward(keeps=False))
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
-        """Return the forward peaks of the steps that use parameters, and of all other steps."""
+        """Return two peaks of memory in the forward pass: during steps that use parameters, and during all
+        other steps."""
         last = {}  # memory -> the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):
@@ -179,5 +182,5 @@ class Tape:
 
     @cached_property
     def weights(self) -> float:
-        """Bytes of the gradients of all parameters."""
+        """Bytes of the gradients of all parameters that the tape's operations use."""
         return sum(step.weights + (step.inner.weights if step.inner else 0.0) for step in self.steps)

@@ -88,8 +88,8 @@ def _score_rows(
 def _likeliest(
     highest: paddle.Tensor, token: paddle.Tensor, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the highest logit and its token over the whole vocabulary, from this rank's highest logits
-    ``[n]`` and their tokens ``[n]``."""
+    """Return the highest logit and its token id over the whole vocabulary, for n positions. ``highest [n]``
+    and ``token [n]`` are the same for this rank's columns of the logits."""
     from paddle import distributed
 
     if group is None:

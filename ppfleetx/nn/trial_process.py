@@ -58,8 +58,8 @@ def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any
 def _child(
     trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
 ) -> tuple[bool, list[str | None], str]:
-    """Run one child. Return whether it reached the first trial, the results it reported, and how it ended (""
-    if it ended normally)."""
+    """Run trials in one child process. Return whether the process got as far as the first trial, the results
+    that it reported, and how it ended ("" if normally)."""
     command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
     try:
@@ -103,7 +103,8 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first informative line of an error. Paddle frames errors of backward passes."""
+    """Return the first informative line of an error message. In errors of backward passes, Paddle puts
+    decoration around it."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
     return said[0] if said else type(error).__name__

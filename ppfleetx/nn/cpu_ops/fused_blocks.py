@@ -68,19 +68,20 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """Weights in the order in which the operator reads them.
+    """The weights of all blocks, and integers that tell the operator where each of them is used.
 
     Attributes:
         tensors: the weights.
-        layout: integers: the sizes, then the indices of weights for the linears and norms of each block, then
-            for the final norm.
+        layout: first the sizes; then, for the linears and norms of each block and for the final norm, the
+            indices of their weights in ``tensors``.
     """
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
-        """Write the sizes. Call this once, before the linears and norms of the first block."""
+        """Write the sizes and the number of blocks, which the operator reads first. Call this once, before
+        the first :meth:`add_linear` and :meth:`add_norm`."""
         self.layout += [
             sizes.groups,
             sizes.per_group,
@@ -100,8 +101,9 @@ class BlockWeights:
         columns: int,
         bias: paddle.Tensor | None,
     ) -> None:
-        """Add a matrix with ``columns`` output features. ``kind`` is one of :data:`FORMATS`. Each block has
-        four matrices: ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
+        """Append a weight matrix with ``columns`` output features. ``kind`` is its storage format, one of
+        :data:`FORMATS`. Each block has four matrices, in this order: ``qkv``, ``out_proj``, ``fc1``,
+        ``fc2``."""
         self.layout.append(FORMATS.index(kind))
         self._point_to(values)
         self._point_to(scales)
@@ -109,9 +111,9 @@ class BlockWeights:
         self._point_to(bias)
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
-        """Add a norm: LayerNorm with a bias, RMSNorm without, no norm if ``weight`` is None. Each block has
-        six norms, after its linears: before and after attention, before and after the MLP, of queries, of
-        keys."""
+        """Append a norm: LayerNorm if it has a bias, else RMSNorm; no norm if ``weight`` is None. Each block
+        has six norms. They follow its matrices, in this order: before and after attention, before and after
+        the MLP, of queries, of keys."""
         self._point_to(weight)
         self._point_to(bias)
 

@@ -46,8 +46,8 @@ BUILT = Path(__file__).with_name("built")
 
 
 def library_path(library: str) -> Path:
-    """Return the path of a library for the installed Paddle, this kind of CPU and the current source, whether
-    or not the file exists."""
+    """Return the path of a compiled operator library, whether or not the file exists. The name depends on the
+    version of Paddle, the kind of CPU and the source code."""
     source = SOURCES[library]
     cpuinfo = read_cpuinfo()
     # On processors other than x86, Linux lists no flags; use the whole description.
@@ -104,6 +104,6 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """:func:`ppfleetx.generation.processors.nucleus` (top-p) for ``probabilities [b, V]`` float32 on CPU and
-    ``top_p [1]`` float32."""
+    """Apply top-p to ``probabilities [b, V]`` (float32 on CPU) with our C++ operator. ``top_p`` is ``[1]``
+    float32. The result is that of :func:`ppfleetx.generation.processors.nucleus`."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]

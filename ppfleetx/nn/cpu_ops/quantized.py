@@ -30,27 +30,28 @@ are_available = partial(ops.load, "quantized")
 
 
 def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
-    """Arrange integers ``[k, n]`` int8 in panels ``[p, k8, w]``, where k8 is k padded with zeros to a
-    multiple of :data:`BLOCK`."""
+    """Arrange the 8-bit integers of a weight ``[k, n]`` in p panels of w columns, ``[p, k8, w]``. The rows
+    are padded with zeros to k8, a multiple of :data:`BLOCK`."""
     filled = _fill(levels, BLOCK)
     return filled.reshape([filled.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
 def int4_panels(packed: paddle.Tensor) -> paddle.Tensor:
-    """Arrange packed pairs of integers ``[k / 2, n]`` uint8 as ``[p, k / 8, w, 4]``: 4 bytes hold 8 integers
-    of a column."""
+    """Arrange the packed 4-bit integers of a weight, ``[k / 2, n]`` uint8, in p panels of w columns, ``[p, k
+    / 8, w, 4]``. The last dimension holds 8 successive integers of a column in 4 bytes."""
     return _fill(packed, 4).reshape([packed.shape[0] // 4, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
-    """Arrange integers ``[k, n]`` int8 as ``[p, k / 4, w, 4]``, padded with zeros: 4 integers of a column are
-    adjacent."""
+    """Arrange the 8-bit integers of a weight ``[k, n]`` in p panels of w columns, ``[p, k / 4, w, 4]``,
+    padded with zeros. The last dimension holds 4 successive integers of a column."""
     quads = -(-levels.shape[0] // 4)
     return _fill(levels, 4).reshape([quads, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
-    """Arrange ``scales [g, n]`` (or ``[2 g, n]``) as ``[p, g, w]`` (or ``[p, 2 g, w]``)."""
+    """Arrange the scales of a weight, ``[g, n]``, in p panels of w columns, ``[p, g, w]``. Scales with
+    offsets, ``[2 g, n]``, become ``[p, 2 g, w]``."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
@@ -78,8 +79,7 @@ def product(
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
-    """Pad ``matrix`` with zeros at the bottom and on the right, to multiples of ``multiple`` and
-    :data:`WIDTH`."""
+    """Pad ``matrix`` with zeros, to a multiple of ``multiple`` rows and of :data:`WIDTH` columns."""
     rows, columns = matrix.shape
     below, right = -rows % multiple, -columns % WIDTH
     if not below and not right:
