@@ -135,8 +135,8 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """Return the memory steps of the forward pass, with the tensors that each step keeps for the backward
-        pass."""
+        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. Each step
+        lists the tensors that it keeps for the backward pass."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.low_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
@@ -250,8 +250,8 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _loss_in_pieces(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return the memory step of head and loss in ``Model.loss_chunks`` chunks. Gradients are computed in
-        the forward pass."""
+        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for head and loss that are
+        computed in ``Model.loss_chunks`` chunks. Their gradients are computed in the forward pass."""
         size, weights = work.bytes_of(self.matrix.in_features), self.matrix.weight_bytes(work)
         e = work.activation_bytes
         piece, elements = (
@@ -463,7 +463,8 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
 
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
-    """A block with the sizes and cost of a GPT block, but with the parameters in ``listed``."""
+    """A block with the sizes and cost of a GPT block, but with the parameters in ``listed``, which an
+    architecture registered as a list of shapes (deprecated)."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -541,7 +542,8 @@ def active_count(model: ModelConfig) -> int:
 
 
 def matrix_size(layer: LayerSpec) -> int:
-    """Return the number of elements in all matrices by which one position is multiplied."""
+    """Return the number of elements in all weight matrices that multiply the hidden states of one
+    position."""
     kinds = ("matrix", "router")
     size = sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind in kinds)
     mlp = getattr(layer, "mlp", layer)

@@ -50,8 +50,9 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the position embedding has a table of another size than it was registered with, or
-            ``block`` has a constructor of the former interface.
+        ConfigError: the table of the position embedding does not have the size that was stated when it was
+            registered, or the constructor of ``block`` takes a shape, as in earlier versions, instead of a
+            declaration.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows
