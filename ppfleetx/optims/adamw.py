@@ -66,8 +66,9 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Cache the powers of both betas for parameters seen the first time. The fused kernel on a GPU uses
-        the powers of its first parameter for all, so parameters in one call must agree."""
+        """Cache the powers of both betas for parameters that are seen the first time. The fused GPU kernel
+        applies the powers of its first parameter to all parameters of a call, so only parameters with equal
+        powers may be in one call."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -142,8 +143,8 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Read the powers of both betas from the states. On a CPU return 0 without reading, because its kernel
-    uses each parameter's own powers."""
+    """Return the current powers of beta1 and beta2 for each parameter, read from the optimizer states. On a
+    CPU, return zeros without reading, because the CPU kernel uses each parameter's own states."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

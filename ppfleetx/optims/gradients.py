@@ -73,8 +73,8 @@ def add_to_main_gradient(parameter: Tensor) -> None:
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
-    """Return :func:`complete_gradient` and remove it from the parameter. The next backward pass creates a new
-    gradient."""
+    """Return the parameter's gradient (zeros if it has none) and remove it from the parameter. The next
+    backward pass creates a new gradient instead of adding to this one."""
     gradient = complete_gradient(parameter)
     if getattr(parameter, "main_grad", None) is None:
         # Dropping the gradient empties the tensor that `grad` returned, so share its memory with another one.

@@ -86,8 +86,9 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize a part ``[..., in, runs, width]`` of a fused weight, as one matrix or, with
-        ``head_dim``, as one matrix per head."""
+        """Orthogonalize one matrix of a fused weight, for example the queries. Its columns lie in several
+        runs of the weight's columns: ``[..., in, runs, width]``. With ``head_dim``, each head is
+        orthogonalized as a matrix of its own."""
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
         *batch, rows, runs, width = piece.shape
@@ -102,11 +103,12 @@ class Muon(Rule):
 
 
 def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilon: float) -> Tensor:
-    """Move the singular values of each matrix in ``[..., m, n]`` close to 1 and keep its singular vectors.
+    """Orthogonalize each matrix in ``[..., m, n]`` approximately by Newton-Schulz iterations: move its
+    singular values close to 1 and keep its singular vectors.
 
-    With more steps than rows in the table of coefficients, the table repeats from the start; for
-    ``polar_express`` the last row repeats. ``epsilon`` is a lower bound of the norm that the matrix is
-    divided by.
+    Each step uses one row of the table named ``coefficients``. If there are more steps than rows,
+    ``polar_express`` repeats its last row, and other tables start again from the first row. A matrix is first
+    divided by its norm, or by ``epsilon`` if that is greater.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()

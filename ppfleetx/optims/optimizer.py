@@ -44,7 +44,8 @@ class UpdatePlace:
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together. ``weight_decay=None`` means the value passed to the step."""
+    """Parameters that are updated together. If ``weight_decay`` is None, the weight decay that is passed to
+    each step applies."""
 
     rule: Rule
     lr_factor: float
@@ -87,8 +88,8 @@ class Optimizer:
             group.rule.fused = place.fused and not place.on_host
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
-        """Restrict updates and states to the parameters for which ``owned`` returns True. ``updated`` is
-        called after each update."""
+        """Restrict updates and states to the parameters for which ``owned`` returns True, as needed by
+        sharding. ``updated`` is called after each update."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
         self._members = self._find_members()
         self._updated = updated

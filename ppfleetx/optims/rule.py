@@ -151,7 +151,7 @@ class UpdateRule(ABC):
         lr: float,
         weight_decay: float,
     ) -> None:
-        """Change ``parameter`` and ``states`` in place."""
+        """Update one parameter: change ``parameter`` and its ``states`` in place."""
 
 
 class OneByOne(Rule):

@@ -30,7 +30,8 @@ class Schedule:
     """All settings that determine the learning rate and weight decay of each step. Checkpoints store them
     (``state()``).
 
-    ``decay_steps`` is D; after it the learning rate stays at ``min_lr`` (unless the style does not decay).
+    ``decay_steps`` is the step at which the decay ends. Afterwards the learning rate stays at ``min_lr``,
+    unless the style does not decay.
 
     Raises:
         ConfigError: the lengths of warm-up and decay do not fit together.
@@ -220,29 +221,32 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
 
 
 def cosine(n: int, schedule: Schedule) -> float:
-    """Half a cosine from `max_lr` at W down to `min_lr` at D."""
+    """Decay along half a cosine from `max_lr` at the end of the warm-up to `min_lr` at step D, the decay
+    length."""
     left = 0.5 * (1.0 + math.cos(math.pi * _done(n, schedule)))
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * left
 
 
 def linear(n: int, schedule: Schedule) -> float:
-    """A straight line from `max_lr` at W to `min_lr` at D."""
+    """Decay linearly from `max_lr` at the end of the warm-up to `min_lr` at step D, the decay length."""
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * (1.0 - _done(n, schedule))
 
 
 def constant(n: int, schedule: Schedule) -> float:
-    """`max_lr` at every step."""
+    """Stay at `max_lr` at every step after the warm-up."""
     return schedule.max_lr
 
 
 def inverse_square_root(n: int, schedule: Schedule) -> float:
-    """``max_lr * sqrt(W / n)``, but at least ``min_lr``. W counts as 1 without a warm-up."""
+    """Decay with the inverse square root of the step n: ``max_lr * sqrt(W / n)``, but at least ``min_lr``. W
+    is the warm-up length; it counts as 1 without a warm-up."""
     rate = schedule.max_lr * math.sqrt(max(schedule.warmup_steps, 1.0)) / math.sqrt(max(n, 1))
     return max(schedule.min_lr, rate)
 
 
 def wsd(n: int, schedule: Schedule) -> float:
-    """Warm-up, stable, decay: `max_lr` until D - `wsd_decay_steps`, then down to `min_lr` at D."""
+    """Warm-up, stable, decay: stay at `max_lr` until step D - `wsd_decay_steps`, then decay to `min_lr` at
+    step D, the decay length."""
     assert schedule.wsd_decay_steps is not None
     annealing_start = schedule.decay_steps - schedule.wsd_decay_steps
     if n <= annealing_start:
@@ -252,5 +256,6 @@ def wsd(n: int, schedule: Schedule) -> float:
 
 
 def _done(n: int, schedule: Schedule) -> float:
-    """Return the fraction of the decay, from W to D, that is complete at step ``n``."""
+    """Return how much of the learning-rate decay is complete at step ``n``: 0 at the end of the warm-up, 1 at
+    step ``decay_steps``."""
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)
