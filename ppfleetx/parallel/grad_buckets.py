@@ -61,8 +61,9 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Mark the gradients of ``parameters`` as complete for the first ``passes`` passes of the step.
-        Gradients that the data did not reach become zero."""
+        """Mark the gradients of ``parameters`` as complete for the first ``passes`` backward passes of the
+        step, and send the buckets that are now complete. A gradient that this rank's data did not reach is
+        sent as zero."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
@@ -162,8 +163,8 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Split parameters into buckets of up to ``nbytes``, each with one key and one dtype. Return (key,
-    parameters) pairs.
+    """Split parameters into buckets of up to ``nbytes``. The parameters of a bucket have the same dtype, and
+    ``key`` returns the same for all of them. Return (key, parameters) pairs.
 
     If ``parameters`` are in the order in which their gradients complete, so are the buckets. A bucket that is
     nearly full is closed, so that it does not wait for a few bytes. A parameter of ``nbytes`` or more gets

@@ -99,8 +99,9 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Return (process group, this rank's parameters that use it) pairs, in the order of the sums.
-        ``axes_of`` returns the axes of each parameter's groups."""
+        """Return the process groups over which gradients are summed, in the order of the sums. With each
+        comes the list of this rank's parameters that use it. ``axes_of`` returns the groups of one parameter,
+        given by their axes."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -111,11 +112,11 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """Build the reductions over replicas that overlap the backward pass.
+        """Build the reductions over replicas that overlap the backward pass. None with sharding, because
+        :class:`Sharding` then reduces gradients to their owners.
 
-        Excluded are gradients that must first be summed over tensor-parallel ranks, which are small, and
-        gradients that may be missing. With sharding there are none: :class:`Sharding` reduces gradients to
-        their owners.
+        Two kinds of gradients are left out: those that must first be summed over tensor-parallel ranks, which
+        are small, and those that a rank may lack (of experts without tokens).
         """
         if self._sharding is not None:
             return None
@@ -134,8 +135,8 @@ class GradientSync:
                 sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
-        """Complete the gradients: reduce them to owners, and sum them over sequence parts, replicas and tied
-        copies."""
+        """Complete the gradients of this rank's parameters after the backward passes: reduce them to owners,
+        and sum them over sequence parts, replicas and copies of tied weights."""
         if self._sums is not None:
             self._sums.finish()
         if self._sharding is not None:
@@ -168,8 +169,8 @@ class GradientSync:
         return self._is(writes, parameter)
 
     def _is(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return the result of ``chosen`` (``counts`` or ``writes`` of ``nn/param_spec.py``) for the
-        parameter and this rank."""
+        """Call ``chosen``, which is :func:`counts` or :func:`writes` of ``nn/param_spec.py``, for a parameter
+        and this rank. Return its answer."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0

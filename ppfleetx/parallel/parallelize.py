@@ -140,8 +140,9 @@ def _optimizer_and_sync(
     factory: LayerFactory,
     tied_group: Any = None,
 ) -> tuple[Optimizer | None, GradientSync]:
-    """Give the parameters their types and values. Return the optimizer of the parameters that this rank
-    updates, and the object that reduces gradients."""
+    """Convert the parameters to their final dtypes and give them their initial values. Return the
+    optimizer of the parameters that this rank updates (None without ``train``), and the object that
+    reduces gradients."""
     parameters = model.parameters()
     ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
     trainable = [parameter for parameter in parameters if parameter.spec.trains]
@@ -243,7 +244,8 @@ def initialize_parameters(
 
 
 def _undrawn(parameter: paddle.Tensor) -> paddle.Tensor:
-    """Return a placeholder value that is cheap to make: the initial constant, or zeros."""
+    """Return a value for a parameter whose initial values are not needed: the constant of a constant
+    initialization, or zeros."""
     init = parameter.info.init
     return paddle.full(
         parameter.shape, init.value if isinstance(init, Constant) else 0.0, dtype=parameter.dtype

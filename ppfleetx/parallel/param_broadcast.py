@@ -1,11 +1,11 @@
-"""Parameter broadcast of sharding stages 1 and 2: after an update, owners send the new values to the other
-ranks.
+"""Parameter broadcast of sharding stages 1 and 2: after an update, the rank that owns a parameter sends its
+new values to the other ranks that hold it.
 
 Values are sent in the order in which the next forward pass needs them. Large parameters are received in their
-own memory, without a copy; small ones (norms, biases) are packed by owner and sent first. A layer's forward
-pass waits only for that layer's values. All other code that reads parameters must call
-:meth:`NewValues.finish` first. Apart from the packing, this is what Paddle's ``DygraphShardingOptimizer``
-does with ``broadcast_overlap``.
+own memory, without a copy; small ones (norms, biases) of one owner are packed into one message and sent
+first. A layer's forward pass waits only for that layer's values. All other code that reads parameters must
+call :meth:`NewValues.finish` first. Apart from the packing, this is what Paddle's
+``DygraphShardingOptimizer`` does with ``broadcast_overlap``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class NewValues:
     Args:
         parameters: this rank's parameters without duplicates, in the order of the forward pass.
         owning: the owners of the parameters.
-        layers: layers whose forward pass waits for their own parameters; None: no overlap, :meth:`updated`
-            waits for all parameters.
-        packed_bytes: the most bytes to pack.
+        layers: layers whose forward pass waits for the new values of their own parameters. None: nothing
+            overlaps, and :meth:`updated` waits for all parameters.
+        packed_bytes: upper limit for the total size of the small parameters that are packed into common
+            messages.
     """
 
     def __init__(

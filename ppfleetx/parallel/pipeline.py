@@ -154,7 +154,8 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the number of micro batches, and the message shapes for their kind (mode and input shapes).
+        """Set the number of micro batches, and reuse the message shapes known for passes of this kind. Passes
+        with the same mode (training or evaluation) and input shapes are of one kind.
 
         Neighbors exchange the shapes of their messages only in the first pass of each kind. Every rank of a
         pipeline reads the same batch, so all ranks agree on the kind.
@@ -165,8 +166,8 @@ class PipelineRunner(StepRunner):
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Repeat the last micro batch until the number is a multiple of the pipeline degree, as virtual
-        stages require. Repetitions do not count in the loss."""
+        """Repeat the last micro batch until the number of micro batches is a multiple of the pipeline degree,
+        as virtual stages require. Repetitions do not count in the loss."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -186,8 +187,9 @@ class PipelineLoss:
         self._scale, self._left = 1.0, 0
 
     def begin(self, sums: StepSums, count: int, scale: float) -> None:
-        """Start a series of micro batches. The losses of the first ``count`` are added to ``sums``; the value
-        returned to Paddle is multiplied by ``scale``."""
+        """Prepare for a series of micro batches. The losses of the first ``count`` of them are added to
+        ``sums``; the rest only fills up the schedule. Losses that are returned to Paddle are multiplied by
+        ``scale``."""
         self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
@@ -200,7 +202,8 @@ class PipelineLoss:
 
 
 def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Tensor, ...], dict]]:
-    """Yield (input of the first stage, batch for the loss) of each micro batch, in Paddle's format."""
+    """Yield the input of the first stage and the batch for the loss, for each micro batch, as Paddle's
+    schedules expect them."""
     for arrays in micro_batches:
         batch = to_tensors(arrays)
         yield tuple(batch[name] for name in _INPUTS if name in batch), batch

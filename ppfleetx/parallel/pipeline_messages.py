@@ -33,7 +33,8 @@ _ODD = ("recv prev", "send next", "recv next", "send prev")
 
 
 def take_turns() -> None:
-    """Patch Paddle's pipeline schedules to start their messages in the order of :func:`ordered`."""
+    """Patch Paddle's pipeline schedules so that neighbors take turns: messages start in the order of
+    :func:`ordered`, and two neighbors never both begin with a receive."""
     if not hasattr(p2p_communication.batch_send_recv_on_calc_stream, "in_any_order"):
         batch = p2p_communication.batch_send_recv_on_calc_stream
 
@@ -67,8 +68,9 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
-    """Build a pipeline with virtual stages on two ranks, in place of ``fleet.distributed_model``. With fewer
-    than four micro batches, all forward passes run before the backward passes, as in Paddle."""
+    """Build a pipeline with virtual stages on two ranks, which ``fleet.distributed_model`` rejects. The
+    schedule is Paddle's interleaved 1F1B. With fewer than four micro batches it is, as in Paddle, the
+    schedule that runs all forward passes before the backward passes."""
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
     hcg = fleet.get_hybrid_communicate_group()
     return schedule(model, hcg, strategy=fleet.fleet._user_defined_strategy)
@@ -93,8 +95,8 @@ class _AllForwardFirst(_TwoStages, PipelineParallelWithInterleaveFthenB):
 
 
 class _KindByKind(p2p_communication.P2pHelper):
-    """Paddle's pipeline messages, except that a four-way exchange is split: first gradients, then
-    activations."""
+    """Paddle's helper for pipeline messages, with one change: an exchange of four messages with both
+    neighbors is split into one of gradients and one of activations."""
 
     def send_forward_backward_recv_forward_backward(
         self,

@@ -112,7 +112,9 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Keep input and output for the backward pass. The data of an output that was sent are freed."""
+        """Keep the input and output of a forward pass for the backward pass. If the output was sent to the
+        next stage, the memory of its data is freed, because the backward pass needs only its autograd
+        graph."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))

@@ -44,9 +44,9 @@ _NEEDS = {
 class LossScaler:
     """The loss scale for float16, with the rules of Megatron-LM (``optimizer/grad_scaler.py``).
 
-    Overflow number ``hysteresis`` and every later overflow halve the scale. After ``window`` steps without
-    overflow the scale doubles and overflows are counted from 0 again. If not ``dynamic``, the scale is
-    constant.
+    The first ``hysteresis - 1`` overflows change nothing; each later overflow halves the scale. After
+    ``window`` steps without overflow, the scale doubles, and overflows are counted from 0 again. If not
+    ``dynamic``, the scale is constant.
     """
 
     scale: float
@@ -222,7 +222,8 @@ def has_kernels(dtype: str) -> bool:
 
 
 def has_products(dtype: str) -> bool:
-    """Whether the device is a CPU that computes products with weights in ``dtype``."""
+    """Return whether the device is a CPU on which our own operators can compute products with weights in
+    ``dtype``."""
     return not on_card() and computes_in(dtype) and bfloat16.are_available()
 
 

@@ -87,8 +87,8 @@ class Sharding:
         return self._axes_of[parameter.info.name]
 
     def _deal_out(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Assign owners, separately in each process group. Tied parameters, of which other pipeline ranks
-        hold copies, belong to the first rank of each group."""
+        """Assign an owner to each parameter, separately in each process group. A tied parameter with a copy
+        on another pipeline rank always belongs to the first rank of its group."""
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -105,7 +105,8 @@ class Sharding:
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
-        """The owner's rank within the parameter's group."""
+        """Return the rank that owns the parameter, counted within the process group of the ranks that share
+        it."""
         return self.owners[parameter.info.name]
 
     def owns(self, parameter: paddle.Tensor) -> bool:
@@ -116,8 +117,8 @@ class Sharding:
         return self._stage < 3 or self.owns(parameter)
 
     def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
-        """Return the key of a bucket. Parameters in one bucket have the same process group, owner and
-        dtype."""
+        """Return the key of a parameter's bucket: process group (as axes), owner and dtype. Only parameters
+        with the same key may be sent together."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _by_place(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
@@ -129,7 +130,8 @@ class Sharding:
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int
     ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
-        """Split parameters into buckets of at least ``nbytes``, and the rest, which fill no bucket."""
+        """Split parameters into buckets of at least ``nbytes``. Also return the parameters that are left over
+        because they do not fill a bucket."""
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
@@ -165,12 +167,12 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register the end of each layer's backward pass (stages 2 and 3), so that all ranks send their
-        gradients in the same order even if the data of some ranks skip part of a layer.
+        """Register hooks that send gradients at the end of each layer's backward pass (stages 2 and 3). All
+        ranks then send them in the same order, even if the data of some ranks skip part of a layer.
 
         Args:
             stages: (index in the model, layer) pairs.
-            when_complete: called in a layer's backward pass with a function, which it must call once the
+            when_complete: in a layer's backward pass it is called with a function, which it must run once the
                 layer's weights have their gradients.
         """
         if self._order is None:
@@ -199,14 +201,14 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Call a function once the layer's weights have their gradients, after the gradient of its input
-        exists.
+        """Run ``call``, which sends the gradients of a layer's weights, when these gradients are complete.
 
-        If another operator, such as a cast, uses a weight before the product, Paddle may add to the weight's
-        gradient after the input's gradient. The end of the backward pass is always late enough, but stage 3
-        can wait for it in the first layer only (``can_wait``), because ranks send gradients before they fetch
-        the values of the previous layer. In other layers, a weight that passes through more than two
-        operators before its product ends the run with an error.
+        They may not yet be complete when the gradient of the layer's input exists: if another operator, such
+        as a cast, uses a weight before the product, Paddle may add to the weight's gradient later. With
+        ``can_wait``, ``call`` runs at the end of the backward pass, which is always late enough. In stage 3
+        only the first layer can wait so long, because ranks send a layer's gradients before they fetch the
+        values of the previous layer. Without ``can_wait``, ``call`` runs immediately, and a weight that
+        passes through more than two operators before its product ends the run with an error.
         """
         if not can_wait:
             call()
@@ -218,7 +220,8 @@ class Sharding:
         self._order.complete(parameters, self._passes_of[id(layer)])
 
     def finish_gradients(self) -> None:
-        """Complete the reductions to owners. Afterwards only owned parameters have gradients."""
+        """Wait until all gradients are reduced to their owners. Afterwards this rank has gradients only of
+        the parameters that it owns."""
         for sums in (self._sums, self._order):
             if sums is not None:
                 sums.finish()
@@ -237,7 +240,8 @@ class Sharding:
         self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
-        """Reduce gradients to their owner, which accumulates them over the passes of a step."""
+        """Start to reduce a bucket's gradients to the parameters' owner, which accumulates them over the
+        backward passes of a step."""
         parameters = [p for p in bucket if expects_gradient(p)]
         if not parameters:
             return
@@ -255,12 +259,14 @@ class Sharding:
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
         """Return whether gradients of these parameters from an earlier micro batch are still being reduced.
-        These must be added before the next gradients, so that sums are in the order of the passes."""
+        Their sums must be added to the owner's gradients before those of the next micro batch, so that the
+        order of additions is that of the micro batches."""
         traveling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in traveling for p in parameters)
 
     def _complete(self) -> None:
-        """Wait for the oldest reduction. The owner adds the result to its gradients."""
+        """Wait for the oldest gradient reduction in progress. The owner of the parameters adds the result to
+        their gradients."""
         task, parameters, gradients = self._under_way.popleft()
         task.wait()
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -149,8 +149,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return counts of these micro batches on this rank: the loss count (``BasicModule.count``) and, if
-        metrics are declared, the numbers of tokens and sequences."""
+        """Return the numbers by which the loss and metrics of a step are divided, for these micro batches on
+        this rank: the loss count (``BasicModule.count``) and, if metrics are declared, the numbers of tokens
+        and sequences."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -231,8 +232,8 @@ class StepRunner(ABC):
         return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
-        """Return the number of ranks with a non-finite number. All ranks need the result, because they must
-        all skip the step or none."""
+        """Return on how many ranks one of ``numbers`` is NaN or infinite. All ranks need the result, because
+        they must all skip the step or none."""
         here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)
@@ -241,7 +242,8 @@ class StepRunner(ABC):
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float], step: int
     ) -> tuple[float, float]:
-        """Run :meth:`_gradients` again, with unchanged weights and the same dropout."""
+        """Compute the gradients of a step a second time, with unchanged weights and the same dropout, so that
+        :data:`Judge` can compare both runs. Return the loss and the gradient norm."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
         return self._gradients(micro_batches, counts)[:2]
@@ -324,8 +326,8 @@ class StepRunner(ABC):
             self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the head may defer its logits to the loss
-        (``Model.loss_chunks``)."""
+        """Return a context manager in which the head may defer the computation of logits to the loss, which
+        computes them in chunks (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 
     def _accepts(

@@ -55,15 +55,16 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """Reduce all sums over the job into a float64 vector on the device; :meth:`read` decodes the
-        vector."""
+        """Sum losses and metrics over the ranks of the job. Return the sums as one float64 vector on the
+        device, which :meth:`read` decodes."""
         numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """Return (loss sum, metrics with a count above 0) from the numbers of :meth:`over_job`.
+        """Decode the vector that :meth:`over_job` has computed, given as numbers on the host. Return the loss
+        sum, and by name all metrics whose count is above 0.
 
         Raises:
             ConfigError: a rank reported a metric that is not declared. Raised on all ranks.

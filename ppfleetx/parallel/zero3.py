@@ -47,7 +47,7 @@ class ParameterSharding:
             self._drop(layer)
 
     def updated(self) -> None:
-        """Discard values that were fetched ahead, because an update has changed them."""
+        """Discard the values that were fetched before an update, because the update has changed them."""
         self.finish()
 
     def finish(self) -> None:
@@ -155,7 +155,8 @@ class _Fetch:
 
 
 class _AtBackward(PyLayer):
-    """An identity that calls a function when the backward pass reaches it."""
+    """Autograd function that returns its input and calls a given function when the backward pass reaches
+    it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:
