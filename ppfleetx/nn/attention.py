@@ -46,7 +46,8 @@ class KeyValueCache(Protocol):
 
 
 class HeadAttention(nn.Layer):
-    """Base class of attention layers: the computation that follows the projections.
+    """Base class of attention layers. It computes attention from queries, keys and values; subclasses make
+    the projections.
 
     Args:
         layer_index: index of this layer in the key/value cache.
@@ -102,8 +103,8 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Attend with the layer's window; called by the attention strategy. A ``penalty`` is added to the
-        scores in place of all masks.
+        """Attend from queries to keys and values, restricted to the layer's attention window. The attention
+        strategy calls this. If ``penalty`` is given, it is added to the scores in place of all masks.
 
         Shapes: ``query [b, g, r, q, d]``, ``key, value [b, g, k, d]``, ``document_start [b, q]``.
         """
@@ -233,7 +234,7 @@ class Attention(HeadAttention):
         return query, paddle.concat([key, parts], axis=-1)
 
     def _first_head(self, num_heads: int) -> int:
-        """Return the index in the whole model of the first head on this rank, which has ``num_heads``
+        """Return the index in the whole model of this rank's first attention head. The rank has ``num_heads``
         heads."""
         rank = 0
         for group in (self.factory.group, self.strategy.group):

@@ -24,8 +24,8 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Describe a fused matrix whose columns repeat the same blocks. ``widths`` names the blocks, in order,
-    and gives their numbers of columns."""
+    """Describe the columns of a fused matrix, which repeat the same blocks. ``widths`` names the blocks, in
+    order, and gives their numbers of columns. Return one :class:`Part` for each name."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -88,7 +88,8 @@ class AttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds per pair of positions: the width of all queries plus the width of all values."""
+        """Multiply-adds of attention for one pair of a query and a key position: the width of all queries
+        plus the width of all values."""
         return 2 * self.q_width
 
     @property
@@ -118,7 +119,8 @@ class AttentionSpec:
         return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that a context-parallel rank exchanges before attention and after attention."""
+        """Return the bytes that one context-parallel rank exchanges before attention, and those that it
+        exchanges after attention."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -196,7 +198,8 @@ def _pairs(work: Work, num_heads: int) -> float:
 def core_operations(
     work: Work, num_heads: int, key_dim: int, value_dim: int, dropout: float
 ) -> Iterator[Operation]:
-    """Yield the operations of scores, softmax and context, for heads with these key and value widths."""
+    """Yield the operations of the attention core (scores, softmax and context) with their costs, for the
+    given key and value widths of a head."""
     pairs, e = _pairs(work, num_heads), work.activation_bytes
     if work.flash:
         half = pairs * (key_dim + value_dim)  # flops of two products, causal half
@@ -329,7 +332,8 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds per pair of positions: the width of all queries plus the width of all values."""
+        """Multiply-adds of attention for one pair of a query and a key position: the width of all queries
+        plus the width of all values."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
@@ -349,8 +353,8 @@ class LatentAttentionSpec:
 
     @property
     def kv_down(self) -> LinearSpec:
-        """The projection of hidden states to compressed keys and values, and to the rotary features of the
-        key."""
+        """The projection of hidden states to compressed keys and values. It also computes the rotary features
+        of the key."""
         return self._down(self.kv_rank + self.rope_head_dim)
 
     @property
@@ -384,12 +388,14 @@ class LatentAttentionSpec:
         return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that a context-parallel rank exchanges before attention and after attention."""
+        """Return the bytes that one context-parallel rank exchanges before attention, and those that it
+        exchanges after attention."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes of all queries (or keys) and of all values on one rank."""
+        """Return two sizes for one rank: the bytes of all queries, which are also those of all keys, and the
+        bytes of all values."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)
 

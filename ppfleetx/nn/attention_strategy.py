@@ -65,8 +65,8 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run attention with the function ``attend``. Rotary positions are already applied to queries and
-        keys."""
+        """Run attention with the function ``attend`` on queries, keys and values to which rotary positions
+        have been applied. A subclass may add communication."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:
@@ -76,8 +76,9 @@ class AttentionStrategy:
 
 
 class Ulysses(AttentionStrategy):
-    """Each rank holds consecutive positions. All-to-all exchanges before and after attention swap some
-    positions of all heads for all positions of some heads (Jacobs et al., "DeepSpeed Ulysses", 2023)."""
+    """Context parallelism in which each rank holds consecutive positions. All-to-all exchanges before and
+    after attention swap some positions of all heads for all positions of some heads (Jacobs et al.,
+    "DeepSpeed Ulysses", 2023)."""
 
     def __init__(self, group: Any) -> None:
         self.group = group

@@ -149,7 +149,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return 1 for each position ``[s, b]`` or row ``[b]`` that counts in the loss, 0 for others."""
+        """Return the weights of a micro batch's positions ``[s, b]`` or rows ``[b]``: 1 for those that count
+        in the loss, 0 for others."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -159,8 +160,8 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return the count of a metric in one micro batch. The sum of counts over all micro batches and data
-        ranks is the divisor of the mean."""
+        """Return by how much one micro batch increases the count of a metric. The sum of these counts over
+        all micro batches and data ranks is the divisor of the metric's mean."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())

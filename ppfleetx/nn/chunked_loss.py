@@ -159,7 +159,8 @@ class _HeadMatrix:
         self.is_transposed, self.matmul, self._cap = is_transposed, matmul, cap
 
     def values(self) -> list[paddle.Tensor]:
-        """Return weight and bias detached, so that hooks on the parameters do not run in the forward pass."""
+        """Return weight and bias detached from autograd, so that hooks on these parameters do not run in the
+        forward pass."""
         return [_leaf(self.matmul.leaf_value(one), one.stop_gradient) for one in self.parameters]
 
     def logits(

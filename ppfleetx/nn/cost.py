@@ -63,7 +63,8 @@ class Work:
 
     @cached_property
     def tokens(self) -> float:
-        """Tokens on this rank before sequence parallelism slices them."""
+        """Number of tokens of the micro batch on this rank. Under sequence parallelism, this is before its
+        positions are divided."""
         return self.micro_batch * self.seq_len / self.sep
 
     @property
@@ -87,7 +88,7 @@ class Work:
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
     def bytes_of(self, width: float) -> float:
-        """Return the bytes of activations ``[tokens, width]``."""
+        """Return the bytes of activations ``[tokens, width]`` on one rank."""
         return self.tokens * width * self.activation_bytes
 
     def part_of(self, width: float) -> float:
@@ -134,7 +135,8 @@ class Operation:
 
 
 def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float) -> Operation:
-    """Return the operation of multiplying ``[rows, width_in]`` by a weight ``[width_in, width_out]``."""
+    """Return the operation of multiplying ``[rows, width_in]`` by a weight ``[width_in, width_out]``, with
+    its cost."""
     return Operation(
         name,
         "matmul",
@@ -146,13 +148,14 @@ def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float
 
 
 def elementwise(name: str, part: Part, forward: float, backward: float, kernels: int = 1) -> Operation:
-    """Return an operation whose cost is the bytes that it reads and writes (``forward``, ``backward``)."""
+    """Return an elementwise operation. Its cost is the bytes that it reads and writes in the passes
+    ``forward`` and ``backward``."""
     return Operation(name, "elementwise", part, 0.0, forward, backward, kernels)
 
 
 def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
-    """Return the operation of dropout and residual addition: two inputs, the sum, and one byte of dropout
-    mask per element."""
+    """Return the operation of dropout and residual addition, with its cost. It reads two inputs, and writes
+    the sum and one byte of dropout mask per element."""
     values = work.tokens * width / work.split
     e, mask = work.activation_bytes, int(dropout > 0)
     return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)

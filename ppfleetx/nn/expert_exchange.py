@@ -35,8 +35,8 @@ from ppfleetx.distributed.transfer import read, upload
 
 
 class ExpertExchange:
-    """The exchange among the expert-parallel ranks of a pipeline stage. Without process groups, nothing is
-    sent.
+    """The exchange of hidden states among the expert-parallel ranks of a pipeline stage. Without process
+    groups, all experts are on this rank and nothing is sent.
 
     Args:
         ep: group of the ranks among which experts are divided; None: every rank has all experts.
@@ -72,7 +72,7 @@ class ExpertExchange:
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
-        """Start to send rows to their experts.
+        """Start to send rows of hidden states to the ranks of their experts.
 
         Args:
             rows: ``[n, h]``, sorted by expert.
@@ -303,7 +303,8 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Exchange ``numbers`` by an all-to-all, in which every rank of ``group`` gets equally many."""
+    """Exchange ``numbers`` by an all-to-all, in which each rank of ``group`` sends equally many to every
+    other."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)

@@ -58,7 +58,8 @@ _ZEROS = nn.initializer.Constant(0.0)
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """Return the declaration of a linear's matrix ``[in, out]``, also if the linear is quantized."""
+    """Return the declaration of the matrix ``[in, out]`` of a linear. For a quantized linear, this is the
+    matrix that was quantized."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
@@ -227,7 +228,7 @@ class LocalFactory:
         return values
 
     def _position_groups(self) -> list[Any]:
-        """Return the process groups whose ranks hold different positions of the hidden states."""
+        """Return the process groups among whose ranks the positions of the hidden states are divided."""
         return [] if self.attention.group is None else [self.attention.group]
 
     def token_loss(

@@ -114,7 +114,7 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """Return ``maxima`` unchanged. This takes the place of a maximum over ranks on ranks that hold the whole
+    """Return ``maxima`` unchanged. Used instead of a reduction over ranks if this rank holds the whole
     tensor."""
     return maxima
 
@@ -166,8 +166,8 @@ class FakeQuantizer(nn.Layer):
     # -- the tensors that the linear uses
 
     def weight(self, weight: paddle.Tensor) -> paddle.Tensor:
-        """Round the linear's ``weight [in, out]`` (``[experts, in, out]`` for experts), or this rank's
-        slice."""
+        """Fake-quantize the linear's ``weight``, or this rank's slice of it. The shape is ``[in, out]``, or
+        ``[experts, in, out]`` for experts."""
         if self._kept is not None:
             return self._kept
         bound = self._weight_bound(weight)
@@ -180,7 +180,7 @@ class FakeQuantizer(nn.Layer):
         return rounded
 
     def input(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Round the linear's input ``[..., in]``, or this rank's slice."""
+        """Fake-quantize the linear's input ``[..., in]``, or this rank's slice of it."""
         bound = self._input_bound(x)
         if bound is None:
             return x
@@ -227,14 +227,15 @@ class FakeQuantizer(nn.Layer):
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:
-        """Return the largest input magnitude, ``[]``, since the last call, and reset it. Returns 0 if there
-        was no input."""
+        """Return the largest magnitude in the linear's inputs since the last call, as a tensor of shape [],
+        and start again from 0."""
         largest, self._largest = self._largest, None
         return paddle.zeros([]) if largest is None else largest
 
     @paddle.no_grad()
     def follow(self, largest: paddle.Tensor) -> None:
-        """Move the scale towards ``largest``, the largest magnitude in a step's global batch."""
+        """Move the input scale, a moving average, towards ``largest``, the largest input magnitude in a
+        step's global batch."""
         if not self.input_scale._is_initialized():
             return  # sharding stage 3: only the owner has the value
         rate, scale = self.cfg.moving_rate, self.input_scale.detach()
@@ -243,7 +244,7 @@ class FakeQuantizer(nn.Layer):
 
 
 def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
-    """Make ``linear`` multiply its input and weight after rounding by ``quantizer``."""
+    """Make ``linear`` round its input and weight by ``quantizer`` before it multiplies them."""
     linear.add_sublayer(QUANTIZER, quantizer)
     linear.register_forward_pre_hook(_round)
     linear.register_forward_post_hook(_restore)
@@ -265,8 +266,8 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """Return ``stages`` with fake quantization of the linears selected by ``cfg``. With ``follows``, training
-    updates the scales of inputs."""
+    """Return the ``stages`` of a model in which the linears selected by ``cfg`` are fake-quantized. With
+    ``follows``, training updates the scales of their inputs."""
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
     stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:

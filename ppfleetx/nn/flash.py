@@ -115,8 +115,8 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Run flash attention. Packed documents become a flashmask in Paddle's kernel, and a full mask in a
-    plugin's.
+    """Run flash attention. For packed documents, Paddle's kernel gets a flashmask, and a plugin's kernel a
+    full mask.
 
     Values narrower than keys are padded with zeros, because the kernels take one head size.
     """

@@ -124,8 +124,8 @@ TABLE: Mapping[FusedName, FusedOperator] = {
 
 
 class FusedOps:
-    """The fused operators in use, with their element types, and the reasons why other operators are not
-    used."""
+    """The fused operators in use, with the element types for which they are used. For all other operators,
+    the reason why they are not used."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class FusedOps:
         self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
 
     def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
-        """Return whether the fused operator ``name`` is used for these tensors. Always False in an exported
-        program."""
+        """Return whether the fused operator ``name`` is used for ``tensors`` of these element types. Always
+        False in an exported program."""
         types = self._types.get(name)
         if types is None or not paddle.in_dynamic_mode():
             return False

@@ -146,7 +146,8 @@ def _with_gradients(function: Function, inputs: list[paddle.Tensor]) -> list[pad
 
 
 def _random(dtype: str, *shapes: list[int]) -> list[paddle.Tensor]:
-    """Return normal random tensors without advancing Paddle's generators, that is, the run's random state."""
+    """Return normal random tensors. Paddle's generators do not advance, so the random state of the run does
+    not change."""
     generator = np.random.default_rng(0)
     arrays = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
     return [paddle.to_tensor(array).astype(dtype) for array in arrays]

@@ -107,8 +107,8 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Attention as matrix product, softmax, matrix product. Runs everywhere and defines the result of the
-    other kernels."""
+    """Compute attention as matrix product, softmax, matrix product. This kernel runs everywhere and defines
+    the result of the other kernels."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION
@@ -162,7 +162,8 @@ def _fits_triangle(scores: paddle.Tensor) -> bool:
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
-    """Add ``penalty``, which broadcasts against ``[b, n, q, k]``, to ``scores [b, g, r * q, k]``."""
+    """Add ``penalty`` to scores in the layout ``[b, g, r * q, k]``. The penalty broadcasts against ``[b, n,
+    q, k]``, with n = g r heads."""
     shape = scores.shape
     if penalty.dtype != scores.dtype:
         penalty = penalty.astype(scores.dtype)

@@ -45,7 +45,8 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Run attention; arguments as in :meth:`Attention.forward`."""
+        """Run attention on hidden states ``[s, b, h]``. The arguments are those of
+        :meth:`Attention.forward`."""
         position_ids = self.strategy.positions(position_ids)
         if document_start is not None:
             document_start = self.strategy.positions_inside(document_start)
@@ -105,7 +106,8 @@ class LatentAttention(HeadAttention):
     def _enter(
         self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Exchange positions for heads among context-parallel ranks, if there are any."""
+        """Exchange queries, keys and values among the context-parallel ranks, if there are any: from some
+        positions of all heads to all positions of some heads."""
         if self.strategy.group is None:
             return query, key, value
         packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])

@@ -37,7 +37,7 @@ class LayerSpec(Protocol):
 
 
 def within(layer: str, specs: Specs) -> Specs:
-    """Prefix the names of ``specs`` with the name of a sub-layer."""
+    """Put the name of a sub-layer before the names of its parameters, ``specs``."""
     return {f"{layer}.{name}": spec for name, spec in specs.items()}
 
 
@@ -78,8 +78,8 @@ class LinearSpec:
     of_trunk: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return ``weight``, and ``bias`` if there is one. With sliced rows, the bias is added after the sum
-        over ranks."""
+        """Return the declarations of ``weight``, and of ``bias`` if there is one. If input features are
+        sliced (rows), the bias is added after the sum over ranks."""
         of_weight, of_bias = {"columns": (Shard(1), Shard(0)), "rows": (Shard(0), REPLICATE)}.get(
             self.cut, (REPLICATE, REPLICATE)
         )
@@ -94,7 +94,7 @@ class LinearSpec:
         return {"weight": weight, "bias": bias}
 
     def _here(self, work: Work) -> tuple[float, float]:
-        """Return the numbers of input and output features on one rank."""
+        """Return the numbers of input and output features of this linear on one rank."""
         rows, columns = (work.mp if self.cut == cut else 1 for cut in ("rows", "columns"))
         return self.in_features / rows, self.out_features / columns
 
@@ -105,7 +105,7 @@ class LinearSpec:
         return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
-        """Return the bytes of the weight's gradient on one rank."""
+        """Return the bytes of the gradient of ``weight`` on one rank."""
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
@@ -197,8 +197,8 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Declaration of an embedding ``[rows, width]``: a word embedding, with rows sliced by tensor
-    parallelism, or a position embedding, which is whole."""
+    """Declaration of an embedding ``[rows, width]``. The rows of a word embedding are sliced by tensor
+    parallelism. A position embedding is whole on every rank."""
 
     rows: int
     width: int
@@ -212,6 +212,6 @@ class TableSpec:
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 
     def weight_bytes(self, work: Work) -> float:
-        """Return the bytes of the table's gradient on one rank."""
+        """Return the bytes of the gradient of the embedding table on one rank."""
         rows = self.rows / work.mp if self.of_words else self.rows
         return rows * self.width * work.gradient_bytes

@@ -131,7 +131,7 @@ class Dropout(nn.Dropout):
     """Dropout that returns its input unchanged in evaluation or with probability 0."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Drop elements of ``x``; return ``x`` itself in evaluation or with ``p`` 0."""
+        """Apply dropout to ``x``. In evaluation or with ``p`` 0, return ``x`` itself."""
         if not self.training or self.p == 0:
             return x
         if lacks_kernel("dropout", x):

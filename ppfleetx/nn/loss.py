@@ -2,8 +2,8 @@
 
 Paddle's cross entropy on the CPU adds the exponentials of a row one by one in float32. Over 50,000 columns
 this loses small ones, and the loss is about 1e-5 too low. Training accepts this, because its gradients have
-an error of the same size. Evaluation corrects the loss with the softmax that the kernel returns: its columns
-add up to the true sum divided by the kernel's sum.
+an error of the same size. Evaluation corrects the loss with the softmax that the kernel also returns: a row
+of this softmax adds up to the true sum of exponentials divided by the kernel's sum.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
 
 
 def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """:func:`cross_entropy` of logits whose columns are divided over the ranks of ``group``."""
+    """Compute :func:`cross_entropy` for logits whose columns are divided over the ranks of ``group``."""
     from paddle import distributed
     from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
 
@@ -117,14 +117,15 @@ def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOut
 
 
 def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
-    """Return the float64 sums over the last axis of a float32 tensor in host memory, added pairwise by
-    NumPy."""
+    """Return the float64 sums over the last axis of a float32 tensor in host memory. NumPy adds the numbers
+    pairwise."""
     sums = np.add.reduce(np.from_dlpack(softmax.detach()), axis=-1)
     return paddle.to_tensor(sums.astype(np.float64))
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, V]``, and NaN if one of its logits is not finite.
+    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN. An evaluation
+    adds this to the loss.
 
     Paddle's cross entropy on the CPU turns NaN logits into a finite number. Training detects them by the
     gradient, but an evaluation has no gradient.

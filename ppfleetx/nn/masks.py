@@ -74,8 +74,8 @@ def mask_scores(
 
 
 def blocked_score(dtype: paddle.dtype) -> float:
-    """Return the value of a masked score. It is finite in every dtype, so that a fully masked row still has a
-    softmax."""
+    """Return the number that replaces or is added to the score of a masked position. It is finite in every
+    dtype, so that the softmax of a fully masked row is not NaN."""
     return max(_BLOCKED, paddle.finfo(dtype).min)
 
 
@@ -89,7 +89,8 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
 def cached_mask(
     num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """:func:`attention_mask` for queries that follow cached keys, ``[b, 1, q, k]``.
+    """Return the mask ``[b, 1, q, k]`` of allowed pairs, like :func:`attention_mask`, for queries that follow
+    cached keys.
 
     Args:
         num_keys: number of columns of the cache. Columns after the queries' own columns are still empty.
@@ -123,5 +124,6 @@ def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
 
 @lru_cache(maxsize=8)
 def _causal_penalty(num_queries: int, num_keys: int, dtype: paddle.dtype, device: str) -> paddle.Tensor:
-    """Return the causal mask ``[q, k]`` to add to scores. Cached, because every layer uses it."""
+    """Return the causal mask as a matrix ``[q, k]`` to add to scores. It is cached, because every layer uses
+    it."""
     return penalty_of(causal_mask(num_queries, num_keys), dtype)

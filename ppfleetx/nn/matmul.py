@@ -145,7 +145,7 @@ class Matmul:
         return self._multiply(x, weight, bias, False, None)
 
     def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Return ``x [..., in]`` times the transpose of ``weight [out, in]``."""
+        """Multiply ``x [..., in]`` by the transpose of ``weight [out, in]``."""
         return self._multiply(x, weight, None, True, None)
 
     def column(
@@ -157,8 +157,8 @@ class Matmul:
         *,
         is_transposed: bool = False,
     ) -> paddle.Tensor:
-        """Multiply by this rank's columns of a weight. The reduction of the input's gradient overlaps the
-        computation of the weight's gradient."""
+        """Multiply by a column-parallel weight, of which this rank has a slice. In the backward pass, the
+        input's gradient is reduced over the ranks while the weight's gradient is computed."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
@@ -233,7 +233,8 @@ class Matmul:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager that keeps 16-bit copies of weights. No parameter may be updated inside it."""
+        """Context manager inside which the 16-bit copies of weights are kept for reuse. No parameter may be
+        updated inside it, because its copy would then be outdated."""
         self._copies = {}
         try:
             yield
@@ -275,7 +276,8 @@ class Matmul:
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
-        """Add a float32 ``gradient`` that was computed elsewhere to the weight's ``main_grad``."""
+        """Add ``gradient``, a float32 gradient of the weight that was computed elsewhere, to the weight's
+        ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         weight.main_grad = gradient if main is None else main.add_(gradient)
@@ -291,18 +293,18 @@ class Matmul:
     # -- deferred gradients
 
     def begin(self) -> None:
-        """Discard deferred gradients, which remain if a step was interrupted."""
+        """Discard the deferred gradients of an earlier step that was interrupted."""
         self._open.clear()
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """Mark the end of a micro batch's backward pass: its input gradients are complete, and
-        :meth:`run_next` may compute its weight gradients."""
+        """Mark the end of a micro batch's backward pass. Its input gradients are complete, so
+        :meth:`run_next` may now compute its deferred weight gradients."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
     def run_next(self) -> None:
-        """Compute the deferred weight gradients of the oldest micro batch.
+        """Compute the weight gradients that were deferred in the backward pass of the oldest micro batch.
 
         If a weight was computed from a parameter (rounded, cast), the gradient is passed on to the parameter.
         Hooks on parameters run as in any backward pass.

@@ -82,7 +82,7 @@ class Activation:
 
 
 class MLP(nn.Layer):
-    """``fc2(activation(fc1(x)))`` on ``[s, b, h]``."""
+    """An MLP, ``fc2(activation(fc1(x)))``, on ``[s, b, h]``."""
 
     def __init__(self, factory: LayerFactory, spec: MLPSpec) -> None:
         super().__init__()

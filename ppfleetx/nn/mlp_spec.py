@@ -103,8 +103,8 @@ class GroupedLinearSpec:
     of_one: LinearSpec
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return ``weight``, and ``bias`` if there is one. With sliced rows, one of the ranks whose outputs
-        are summed adds the bias."""
+        """Return the declarations of ``weight``, and of ``bias`` if there is one. If input features are
+        sliced (rows), the outputs are summed over ranks, of which only one adds the bias."""
         one, experts = self.of_one, self.num_experts
         cut = {"columns": (Shard(2), Shard(1)), "rows": (Shard(1), REPLICATE)}[one.cut]
 
@@ -160,7 +160,7 @@ class MoESpec:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that the layer reports (``nn/aux_loss.py``)."""
+        """Names of the metrics that the layer reports through its auxiliary losses (``nn/aux_loss.py``)."""
         given = {
             "balance_loss": self.cfg.aux_loss.kind != "none",
             "z_loss": self.cfg.z_loss_weight > 0,
@@ -170,8 +170,8 @@ class MoESpec:
         return tuple(name for name, is_given in given.items() if is_given)
 
     def router_parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return ``weight`` and up to two parameters without gradients: ``bias``, and ``load``, each expert's
-        share of the choices in the previous step."""
+        """Return the declarations of the router's ``weight`` and of up to two parameters without gradients:
+        ``bias``, and ``load``, each expert's share of the choices in the previous step."""
         experts, routing = self.cfg.num_experts, self.cfg.router
         shape = (self.hidden_size, experts)
         specs = {"weight": dense(shape, self.expert.init, "router", partial=sequence_parallel)}
@@ -197,7 +197,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of elements in the experts that a position does not choose."""
+        """Number of parameters in the experts that the router does not choose for a position."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width

@@ -270,12 +270,14 @@ class Order:
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reorder ``values [choices, 1]``, which are sorted by expert, by position: ``[n, k]``."""
+        """Bring ``values [choices, 1]``, which are sorted by expert, into the order of positions: ``[n,
+        k]``."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property
     def kept(self) -> paddle.Tensor | None:
-        """The mask ``[n, k]`` of kept choices (1 or 0), or None."""
+        """Which choices fit into the experts' capacity, as a mask ``[n, k]`` of 1 and 0. None if all choices
+        are kept."""
         return self._kept
 
 

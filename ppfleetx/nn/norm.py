@@ -25,7 +25,7 @@ class LayerNorm(nn.Layer):
         self.bias = self.create_parameter([size], is_bias=True)
 
     def gain(self) -> paddle.Tensor:
-        """The factor of the normalized input, ``[size]``."""
+        """The factor by which the normalized input is multiplied, ``[size]``."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -72,7 +72,7 @@ class RMSNorm(nn.Layer):
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
     def gain(self) -> paddle.Tensor:
-        """The factor of the normalized input, ``[size]``."""
+        """The factor by which the normalized input is multiplied, ``[size]``."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:

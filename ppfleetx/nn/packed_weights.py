@@ -1,10 +1,10 @@
 """Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-MKL packs the matrix for each product, which for few rows costs as much as reading it twice more. MKL skips
-this if the matrix is stored in panels: contiguous blocks of w columns, as wide as one tile of its kernels.
-Results are bitwise equal. Panels are faster for 2 to 512 rows with AVX-512, and up to 64 rows with AVX2; for
-one row the whole matrix is faster. If our own operator is compiled (:mod:`ppfleetx.nn.cpu_ops`), it computes
-the products for which it is faster.
+MKL packs the matrix for each product. For few rows this costs as much as reading the matrix two more times.
+MKL skips the packing if the matrix is stored in panels: contiguous blocks of w columns, as wide as one tile
+of its kernels. Results are bitwise equal. Panels are faster for 2 to 512 rows with AVX-512, and up to 64 rows
+with AVX2; for one row the whole matrix is faster. If our own operator is compiled
+(:mod:`ppfleetx.nn.cpu_ops`), it computes the products for which it is faster.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -41,7 +41,7 @@ def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
 
 
 class Panels:
-    """A copy of ``weight [k, n]`` in panels ``[p, k, w]``, padded with zeros."""
+    """A copy of ``weight [k, n]`` in p panels of w consecutive columns, ``[p, k, w]``, padded with zeros."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.width = weight.shape[1]

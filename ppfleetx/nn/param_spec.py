@@ -120,7 +120,8 @@ def dense(
     partial: bool = False,
     parts: tuple[Part, ...] = (),
 ) -> ParamSpec:
-    """Declare a parameter in the dense view, where ranks along dp, sharding and sep process different tokens.
+    """Declare a parameter of a dense layer, that is, not of an expert. Ranks along dp, sharding and sep
+    process different tokens, so its gradient is a partial sum along these axes.
 
     Args:
         mp: placement of the value along mp.
@@ -148,7 +149,7 @@ class ParamInfo:
 
 def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
     """Return the slice of a parameter that ``rank`` holds. If several axes shard the same dimension, they do
-    so in the order of the view.
+    so in the order in which the parameter's view lists them.
 
     Raises:
         ValueError: a dimension cannot be divided evenly.
@@ -168,14 +169,15 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return the axis along which one rank owns the parameter (ZeRO); () if every rank owns what it holds."""
+    """Return the axis whose ranks share the parameter but of which only one owns it (ZeRO), as a tuple; () if
+    every rank owns what it holds."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
 
 def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """Assign each parameter, by name, to the rank that owns it. Goes from the largest parameter to the
-    smallest, and chooses the rank with the least elements so far.
+    """Assign each parameter, by name, to the rank that owns it. From the largest parameter to the smallest,
+    each goes to the rank with the fewest elements so far.
 
     Args:
         sizes: number of elements of each parameter, by name.
@@ -210,15 +212,15 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return the axis along which gradients must be bitwise equal, because each rank holds the whole
-    parameter; () if there is none."""
+    """Return the axis along which a parameter's gradients are made bitwise equal after the reduction, because
+    each rank along it holds the whole parameter; () if there is none."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_lack_gradient(spec: ParamSpec) -> bool:
-    """Return whether a backward pass may leave the parameter without a gradient: an expert may get no
-    token."""
+    """Return whether a backward pass may leave the parameter without a gradient. This is so for parameters of
+    an expert, which may get no token."""
     return spec.trains and "ep" in spec.view.axes
 
 
@@ -249,8 +251,8 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Return whether ``rank`` writes its slice into a checkpoint. Exactly one of the ranks with the same
-    slice does. Arguments as in :func:`counts`."""
+    """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Of the ranks with the same
+    slice, exactly one does. ``owns`` and ``first_holder`` are those of :func:`counts`."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     copies = [a for a in spec.view.axes if a not in without and spec.placement(a) == REPLICATE]
     return owns and first_holder and all(at[axis] == 0 for axis in copies)

@@ -36,7 +36,8 @@ _KINDS = {
 def transformed(
     specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
 ) -> Mapping[str, ParamSpec]:
-    """Apply the changes of ``Model.lora`` and section ``Compress`` to ``specs``."""
+    """Return the parameter declarations ``specs`` after the changes that ``Model.lora`` and section
+    ``Compress`` make to a model."""
     if compress is not None and compress.quantization is not None:
         specs = fake_quantized(specs, compress.quantization)
     if lora is not None:
@@ -47,8 +48,8 @@ def transformed(
 
 
 def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
-    """Freeze all parameters except a classification head, and add adapters to the linears selected by
-    ``cfg``."""
+    """Declare low-rank adapters: add their parameters to the linears selected by ``cfg``, and freeze all
+    other parameters except a classification head."""
     result: Specs = {}
     for name, spec in specs.items():
         result[name] = replace(spec, trains=spec.trains and name.startswith("score."))
@@ -59,8 +60,8 @@ def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
 
 
 def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
-    """Add the parameters of fake quantizers to the linears selected by ``cfg``. Freeze the embedding if
-    configured."""
+    """Declare fake quantization: add the parameters of quantizers to the linears selected by ``cfg``. Freeze
+    the embedding if configured."""
     result: Specs = {}
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
@@ -134,8 +135,8 @@ def linear_kind(matrix: ParamSpec) -> str | None:
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
-    """Return the names of a quantizer's parameters: the scale of the input, and the learned clipping
-    factors."""
+    """Return the names of the parameters of a fake quantizer that ``cfg`` requires: the scale of the input,
+    and the learned clipping factors."""
     has = {
         "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",
         "weight_clip": cfg.weight_preprocess_type is not None,
@@ -185,14 +186,14 @@ def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
 
 
 def num_scales(in_features: int, form: Form) -> int:
-    """Return the number of scales (and offsets) per output feature."""
+    """Return the number of scales (and offsets) per output feature of a quantized matrix."""
     num_groups = in_features // form.group_size if form.group_size else 1
     return num_groups * (2 if form.asymmetric else 1)
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a quantized word embedding ``[V, h]``: the transposed scales of the matrix
-    ``[h, V]``."""
+    """Declare the scales of a quantized word embedding ``[V, h]``: those of the matrix ``[h, V]``,
+    transposed."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -42,7 +42,8 @@ _ZEROS = nn.initializer.Constant(0.0)
 
 
 def unpack(packed: paddle.Tensor) -> paddle.Tensor:
-    """Unpack pairs of 4-bit integers, ``[k / 2, n]`` uint8, into ``[k, n]`` float32."""
+    """Unpack 4-bit integers, of which each byte of ``[k / 2, n]`` uint8 holds two, into ``[k, n]``
+    float32."""
     pairs = paddle.cast(packed, "float32")
     high = (pairs / 16).floor()
     halves = paddle.stack([pairs - high * 16, high], axis=1).reshape([-1, packed.shape[1]])
@@ -77,7 +78,7 @@ class QuantizedMatrix:
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
-        """Return the stored integers without scales, ``[k, n]`` float32."""
+        """Return the stored integers of the matrix as ``[k, n]`` float32, not multiplied by the scales."""
         return unpack(self.weight) if self.form.bits == 4 else paddle.cast(self.weight, "float32")
 
     def dequantized(self) -> paddle.Tensor:
@@ -126,7 +127,8 @@ class QuantizedMatrix:
         return cpu_ops.product(self.panel_format, x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
-        """Return whether our CPU operators can multiply ``x`` by this matrix."""
+        """Return whether our CPU operators can multiply ``x`` by this matrix. If not, the matrix is converted
+        to floating point."""
         if not x.place.is_cpu_place() or x.dtype != paddle.float32 or not cpu_ops.are_available():
             return False
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
@@ -178,8 +180,8 @@ class QuantizedMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
-        """Return the compute capability (e.g. 80) for Paddle's kernel for 8-bit weights; None if the kernel
-        does not apply."""
+        """Return the compute capability of the GPU (e.g. 80), if Paddle's kernel for 8-bit weights can
+        multiply by this matrix; else None."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
         if self.form.bits != 8 or self.rounds_activations or not fits or not on_gpu():
             return None
@@ -201,7 +203,8 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """A product whose backward pass computes only the gradient of ``x``, ignoring the rounding of ``x``."""
+    """Autograd function of a product with a quantized matrix. Its backward pass computes only the gradient of
+    ``x``, and ignores that ``x`` may have been rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -339,7 +342,7 @@ class QuantizedEmbedding(nn.Layer):
         return self._scaled(F.embedding(ids, self.weight), F.embedding(ids, self.scale))
 
     def dequantized(self) -> paddle.Tensor:
-        """Return the table ``[V, h]`` in floating point, or this rank's rows of it."""
+        """Return the word-embedding table ``[V, h]``, or this rank's rows of it, in floating point."""
         return self._scaled(self.weight, self.scale)
 
     def _scaled(self, integers: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
@@ -354,8 +357,8 @@ class QuantizedEmbedding(nn.Layer):
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
-        """Return the transposed table ``[h, V]``, or its first ``vocab_size`` columns, as the matrix of a
-        tied head."""
+        """Return the transposed word-embedding table ``[h, V]``, or its first ``vocab_size`` columns, as the
+        matrix by which a tied head multiplies."""
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
         return QuantizedMatrix(weight, scale, self.form)
 
@@ -363,8 +366,8 @@ class QuantizedEmbedding(nn.Layer):
 def with_quantized_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
-    """Return ``stages`` with linears and word embedding stored as configured by ``Compress.Weights``;
-    unchanged if ``cfg`` is None. Adapters attach to the new layers."""
+    """Return the ``stages`` of a model whose linears and word embedding are stored as ``Compress.Weights``
+    configures; unchanged if ``cfg`` is None. Adapters attach to the new layers."""
     if cfg is None:
         return list(stages)
     put = partial(_replace, cfg=cfg, factory=factory)
@@ -400,7 +403,8 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
 def _stored(
     layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Create the parameters for the integers and scales of ``matrix``, ``[k, n]`` or ``[experts, k, n]``."""
+    """Create the parameters that store the quantized integers and scales of ``matrix``, ``[k, n]`` or
+    ``[experts, k, n]``."""
     *experts, rows, columns = matrix.shape
     whole = matrix.spec.shape[-2]
     if form.group_size is not None and rows % form.group_size:

@@ -36,7 +36,8 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_recomputing() -> bool:
-    """Return whether the current code runs for the second time, in the backward pass."""
+    """Return whether the current code runs inside a recomputation, that is, for the second time, in the
+    backward pass."""
     return _RECOMPUTING.get()
 
 
@@ -49,5 +50,5 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def may_recompute(layer: paddle.nn.Layer) -> bool:
-    """Return whether recomputation applies to a layer, that is, whether a backward pass will follow."""
+    """Return whether recomputation applies to a layer now: only if a backward pass will follow."""
     return layer.training and paddle.is_grad_enabled()

@@ -155,8 +155,8 @@ def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: i
 
 @lru_cache(maxsize=4)
 def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
-    """Return the matrix ``[d, d]`` that maps each pair ``(first, second)`` of a head to
-    ``(-second, first)``."""
+    """Return the matrix ``[d, d]`` by which a head's features are multiplied to turn each rotary pair
+    ``(first, second)`` into ``(-second, first)``."""
     pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
     return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 

@@ -50,7 +50,8 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor of scores in DeepSeek's latent attention, in addition to :func:`attention_factor`."""
+    """Return the factor by which DeepSeek's latent attention multiplies scores if rotary frequencies are
+    scaled, in addition to :func:`attention_factor`."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2
@@ -61,8 +62,8 @@ def _magnitude(scaling: RopeScalingConfig, weight: float) -> float:
 
 
 def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:
-    """Return how far each frequency is scaled: 0 keeps it, 1 divides it by the factor, values in between
-    interpolate."""
+    """Return how far each rotary frequency is scaled: 0 keeps the frequency, 1 divides it by the full factor,
+    and values in between interpolate."""
     if scaling.type == "linear":
         return 1.0
     if scaling.type == "llama3":

@@ -66,7 +66,8 @@ def _choose(
 
 
 def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
-    """Convert the chosen indices ``choice [..., k]`` to a mask ``[..., count]`` of ones and zeros."""
+    """Convert expert indices ``choice [..., k]`` to a mask ``[..., count]``: 1 for chosen experts, 0 for
+    others."""
     zeros = paddle.zeros([*choice.shape[:-1], count], "float32")
     return zeros.put_along_axis(choice, paddle.ones([], "float32"), -1)
 

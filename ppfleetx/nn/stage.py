@@ -142,11 +142,11 @@ class LayerFactory(Protocol):
         """Make an embedding. Every rank gets vectors of full width for all positions of its input."""
 
     def norm(self, spec: NormSpec) -> nn.Layer:
-        """Make a norm over the last dimension."""
+        """Make a norm over the last dimension, as declared by ``spec``."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
-        """Make a dropout layer. ``inside_heads``: the input is sliced over heads, so each tensor-parallel
-        rank must draw its own mask."""
+        """Make a dropout layer. With ``inside_heads``, its input is sliced over heads, and each
+        tensor-parallel rank draws its own mask."""
 
     def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Convert the embedding's output ``[s, b, h]`` to the input of the blocks: under sequence
@@ -161,8 +161,8 @@ class LayerFactory(Protocol):
         the positions."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Multiply hidden states by the transposed word embedding ``[V, h]``. The columns of the logits stay
-        sliced."""
+        """Compute logits of a tied head: multiply hidden states by the transposed word embedding ``[V, h]``.
+        Under tensor parallelism, the columns of the logits stay sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         """Return the columns of ``ids [b, s]`` that belong to this rank's positions under context parallelism
@@ -170,7 +170,7 @@ class LayerFactory(Protocol):
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Sum values over the ranks that hold different positions, so that sums over this rank's positions
-        become sums over whole sequences. Float32.
+        become sums over whole sequences. The result is float32.
 
         A loss computed from the result is the same along the axes ``mp`` and ``sep``.
         """
@@ -232,7 +232,8 @@ def build_stage(
 
 
 def declare(parameter: paddle.Tensor, spec: ParamSpec, mesh: Mesh = _ALONE, rank: int = 0) -> None:
-    """Attach the declaration ``spec`` to a parameter, and as ``info`` the slice that ``rank`` holds."""
+    """Attach to a parameter its declaration ``spec`` and, as ``info``, a description of the slice that
+    ``rank`` holds."""
     info = placed(spec, mesh, rank)
     assert tuple(parameter.shape) == info.local_shape, f"{parameter.shape} is made, {info} is declared"
     parameter.spec, parameter.info = spec, info

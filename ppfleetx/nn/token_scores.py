@@ -89,7 +89,7 @@ def _likeliest(
     highest: paddle.Tensor, token: paddle.Tensor, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return the highest logit and its token id over the whole vocabulary, for n positions. ``highest [n]``
-    and ``token [n]`` are the same for this rank's columns of the logits."""
+    and ``token [n]`` are the highest logit and its token id among this rank's columns."""
     from paddle import distributed
 
     if group is None:

@@ -60,8 +60,8 @@ def library_path(library: str) -> Path:
 
 @functools.cache
 def load(library: str) -> bool:
-    """Load a library of operators into Paddle, once. Return False if it is not compiled, or, with a warning,
-    if it cannot be loaded."""
+    """Load a compiled operator library into Paddle, if it is not loaded yet. Return False if it has not been
+    compiled, or if loading fails, which is logged as a warning."""
     path = library_path(library)
     if not path.exists():
         return False
@@ -79,7 +79,7 @@ are_available = functools.partial(load, "kernels")
 
 
 def note_if_missing() -> None:
-    """Log how to compile the operators if they are missing."""
+    """Log a note on how to compile the CPU operators if they are missing."""
     if not are_available():
         get_logger().info(f"NOTE: batches are slower than necessary: {_HOW_TO_MAKE}")
 

@@ -1,9 +1,9 @@
-"""Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled
-(``python -m ppfleetx.nn.cpu_ops``).
+"""Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled (``python -m
+ppfleetx.nn.cpu_ops``).
 
-Decoding reads every weight once per token, so fewer bytes are faster. Weights are widened to float32 in
-registers; with 8-bit activations, products are summed as integers (by ``vpdpbusd`` if the CPU has it).
-``quantized.cc`` has the details.
+Decoding reads every weight once per token, so it is faster if weights have fewer bytes. Weights are widened
+to float32 in registers; with 8-bit activations, products are summed as integers (by ``vpdpbusd`` if the CPU
+has it). ``quantized.cc`` has the details.
 
 Asymmetric scales are float16 ``[2 g, n]``, with scale and offset of each group alternating. The product then
 adds ``offset * sum(x)`` for each group.
