@@ -1,4 +1,4 @@
-"""Evaluators compute and accumulate results over the batches of an evaluation."""
+"""Evaluators run an evaluation batch by batch, and accumulate the results."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ class Evaluator(Protocol):
     """Accumulates the results of one evaluation. Every method is a collective: all ranks of a job call it."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add one batch; ``runner`` is a :class:`~ppfleetx.parallel.step.StepRunner`."""
+        """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step.StepRunner`, and add its
+        results to those of the evaluation."""
 
     def result(self) -> Measured | None:
-        """Return the result over all batches; None if the loss mask kept no token or example."""
+        """Return the result over all batches; None if the loss mask excluded every token or example."""
 
 
 class TokenLoss:
@@ -72,7 +73,7 @@ class TokenLoss:
         self._metrics: dict[str, Metric] = {}
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Evaluate a global batch and add its loss and metrics."""
+        """Evaluate one global batch, and add its loss and metrics to the results of the evaluation."""
         found = runner.eval_step(micro_batches)
         self._loss_sum, self._count = self._loss_sum + found.loss, self._count + found.count
         for name, (total, count) in found.metrics.items():
@@ -80,7 +81,7 @@ class TokenLoss:
             self._metrics[name] = Metric(before.total + total, before.count + count)
 
     def result(self) -> Measured | None:
-        """Return the mean over all batches; None if the loss mask kept no token."""
+        """Return the mean over all batches; None if the loss mask excluded every token."""
         if self._count == 0:
             return None
         loss = self._loss_sum / self._count

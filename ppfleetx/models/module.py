@@ -83,7 +83,7 @@ class BasicModule(ABC):
 
 
 class WrappedTask(BasicModule):
-    """A task that forwards each call to another task, ``task``. A subclass overrides what differs."""
+    """A task that passes each call on to another task, ``task``. Subclasses override what they change."""
 
     def __init__(self, task: BasicModule) -> None:
         super().__init__(task.cfg)

@@ -43,13 +43,14 @@ class HiddenState(NamedTuple):
 
     @classmethod
     def unpack(cls, state: State, *, carries_positions: bool) -> HiddenState:
-        """Rebuild the state from a tuple made by :meth:`pack`."""
+        """Rebuild the hidden state from a tuple made by :meth:`pack`."""
         hidden, *rest = state
         position_ids = rest.pop(0) if carries_positions else None
         return cls(hidden, position_ids, rest[0] if rest else None)
 
     def pack(self) -> State:
-        """Return the tensors that are not None, in order, as a tuple."""
+        """Return the state as a tuple of its tensors, in order, without those that are None. Pipelines send
+        such tuples."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
@@ -78,10 +79,10 @@ class Embedding(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Embed a state: tokens ``[b, s]``, position ids ``[b, s]``, and optionally document starts
-        ``[b, s]``.
+        """Embed the tokens of ``state``, a tuple of tokens ``[b, s]``, position ids ``[b, s]`` and,
+        optionally, document starts ``[b, s]``.
 
-        Returns the packed :class:`HiddenState`, with ``hidden [s, b, h]`` of this rank's positions.
+        Returns a :class:`HiddenState` as a tuple, with ``hidden [s, b, h]`` of this rank's positions.
         """
         tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
         hidden = self.embed(tokens, position_ids)
@@ -153,8 +154,8 @@ class Block(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Run the block on a packed :class:`HiddenState`; ``cache`` holds the keys and values of earlier
-        positions."""
+        """Run the block on a hidden state in the form of a tuple (:meth:`HiddenState.pack`). ``cache`` holds
+        the keys and values of earlier positions."""
         trunk = HiddenState.unpack(state, carries_positions=self.carries_positions)
         hidden, position_ids, document_start = trunk
         granularity = self.granularity if cache is None and may_recompute(self) else None
@@ -186,8 +187,8 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
-        """Return the output of the attention branch, before the residual addition. ``recompute_attention``
-        recomputes the branch in the backward pass."""
+        """Return the output of the attention branch, before the residual addition. With
+        ``recompute_attention``, the backward pass recomputes the branch."""
         if recompute_attention:
             return recompute(self.attend, hidden, position_ids, document_start)
         return self.attend(hidden, position_ids, document_start, cache)
@@ -219,7 +220,8 @@ class Block(nn.Layer):
 
 
 class FinalNorm(nn.Layer):
-    """The norm after the last block. Its output is multiplied by ``multiplier``, which scales the logits."""
+    """The norm after the last block. Its output is multiplied by ``multiplier``, in place of multiplying the
+    logits."""
 
     def __init__(self, factory: LayerFactory, spec: NormSpec, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -253,7 +255,7 @@ class LanguageHead(ChunkedHead):
         return self.factory.enter_head(hidden)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the logits of ``hidden [s, b, h]`` for all positions, before soft-capping."""
+        """Return the logits of ``hidden [s, b, h]`` for all positions. Soft-capping is not yet applied."""
         raise NotImplementedError
 
 

@@ -108,7 +108,7 @@ class BlockSpec:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash, computed once, because blocks are looked up often when costs are cached."""
+        """The hash of the declaration, computed only once, because caches of costs look up blocks often."""
         return hash((self.attention, self.mlp, self.input_norm))
 
     @property
@@ -300,7 +300,7 @@ class ModelSpec:
 
     @property
     def routers(self) -> Mapping[str, int]:
-        """The number of experts of each router, by the router's canonical name."""
+        """The number of experts of each router in the model, by the router's canonical name."""
         mixtures = ((index, block.mlp) for index, block in enumerate(self.blocks))
         return {
             f"decoder.layers.{index}.mlp.router": mlp.cfg.num_experts
@@ -328,8 +328,8 @@ def model_spec(cfg: ModelConfig) -> ModelSpec:
 
 
 def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
-    """Build the declaration of a GPT from the ``Model`` section. ``block`` is the class of the block
-    declarations."""
+    """Build the declaration of a GPT from the ``Model`` section. Its blocks are declared by the class
+    ``block``."""
     h, std = cfg.hidden_size, cfg.matrix_std
     output_init = Normal(std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std)
     word_init = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
@@ -494,8 +494,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter from its shape. Copies the GPT parameter of the same name, if there is one with as
-    many dimensions; otherwise matrices are sliced by columns."""
+    """Declare a parameter of which only the shape is known. If the GPT block has a parameter of the same name
+    and number of dimensions, all its other properties are copied. Otherwise a matrix is sliced by columns."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     is_matrix = len(shape) > 1
@@ -527,7 +527,8 @@ def parameter_count(model: ModelConfig) -> int:
     """Return the number of parameters. A tied head is counted once.
 
     With biases, LayerNorm, P learned positions, multi-head attention, f = 4h and a tied head, the number is
-    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al., 2021, who leave out the 2h of the final norm).
+    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al., 2021, who leave out the 2h of the final norm). L is the
+    number of layers, h and f the widths of hidden states and MLP, and V the padded vocabulary.
     """
     return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 

@@ -129,8 +129,8 @@ def _head(spec: HeadSpec, factory: LayerFactory) -> Stage:
 
 
 def kernel_options(cfg: ModelConfig) -> KernelOptions:
-    """Return the options of the attention kernel. Warns if ``use_flash_attn`` is set on a CPU, which has no
-    flash attention."""
+    """Return the attention kernel's options from the ``Model`` section. Warns if ``use_flash_attn`` is set on
+    a CPU, which has no flash attention."""
     if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not on_card():
         get_logger().warning("Model.use_flash_attn: a CPU has no flash attention; not used")
     guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0
