@@ -18,7 +18,8 @@ _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Compare fused AdamW, with and without weight decay, with the kernel for one tensor."""
+    """Compare AdamW by the fused multi-tensor kernel with AdamW by the single-tensor kernel, with and without
+    weight decay."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]
@@ -37,8 +38,8 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Return (parameter, two moments, two powers) for each value. The powers are in host memory, as in
-    Paddle's optimizers."""
+    """Return fresh AdamW tensors for each starting value: (parameter, two moments, two powers of the betas).
+    The powers are in host memory, as in Paddle's optimizers."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

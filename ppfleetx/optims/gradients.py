@@ -36,7 +36,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def complete_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient; create zeros if no backward pass produced one."""
+    """Return the parameter's gradient. If no backward pass produced one, create zeros."""
     gradient = gradient_of(parameter)
     if gradient is not None:
         return gradient
@@ -48,21 +48,22 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def expects_gradient(parameter: Tensor) -> bool:
-    """Return whether a step uses the parameter. The answer is the same on all ranks and does not depend on
-    data."""
+    """Return whether a step uses the parameter, so that its gradient takes part in reductions. The answer is
+    the same on all ranks and does not depend on data."""
     return not getattr(parameter, "is_idle", False)
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Free the gradient. It is removed rather than zeroed, so that the next backward pass need not add to
-    it."""
+    """Free the parameter's gradient. It is removed rather than set to zero, so that the next backward pass
+    need not add to it."""
     if getattr(parameter, "main_grad", None) is not None:
         parameter.main_grad = None
     parameter.clear_gradient(False)
 
 
 def add_to_main_gradient(parameter: Tensor) -> None:
-    """Add ``grad`` to the float32 ``main_grad``, and drop ``grad``. Does nothing for a float32 parameter."""
+    """Move a 16-bit parameter's new gradient ``grad`` to its accumulated float32 gradient: add it to
+    ``main_grad`` and drop ``grad``. Does nothing for a float32 parameter."""
     if parameter.grad is None or parameter.dtype == paddle.float32:
         return
     with paddle.no_grad():
@@ -86,8 +87,8 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to the parameter's gradient. If the parameter has none, ``gradient`` becomes it
-    without a copy."""
+    """Add ``gradient`` to the parameter's gradient. If the parameter has no gradient, ``gradient`` itself
+    becomes its gradient, without a copy."""
     with paddle.no_grad():
         there = gradient_of(parameter)
         if there is not None:
@@ -119,7 +120,8 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return squared norms of shape [] that add up to the squared norm of all ``gradients``."""
+    """Return one or several squared norms, of shape [], whose sum is the squared norm of all
+    ``gradients``."""
     small = [grad for grad in gradients if grad.size < _SMALL]
     if len(small) > 1 and ops.takes("grad_norm", *small):
         joined = paddle.concat([grad.reshape([-1]) for grad in small])

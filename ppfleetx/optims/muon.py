@@ -47,8 +47,8 @@ al., 2025)."""
 class Muon(Rule):
     """The update p -= lr * (decay * p + scale * O), where O is the orthogonalized momentum of a matrix.
 
-    A fused weight (queries, keys and values, or gate and up) is updated as several matrices, and each expert
-    as one matrix.
+    A fused weight (queries, keys and values, or gate and up) is updated as several separate matrices, and the
+    weight of several experts as one matrix per expert.
     """
 
     states = (StateSpec("momentum"),)

@@ -95,14 +95,14 @@ class Optimizer:
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use these float32 tensors, by canonical name, as master weights. Missing master weights are copied
-        from the 16-bit parameters."""
+        """Use these float32 tensors, given by canonical name, as master weights of 16-bit parameters. Master
+        weights that are missing are copied from the parameters."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
     def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Update all parameters that have a gradient. With ``weight_decay=None``, the value of the last step
-        is used."""
+        """Update all parameters that have a gradient. With ``weight_decay=None``, the weight decay of the
+        previous step applies again."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
         for each in self._members:
@@ -215,7 +215,8 @@ def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory. Unlike ``Tensor.cpu``, always makes a copy."""
+    """Copy a tensor to host memory. Unlike ``Tensor.cpu``, this also copies a tensor that already is in host
+    memory."""
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 

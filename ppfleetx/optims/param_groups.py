@@ -39,8 +39,8 @@ the first rule that accepts it."""
 
 
 def width_factor(spec: ParamSpec, width_multiplier: float) -> float:
-    """Return the factor of a parameter's learning rate under ``Model.mup_base_width`` (Yang et al., 2022,
-    table 8)."""
+    """Return the factor by which muP changes a parameter's learning rate if ``Model.mup_base_width`` is set
+    (Yang et al., 2022, table 8)."""
     return 1 / width_multiplier if is_hidden_matrix(spec) or spec.kind == "router" else 1.0
 
 
@@ -66,7 +66,8 @@ class GroupRow:
 
 
 def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRow]:
-    """Return the rows for the groups of ``Optimizer.groups``, then for all other parameters of the model.
+    """Return the rows of the table of parameter groups that ``--check`` prints: first for the groups of
+    ``Optimizer.groups``, then for all other parameters of the model.
 
     Raises:
         ConfigError: a pattern matches no trainable parameter; a group contains no parameter, or, with Muon,

@@ -91,8 +91,8 @@ class Rule(ABC):
 
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
-    """Return the learning rate as a tensor ``[1]``, in the type that kernels require for ``value``, the
-    parameter to update. All updates of a step share the tensor: do not modify it."""
+    """Return the learning rate as a tensor ``[1]`` for the kernel that updates ``value``, in the type that
+    this kernel requires. All updates of a step share the tensor: do not modify it."""
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 
@@ -133,8 +133,8 @@ class SGD(Rule):
 
 
 class UpdateRule(ABC):
-    """The deprecated rule interface, supported for one more version. Updates one parameter per call.
-    ``states`` names the state tensors, which have the parameter's shape and start at 0."""
+    """The deprecated interface of an update rule, supported for one more version. It updates one parameter
+    per call. ``states`` names the state tensors, which have the parameter's shape and start at 0."""
 
     states: ClassVar[tuple[str, ...]] = ()
 

@@ -93,8 +93,8 @@ class Schedule:
         return text
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON-compatible mapping for a checkpoint. ``from_state`` builds an equal schedule from
-        it."""
+        """Return the schedule as a JSON-compatible mapping, for a checkpoint. :meth:`from_state` builds an
+        equal schedule from it."""
         return asdict(self)
 
     @classmethod
