@@ -118,7 +118,7 @@ class SendOrder:
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients are sent together, in the order of the backward pass.
+    """Parameters whose gradients are reduced in one message, in the order of the backward pass.
 
     ``start`` starts the reduction, and ``done`` is called when it is complete.
     """
@@ -129,8 +129,8 @@ class Bucket(NamedTuple):
 
 
 class BucketSums:
-    """Reduces each bucket once per step, as soon as its gradients are complete. No parameter is in two
-    buckets."""
+    """Reduces the gradients of each bucket once per step, as soon as they are complete. No parameter is in
+    two buckets."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)

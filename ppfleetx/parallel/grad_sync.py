@@ -178,8 +178,8 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of these parameters. A missing gradient becomes zero, so that all ranks send the
-    same tensors."""
+    """Return the gradients of those of the parameters that a step uses. A missing gradient becomes zero, so
+    that all ranks send the same tensors."""
     return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
 

@@ -63,7 +63,7 @@ class NewValues:
 
     @paddle.no_grad()
     def updated(self) -> None:
-        """Start to broadcast new values. Without overlap, also wait for them."""
+        """Start to broadcast the new values after an update. Without overlap, also wait for them."""
         if not self._overlaps:
             for members in self._by_owner(self._parameters):
                 first = members[0]

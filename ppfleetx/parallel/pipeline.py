@@ -35,8 +35,8 @@ _INPUTS = ("tokens", "position_ids", "document_start")  # inputs of the first st
 
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
-    """Return the index of the first stage of each chunk, followed by ``num_stages``:
-    ``[0, ..., num_stages]``. Chunk c runs on pipeline rank ``c % pp``.
+    """Return the index of the first stage of each chunk, and ``num_stages`` as the last element. A chunk is a
+    run of consecutive stages on one rank; chunk c is on pipeline rank ``c % pp``.
 
     The plan divides the blocks, which are all stages except the first (embedding) and the last two (final
     norm, head). The embedding belongs to the first chunk; norm and head belong to the last.
@@ -117,7 +117,7 @@ class StagePipeline(PipelineLayer):
 
 
 class PipelineRunner(StepRunner):
-    """Runs this rank's stages in Paddle's schedule.
+    """Runs this rank's pipeline stages in the order of Paddle's schedule.
 
     Args:
         pipeline: result of ``fleet.distributed_model`` for a :class:`StagePipeline`.

@@ -46,7 +46,7 @@ def take_turns() -> None:
 
 
 def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
-    """Sort the messages of one exchange into this rank's order.
+    """Sort the messages of one exchange into the order in which this rank starts them.
 
     Args:
         messages: each has an ``op``, Paddle's function that sends or receives, and a ``peer``, a global rank.

@@ -29,7 +29,7 @@ from ppfleetx.nn.matmul import Matmul
 
 @dataclass
 class Receive:
-    """A receive in progress from a neighbor."""
+    """A receive from a neighboring pipeline stage, in progress."""
 
     tensors: Any
     tasks: list[Any]
@@ -126,8 +126,8 @@ class ListedPipeline(PipelineParallel):
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """Run the backward pass of the oldest micro batch and return the gradient of its input. Under ZB-H1,
-        weight gradients are deferred."""
+        """Run the backward pass of the oldest micro batch in progress and return the gradient of the stage's
+        input. Under ZB-H1, weight gradients are deferred."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()
@@ -141,7 +141,8 @@ class ListedPipeline(PipelineParallel):
         return Receive(tensors, tasks)
 
     def _fetch_upstream(self) -> Receive | None:
-        """Start to receive the gradient of an output from the next stage; None on the last stage."""
+        """Start to receive the gradient of an output from the next pipeline stage. Return None on the last
+        stage, which computes it itself."""
         if self._is_last:
             return None
         _, tensors, tasks = self._start(recv_next=True)

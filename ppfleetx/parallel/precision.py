@@ -66,7 +66,8 @@ class LossScaler:
         return self.dynamic and self.scale > self._min_scale
 
     def update(self, overflow: bool) -> None:
-        """Record whether the gradients of a step overflowed, and set the scale of the next step."""
+        """Set the loss scale for the next step. ``overflow`` tells whether the gradients of this step
+        overflowed."""
         if not self.dynamic:
             return
         if overflow:
@@ -81,12 +82,12 @@ class LossScaler:
             self.scale *= GROWTH
 
     def state(self) -> dict[str, float | int]:
-        """Return the state for a checkpoint; :meth:`load_state` restores it exactly."""
+        """Return the state of the loss scale for a checkpoint. :meth:`load_state` restores it exactly."""
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state. A constant scale keeps its configured value. Raises CheckpointError if the
-        state is not valid."""
+        """Restore a saved state of the loss scale. A constant scale keeps its configured value. Raises
+        CheckpointError if the state is not valid."""
         if self.dynamic:
             scale, *steps = (state.get(key) for key in ("scale", "quiet_steps", "tolerated"))
             is_scale = type(scale) in (int, float) and 0 < scale < 1e300

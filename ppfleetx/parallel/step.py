@@ -349,12 +349,13 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Run all passes. Add the gradient of (loss sum / ``num_valid``) to the gradients of this rank's
-        parameters, and the loss to the step's sums, without waiting for the device."""
+        """Run all forward and backward passes of a step, without waiting for the device. Add the gradients
+        of (loss sum / ``num_valid``) to those of this rank's parameters, and the loss to the sums of the
+        step."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run the forward passes and add the loss to the step's sums."""
+        """Run the forward passes of an evaluation and add the losses and metrics to the sums of the step."""
 
     def _count_over_job(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         return self._ctx.sum_over(DATA_AXES, *self.count(micro_batches))
@@ -410,7 +411,8 @@ class LocalRunner(StepRunner):
         function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
         micro_batches: Sequence[MicroBatch],
     ) -> list[np.ndarray]:
-        """Return ``function(model, tensors)`` for each micro batch of this rank, in evaluation mode."""
+        """Call ``function(model, tensors)`` for each micro batch of this rank, in evaluation mode, and return
+        the results."""
         self.model.eval()
         self._scales.begin()
         with self._precision.autocast():
@@ -418,5 +420,6 @@ class LocalRunner(StepRunner):
 
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
-    """Copy the arrays of a micro batch to the current device, without ``sample_ids``."""
+    """Copy the arrays of a micro batch to the current device. ``sample_ids`` are left out, because the model
+    does not read them."""
     return upload_all({name: array for name, array in batch.items() if name != "sample_ids"})

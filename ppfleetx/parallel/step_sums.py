@@ -1,5 +1,5 @@
-"""Reductions of a step besides gradients: loss and metrics (in one vector), scales of quantized inputs, loads
-of experts."""
+"""Quantities other than gradients that a step reduces over the ranks: loss and metrics (in one vector), the
+input scales of fake quantization, and the loads of experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepSums:
     """The sums of loss and metrics on this rank since the last :meth:`begin`.
 
     Args:
-        names: all metrics that any rank may report, the same on all ranks.
+        names: names of all metrics that any rank may report. All ranks must pass the same names.
     """
 
     def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
@@ -101,7 +101,8 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
 
 
 class ActivationScales:
-    """Updates the input scales of fake-quantized linears, once per step from the global batch."""
+    """Updates the scales of the inputs of fake-quantized linears, once per step, from the largest magnitudes
+    in the global batch."""
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)
@@ -113,8 +114,8 @@ class ActivationScales:
 
     @paddle.no_grad()
     def update(self) -> None:
-        """Move each scale towards the largest magnitude in the global batch. Call this after the update of a
-        step."""
+        """After the update of a step: move the input scale of each fake-quantized linear towards the largest
+        magnitude in the global batch."""
         if not self._moving:
             return
         largest = paddle.stack([quantizer.take_largest() for quantizer in self._moving])
@@ -124,8 +125,8 @@ class ActivationScales:
 
 
 class ExpertLoads:
-    """Sums the loads of experts over the job, balances the routers, and warns about experts that get no
-    positions.
+    """Sums the loads of experts (numbers of positions) over the job, balances the routers, and warns about
+    experts that get no positions.
 
     Args:
         routers: number of experts of each router in the whole model, by canonical name; the same on all
@@ -171,7 +172,8 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """Balance the routers and warn about experts without positions. Call this after an applied update."""
+        """After a step whose update was applied: balance the routers, and warn about experts that got no
+        positions."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():

@@ -51,7 +51,7 @@ class ParameterSharding:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the fetch in progress, and discard its values."""
+        """Wait for the fetch in progress, if any, and discard the fetched values."""
         if self._next is not None:
             (_, fetch), self._next = self._next, None
             fetch.wait()
@@ -101,7 +101,8 @@ class ParameterSharding:
 
 @dataclass
 class _Message:
-    """A broadcast in progress of ``parameters``, whose values start at ``offsets`` in ``flat``."""
+    """A broadcast of ``parameters`` in progress. Their values lie one after the other in the tensor ``flat``,
+    starting at ``offsets``."""
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]
@@ -111,7 +112,8 @@ class _Message:
 
 
 class _Fetch:
-    """A fetch in progress of a layer's values: one broadcast per process group, owner and dtype."""
+    """A fetch of one layer's parameter values, in progress. It consists of one broadcast per process group,
+    owner and dtype."""
 
     def __init__(self, layer: paddle.nn.Layer, owning: Sharding) -> None:
         kinds: dict[tuple[int, int, Any], list[paddle.Tensor]] = {}
