@@ -175,8 +175,8 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Apply those norms of queries and keys whose gain spans all heads. Values in ``qkv [s, b, g, r + 2,
-        d]`` do not change."""
+        """Apply those norms of queries and keys whose gain spans all heads. Values in
+        ``qkv [s, b, g, r + 2, d]`` do not change."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])

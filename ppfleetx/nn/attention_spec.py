@@ -83,7 +83,7 @@ class AttentionSpec:
 
     @property
     def kv_width(self) -> int:
-        """Total width of all key heads, and also of all value heads."""
+        """Total width of all key heads, which is also that of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property

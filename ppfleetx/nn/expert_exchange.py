@@ -202,13 +202,13 @@ class Route:
 
     @cached_property
     def _by_place(self) -> paddle.Tensor:
-        """Indices that sort rows that this rank forwards by the place of their destination. A place is a
-        rank's index within its node."""
+        """Indices that sort the rows to be forwarded within the node by their destination, a rank of this
+        node."""
         return upload(self._passing_order())
 
     @cached_property
     def _by_node(self) -> paddle.Tensor:
-        """Indices that undo :attr:`_by_place`: they sort the rows by the node from which they came."""
+        """Indices that undo :attr:`_by_place`: they sort rows by the node from which they came."""
         return upload(self._passing_order().argsort())
 
     def _passing_order(self) -> np.ndarray:

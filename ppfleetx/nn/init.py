@@ -22,15 +22,15 @@ _COUNTERS_PER_TILE = 1 << 32
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element has the same ``value``."""
+    """Initial values of a parameter: every element has the same ``value``."""
 
     value: float = 0.0
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal distribution with mean 0 and standard deviation ``std``. Along ``padded_dim``, elements from
-    index ``true_size`` on are zero (vocabulary padding)."""
+    """Initial values of a parameter: normally distributed with mean 0 and standard deviation ``std``. Along
+    ``padded_dim``, elements from index ``true_size`` on are zero, because they are vocabulary padding."""
 
     std: float
     padded_dim: int | None = None

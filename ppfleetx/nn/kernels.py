@@ -162,8 +162,8 @@ def _fits_triangle(scores: paddle.Tensor) -> bool:
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
-    """Add ``penalty`` to scores in the layout ``[b, g, r * q, k]``. The penalty broadcasts against ``[b, n,
-    q, k]``, with n = g r heads."""
+    """Add ``penalty`` to scores in the layout ``[b, g, r * q, k]``. The penalty broadcasts against
+    ``[b, n, q, k]``, with n = g r heads."""
     shape = scores.shape
     if penalty.dtype != scores.dtype:
         penalty = penalty.astype(scores.dtype)

@@ -116,8 +116,8 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return, for each token, a row of this rank's table, and whether the token belongs to this rank,
-    ``[..., 1]``.
+    """Return, for each token, the index of a row in this rank's part of the embedding table, and whether the
+    token's embedding is on this rank, ``[..., 1]``.
 
     Tokens of other ranks are mapped to different rows, because a GPU is slow to add many gradients to one
     row, even zeros.
@@ -155,7 +155,7 @@ class SlicedDropout(Dropout):
     """Context manager of the rank's own random stream, for kernels with built-in dropout."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Like :meth:`Dropout.forward`, with this rank's own random stream."""
+        """Apply dropout like :meth:`Dropout.forward`, but with this rank's own random stream."""
         if not self.training or self.p == 0:
             return x
         with self.stream():

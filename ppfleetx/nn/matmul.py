@@ -445,15 +445,15 @@ class _GroupedWork(_Work):
             x, result = in_dtype(x, dtype), paddle.empty([x.shape[0], self.weight.shape[-1]], dtype)
             for group, begin, end in self._spans():
                 rows = result._slice(begin, end)
-                _multiply(x._slice(begin, end), in_dtype(_of(self.weight, group), dtype), rows)
+                _multiply(x._slice(begin, end), in_dtype(_of_group(self.weight, group), dtype), rows)
                 if bias is not None:
-                    rows.add_(in_dtype(_of(bias, group), dtype).expand_as(rows))
+                    rows.add_(in_dtype(_of_group(bias, group), dtype).expand_as(rows))
         return result
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
         result = paddle.empty([upstream.shape[0], self.weight.shape[1]], upstream.dtype)
         for group, begin, end in self._spans():
-            matrix = in_dtype(_of(self.weight, group), upstream.dtype)
+            matrix = in_dtype(_of_group(self.weight, group), upstream.dtype)
             _multiply(upstream._slice(begin, end), matrix, result._slice(begin, end), transpose_y=True)
         return result
 
@@ -461,13 +461,13 @@ class _GroupedWork(_Work):
         result = paddle.empty([len(self.counts), x.shape[-1], upstream.shape[-1]], upstream.dtype)
         for group, begin, end in self._spans():
             rows = x._slice(begin, end), upstream._slice(begin, end)
-            _multiply(*rows, _of(result, group), transpose_x=True)
+            _multiply(*rows, _of_group(result, group), transpose_x=True)
         return self._with_zeros(result)
 
     def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
         result = paddle.empty([len(self.counts), upstream.shape[-1]], upstream.dtype)
         for group, begin, end in self._spans():
-            paddle.assign(upstream._slice(begin, end).sum(0), _of(result, group))
+            paddle.assign(upstream._slice(begin, end).sum(0), _of_group(result, group))
         return self._with_zeros(result)
 
     def _spans(self) -> Iterator[tuple[int, int, int]]:
@@ -480,7 +480,7 @@ class _GroupedWork(_Work):
     def _with_zeros(self, result: paddle.Tensor) -> paddle.Tensor:
         for group, count in enumerate(self.counts):
             if not count:
-                _of(result, group).zero_()
+                _of_group(result, group).zero_()
         return result
 
 
@@ -491,7 +491,7 @@ def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transpos
         paddle.matmul(x, y, out=out, **transposes)
 
 
-def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
+def _of_group(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
     """Return ``tensor[group]`` as a view, without autograd."""
     return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
 
@@ -608,8 +608,8 @@ def _give_gradient(rest: _WeightGradient) -> None:
 
 
 class _Holder:
-    """Hides a tensor from autograd, which treats a result that shares memory with an argument as an in-place
-    change."""
+    """Hides a tensor from autograd. Otherwise autograd would treat a result that shares memory with an
+    argument as an in-place change."""
 
     def __init__(self, copy: paddle.Tensor) -> None:
         self.copy = copy

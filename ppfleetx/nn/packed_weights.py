@@ -35,8 +35,8 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix that is stored in p panels of w columns, ``[p,
-    k, w]``. Return ``[m, p * w]``."""
+    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix that is stored in p panels of w columns,
+    ``[p, k, w]``. Return ``[m, p * w]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 

@@ -169,8 +169,8 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return the axis whose ranks share the parameter but of which only one owns it (ZeRO), as a tuple; () if
-    every rank owns what it holds."""
+    """Return, as a tuple, the axis whose ranks share the parameter and divide the ownership of parameters
+    among them (ZeRO). () if every rank owns what it holds."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 

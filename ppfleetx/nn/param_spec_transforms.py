@@ -166,7 +166,7 @@ def _number_of_experts(name: str) -> ParamSpec:
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
     """Declare the parameter that stores the quantized integers of a frozen ``matrix``. Each stored row packs
-    ``per_row`` input features: 1 in 8 bits, 2 in 4 bits."""
+    ``per_row`` input features (1 with 8 bits, 2 with 4 bits)."""
     dtype = "int8" if per_row == 1 else "uint8"
     *experts, width_in, width_out = matrix.shape
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)

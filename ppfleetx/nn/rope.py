@@ -129,7 +129,7 @@ class RotaryEmbedding:
 
     def cos_sin(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Return cos and sin of the angles at all positions, ``[b, s, head_dim / 2]`` float32 (computed in
-        float64), times YaRN's attention factor."""
+        float64), multiplied by :func:`~ppfleetx.nn.rope_scaling.attention_factor`."""
         if paddle.in_dynamic_mode():
             cos, sin = _tables(
                 self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()

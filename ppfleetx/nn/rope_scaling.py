@@ -34,8 +34,8 @@ def inverse_frequencies(
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor of cos and sin in YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024); else
-    1."""
+    """Return the factor by which YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024) multiply cos and
+    sin; 1 for other methods."""
     if scaling is None or scaling.type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:

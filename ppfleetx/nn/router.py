@@ -87,8 +87,9 @@ def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.T
 
 
 def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
-    """Return the balancing loss ``E sum_e f_e P_e`` of each sequence, ``[b]``, from :func:`sequence_sums`
-    (Wang et al., 2024)."""
+    """Return the balancing loss of each sequence, ``[b]``: ``E sum_e f_e P_e``, where f_e is expert e's share
+    of the choices of a sequence, and P_e its mean score (Wang et al., 2024). ``sums`` is the result of
+    :func:`sequence_sums`."""
     experts = (sums.shape[-1] - 1) // 2
     choices, scores, positions = sums.split([experts, experts, 1], -1)
     positions = positions.clip(min=1.0)
@@ -133,9 +134,9 @@ def within_capacity(
 ) -> paddle.Tensor:
     """Return the mask ``[s, b, k]`` of choices that are kept: 1 for kept, 0 for dropped.
 
-    In each sequence, an expert accepts ``ceil(factor k n / E)`` choices, where n is the number of positions
-    that count in the loss. Positions that do not count are never dropped. All positions of the sequences must
-    be on this rank.
+    In each sequence, an expert accepts ``ceil(factor k n / E)`` choices, for k choices per position, E
+    experts, and n positions that count in the loss. Positions that do not count are never dropped. All
+    positions of the sequences must be on this rank.
     """
     chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
     if policy == "position":

@@ -41,7 +41,8 @@ Finish = Callable[[nn.Layer, NameOf], None]
 
 @dataclass(frozen=True)
 class Tie:
-    """A sub-layer that is shared by all stages with the same ``key``: their ``attribute`` is one object.
+    """A sub-layer that is shared by all stages with the same ``key``. In the layer of each such stage, the
+    attribute with the name ``attribute`` holds the same object.
 
     ``key`` is also the canonical name of the sub-layer: its parameters are named ``{key}.weight`` in every
     stage. The sub-layer must only hold shared parameters, because a copy on another pipeline rank would leave

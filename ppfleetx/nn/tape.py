@@ -96,7 +96,7 @@ class Tape:
         return sum(self._sizes[name] for name in self._held) + extra
 
     def forward_peak(self, values: float = 0.0) -> float:
-        """Return the peak memory of the forward pass in bytes, without the inputs.
+        """Return the peak memory of the forward pass in bytes, not counting the inputs.
 
         Args:
             values: bytes of fetched parameters (sharding stage 3), added in steps that use parameters.

@@ -83,7 +83,7 @@ class GradientSync:
         self._tied_group, self._values = tied_group, values
         self._mine = [p for p in self.parameters if sharding is None or sharding.owns(p)]
         self._counted = {
-            view: [p for p in self._mine if p.spec.view == view and self._is(counts, p)]
+            view: [p for p in self._mine if p.spec.view == view and self._answer(counts, p)]
             for view in ((DENSE, EXPERTS) if has_experts else (DENSE,))
         }
         self._early: set[int] = set()  # ids of parameters whose gradients are summed in the backward pass
@@ -166,9 +166,9 @@ class GradientSync:
 
     def writes(self, parameter: paddle.Tensor) -> bool:
         """Return whether this rank writes its slice of the parameter into a checkpoint."""
-        return self._is(writes, parameter)
+        return self._answer(writes, parameter)
 
-    def _is(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
+    def _answer(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
         """Call ``chosen``, which is :func:`counts` or :func:`writes` of ``nn/param_spec.py``, for a parameter
         and this rank. Return its answer."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None

@@ -147,7 +147,8 @@ class Precision:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The element types of activations. The first is the type of parameters at O1."""
+        """The element types in which activations may be computed: float32 and, with mixed precision (but not
+        on a CPU), the 16-bit type. The first is that of parameters at O1."""
         has_both = self._cfg.enable and not self.products_alone
         return ("float32", self._cfg.dtype) if has_both else ("float32",)
 

@@ -6,10 +6,10 @@ This needs a C++ compiler and a few seconds; ``make`` runs it for its own enviro
 version of Paddle and one kind of CPU. Without it, Paddle's operators and NumPy give the same results. To
 remove the libraries, delete the directory ``built``.
 
-``few_rows`` multiplies a few rows by a large matrix, ``grouped_product`` rows by the matrices of their
-experts; ``nucleus`` is top-p sampling. ``few_rows.h`` and ``kernels.cc`` have the details.
-:mod:`~ppfleetx.nn.cpu_ops.quantized` has operators for quantized weights,
-:mod:`~ppfleetx.nn.cpu_ops.fused_blocks` one for all blocks of a model.
+``few_rows`` multiplies a few rows by a large matrix, ``grouped_product`` multiplies each row by the matrix of
+its expert, and ``nucleus`` applies top-p to probabilities; see ``few_rows.h`` and ``kernels.cc`` for details.
+:mod:`~ppfleetx.nn.cpu_ops.quantized` has operators for quantized weights, and
+:mod:`~ppfleetx.nn.cpu_ops.fused_blocks` has one operator that runs all blocks of a model.
 """
 
 from __future__ import annotations

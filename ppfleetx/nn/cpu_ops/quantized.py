@@ -1,5 +1,5 @@
-"""Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled (``python -m
-ppfleetx.nn.cpu_ops``).
+"""Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled
+(``python -m ppfleetx.nn.cpu_ops``).
 
 Decoding reads every weight once per token, so it is faster if weights have fewer bytes. Weights are widened
 to float32 in registers; with 8-bit activations, products are summed as integers (by ``vpdpbusd`` if the CPU
@@ -37,8 +37,8 @@ def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
 
 
 def int4_panels(packed: paddle.Tensor) -> paddle.Tensor:
-    """Arrange the packed 4-bit integers of a weight, ``[k / 2, n]`` uint8, in p panels of w columns, ``[p, k
-    / 8, w, 4]``. The last dimension holds 8 successive integers of a column in 4 bytes."""
+    """Arrange the packed 4-bit integers of a weight, ``[k / 2, n]`` uint8, in p panels of w columns,
+    ``[p, k / 8, w, 4]``. The last dimension holds 8 successive integers of a column in 4 bytes."""
     return _fill(packed, 4).reshape([packed.shape[0] // 4, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
