@@ -156,8 +156,8 @@ class NormSpec:
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Return the declarations of ``weight`` and ``bias``, or of the one that norms of this kind are
-        registered with. A rank's gradient is a partial sum if the ranks normalize different positions or
-        heads."""
+        registered with. The gradients of tensor-parallel ranks are partial sums if these ranks normalize
+        different positions or heads."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
@@ -206,8 +206,8 @@ class TableSpec:
     of_words: bool = True
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declaration of ``weight``. Its gradient is never a partial sum, because sequence
-        parallelism splits the positions only after the embedding."""
+        """Return the declaration of ``weight``. Tensor-parallel ranks never have partial sums of its
+        gradient, because sequence parallelism splits the positions only after the embedding."""
         kind, mp = ("word_embedding", Shard(0)) if self.of_words else ("position_embedding", REPLICATE)
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 

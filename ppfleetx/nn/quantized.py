@@ -127,8 +127,7 @@ class QuantizedMatrix:
         return cpu_ops.product(self.panel_format, x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
-        """Return whether our CPU operators can multiply ``x`` by this matrix. If not, the matrix is converted
-        to floating point."""
+        """Return whether our CPU operators can multiply ``x`` by this matrix."""
         if not x.place.is_cpu_place() or x.dtype != paddle.float32 or not cpu_ops.are_available():
             return False
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
@@ -181,7 +180,7 @@ class QuantizedMatrix:
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
         """Return the compute capability of the GPU (e.g. 80), if Paddle's kernel for 8-bit weights can
-        multiply by this matrix; else None."""
+        multiply ``x`` by this matrix; else None."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
         if self.form.bits != 8 or self.rounds_activations or not fits or not on_gpu():
             return None
