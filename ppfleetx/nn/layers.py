@@ -64,8 +64,8 @@ class GroupedLinear(nn.Layer):
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:
-    """Return whether layers should compute with other operators than usual, whose backward pass is faster with
-    Paddle's CPU kernels.
+    """Return whether layers should compute with other operators than usual, because their backward pass is
+    faster with Paddle's CPU kernels.
 
     False while a program is exported, which should contain plain operators.
     """

@@ -197,7 +197,8 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of elements in the matrices of the experts that the router does not choose for a position."""
+        """Number of elements in the matrices of those experts that the router does not choose for a
+        position."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width

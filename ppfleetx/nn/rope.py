@@ -176,7 +176,8 @@ def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers. With LongRoPE,
-    which changes its frequencies for sequences longer than L, they are ``[L + max_positions, head_dim / 2]``."""
+    which changes its frequencies for sequences longer than L, their shape is
+    ``[L + max_positions, head_dim / 2]``."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
     switch_length = None if scaling is None else scaling.switch_length(max_positions)
