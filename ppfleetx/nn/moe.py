@@ -155,7 +155,7 @@ class Experts(nn.Layer):
         self.fc1, self.fc2 = factory.grouped_linear(spec.fc1), factory.grouped_linear(spec.fc2)
 
     def forward(self, rows: paddle.Tensor, counts: Counts) -> paddle.Tensor:
-        """Apply to each of ``rows [n, h]``, which are sorted by expert, its expert. The shape stays the same."""
+        """Apply each expert to its rows of ``rows [n, h]``, sorted by expert. Returns ``[n, h]``."""
         inner = self.activation(self.fc1(rows, counts).unsqueeze(0)).squeeze(0)
         return self.fc2(inner, counts, adds_bias=self.exchange.adds_output_bias)
 

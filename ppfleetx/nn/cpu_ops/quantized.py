@@ -63,7 +63,7 @@ def product(
     bias: paddle.Tensor | None,
     columns: int,
 ) -> paddle.Tensor:
-    """Return ``x [..., k] @ (integers * scales [+ offsets]) + bias`` for a quantized weight, without gradients.
+    """Return ``x [..., k] @ (integers * scales [+ offsets]) + bias``, without gradients.
 
     Args:
         kind: ``int8`` or ``int4``, the type of the weights; ``int8_int8`` or ``int4_int8`` also rounds ``x``
