@@ -122,7 +122,7 @@ def ours(mode: str, weights: Path) -> Step:
     import_paddle()
     import numpy as np
 
-    from ppfleetx.checkpoint.tensors import load_model
+    from ppfleetx.checkpoint.paddle_tensors import load_model
     from ppfleetx.checkpoint.weights import ForeignCheckpoint, fitted
     from ppfleetx.config.sections.root import ModelConfig, OptimizerConfig, RunConfig
     from ppfleetx.conversion.huggingface.directory import read_hf

@@ -39,7 +39,7 @@ START_SECONDS = 120.0
 
 def make_checkpoint(directory: Path) -> Path:
     """Random weights, and a tokenizer of few ids; gives the configuration."""
-    from ppfleetx.checkpoint.tensors import model_slices
+    from ppfleetx.checkpoint.paddle_tensors import model_slices
     from ppfleetx.checkpoint.writer import save_checkpoint
     from ppfleetx.config.sections.root import ModelConfig
     from ppfleetx.data.tokenizer.tokenizer import train_tokenizer

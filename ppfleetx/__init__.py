@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
+    from ppfleetx.api.build_module import build_module
+    from ppfleetx.api.mindformers_gpt2 import GPT2LMHeadModel, GPT2Tokenizer
     from ppfleetx.api.model import GPT, load
-    from ppfleetx.api.module import build_module
     from ppfleetx.api.trainer import Trainer
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.engine.callbacks.base import Callback
@@ -39,11 +39,11 @@ __all__ = [
 _PLACES = {
     "Callback": "ppfleetx.core.engine.callbacks.base",
     "GPT": "ppfleetx.api.model",
-    "GPT2LMHeadModel": "ppfleetx.api.gpt2",
-    "GPT2Tokenizer": "ppfleetx.api.gpt2",
+    "GPT2LMHeadModel": "ppfleetx.api.mindformers_gpt2",
+    "GPT2Tokenizer": "ppfleetx.api.mindformers_gpt2",
     "Tokenizer": "ppfleetx.data.tokenizer.tokenizer",
     "Trainer": "ppfleetx.api.trainer",
-    "build_module": "ppfleetx.api.module",
+    "build_module": "ppfleetx.api.build_module",
     "load": "ppfleetx.api.model",
     "load_config": "ppfleetx.config.loader",
 }

@@ -367,7 +367,7 @@ class GPT:
         Raises:
             CheckpointError: the checkpoint exists already, or cannot be written.
         """
-        from ppfleetx.checkpoint.tensors import model_slices
+        from ppfleetx.checkpoint.paddle_tensors import model_slices
         from ppfleetx.checkpoint.weights import in_stored_types
         from ppfleetx.checkpoint.weights_only import save_weights
 

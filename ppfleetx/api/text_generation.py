@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.api.configuration import Configuration, Overrides, settings_of
-from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
+from ppfleetx.api.mindformers_gpt2 import GPT2LMHeadModel, GPT2Tokenizer
 from ppfleetx.api.model import GPT
 from ppfleetx.api.trainer import Trainer as NativeTrainer
 from ppfleetx.commands.finetune_defaults import finetuning_defaults

@@ -20,9 +20,9 @@ from ppfleetx.checkpoint.config_and_tokenizer import (
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.manifest import MAX_DOCUMENT_BYTES, Manifest
+from ppfleetx.checkpoint.paddle_tensors import MASTER_WEIGHT
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice
-from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
 from ppfleetx.checkpoint.weights import Weights, lazy, shown_reading, slices_of
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from ppfleetx.commands.curves import (
+from ppfleetx.commands.launching import SCRIPT
+from ppfleetx.commands.loss_curves import (
     Record,
     draw_losses,
     import_pyplot,
@@ -23,7 +24,6 @@ from ppfleetx.commands.curves import (
     save_figure,
     train_records,
 )
-from ppfleetx.commands.launching import SCRIPT
 from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.config.formatting import counted

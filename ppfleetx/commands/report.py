@@ -18,7 +18,7 @@ from ppfleetx.checkpoint.directory import complete_checkpoints
 from ppfleetx.checkpoint.inspect import open_for_inspection, summary
 from ppfleetx.checkpoint.run_ownership import read_run
 from ppfleetx.commands.check import check_report
-from ppfleetx.commands.curves import (
+from ppfleetx.commands.loss_curves import (
     Record,
     draw_losses,
     import_pyplot,

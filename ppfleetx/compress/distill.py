@@ -19,8 +19,8 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.paddle_tensors import load_model
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.tensors import load_model
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.compress import DistillConfig, WeightsConfig, is_of_quantizer

@@ -23,7 +23,7 @@ import numpy as np
 import paddle
 from paddle import distributed
 
-from ppfleetx.checkpoint.tensors import changed_on_host, dtype_of, host_array
+from ppfleetx.checkpoint.paddle_tensors import changed_on_host, dtype_of, host_array
 from ppfleetx.compress.prune import (
     LAYER,
     GroupsAndUnits,

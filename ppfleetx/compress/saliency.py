@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 
+from ppfleetx.checkpoint.paddle_tensors import load_model
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.tensors import load_model
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.compress.prune import GroupsAndUnits
 from ppfleetx.config.sections.compress import is_of_quantizer

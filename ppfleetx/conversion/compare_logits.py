@@ -67,7 +67,7 @@ def our_logits(
     import_paddle()
     import paddle
 
-    from ppfleetx.checkpoint.tensors import load_model
+    from ppfleetx.checkpoint.paddle_tensors import load_model
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.models.staged import StagedModel
     from ppfleetx.nn.factory import LocalFactory

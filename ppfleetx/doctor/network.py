@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
-from ppfleetx.doctor.exchange import Answer, Guest, Host, open_meeting
+from ppfleetx.doctor.process_exchange import Answer, Guest, Host, open_meeting
 from ppfleetx.utils.machine import interface_address, interface_flags
 
 _UP, _LOOPBACK = 0x1, 0x8  # linux/if.h

@@ -25,8 +25,8 @@ from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
-from ppfleetx.doctor.exchange import Answer, Guest, Host, open_meeting
 from ppfleetx.doctor.files import nearest_directory
+from ppfleetx.doctor.process_exchange import Answer, Guest, Host, open_meeting
 from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, in_full
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 

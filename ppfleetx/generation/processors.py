@@ -152,7 +152,7 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
     limit, lower ids are kept.
 
     There are four implementations: our C++ operator; NumPy if the operator is not compiled; a sort on GPUs;
-    and :mod:`ppfleetx.deploy.static.token_choice` for exported programs, which cannot use NumPy. Tests verify
+    and :mod:`ppfleetx.deploy.static.sampling` for exported programs, which cannot use NumPy. Tests verify
     that all keep the same tokens.
     """
     if _is_on_host(probabilities):

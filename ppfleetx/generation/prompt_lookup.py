@@ -205,7 +205,7 @@ def next_width(width: int, right: int, most: int, all_right: bool) -> int:
     accepted (``all_right``), otherwise as many as were accepted, at least 1.
 
     ``width`` is the number wanted in this pass, ``right`` the number accepted, and ``most`` the limit.
-    :func:`ppfleetx.deploy.static.token_choice.next_width` computes the same for tensors.
+    :func:`ppfleetx.deploy.static.sampling.next_width` computes the same for tensors.
     """
     return min(most, 2 * width if all_right else max(1, right))
 

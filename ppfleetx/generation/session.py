@@ -15,7 +15,7 @@ import paddle
 
 from ppfleetx.distributed.collectives import all_gather_columns
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.fused_trunk import FusedBlocks, fused_trunk
+from ppfleetx.generation.fused_blocks import FusedBlocks, fused_trunk
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages

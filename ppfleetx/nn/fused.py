@@ -20,7 +20,7 @@ from ppfleetx.config.sections.model import FusedName
 from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
-from ppfleetx.nn.trial_process import difference, tried_in_child
+from ppfleetx.nn.fused_trial_process import difference, tried_in_child
 from ppfleetx.utils.devices import HALF_TYPES
 from ppfleetx.utils.log import get_logger
 

@@ -13,10 +13,10 @@ from paddle.base.framework import EagerParamBase
 from ppfleetx.nn import kernels, mlp, norm
 from ppfleetx.nn.flash import flash_attention, packed_flash_attention
 from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.fused_trial_process import Pairs
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.rope import RotaryEmbedding
-from ppfleetx.nn.trial_process import Pairs
 
 Function = Callable[..., paddle.Tensor]
 

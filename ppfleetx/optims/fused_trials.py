@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.nn.fused import FusedOps
-from ppfleetx.nn.trial_process import Pairs
+from ppfleetx.nn.fused_trial_process import Pairs
 from ppfleetx.optims.adamw import STATES, fused_adamw
 from ppfleetx.optims.adamw import adamw as adamw_of_one
 from ppfleetx.optims.gradients import scale_all, squares_of

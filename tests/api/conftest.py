@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.config_and_tokenizer import documents_of
-from ppfleetx.checkpoint.tensors import model_slices
+from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
 from ppfleetx.models.gpt.stages import gpt_stages

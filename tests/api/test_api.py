@@ -14,7 +14,7 @@ import pytest
 
 import ppfleetx
 from ppfleetx.api.configuration import config_source, settings_of
-from ppfleetx.api.gpt2 import _is_text
+from ppfleetx.api.mindformers_gpt2 import _is_text
 from ppfleetx.api.model import stream_of
 from ppfleetx.api.trainer import corpus_prefix
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor

@@ -14,8 +14,8 @@ from paddle.base import core
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manager import BackgroundManager, CheckpointManager, HostCopier
+from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed import transfer
 from ppfleetx.nn.init import Constant

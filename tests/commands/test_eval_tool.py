@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.tensors import model_slices
+from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands import evaluate
 from ppfleetx.commands.model_verbs import Evaluate

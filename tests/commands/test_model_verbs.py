@@ -18,7 +18,7 @@ import ppfleetx
 from ppfleetx.api.model import GPT
 from ppfleetx.api.text_generation import Trainer
 from ppfleetx.checkpoint.config_and_tokenizer import documents_of
-from ppfleetx.checkpoint.tensors import model_slices
+from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.launching import without_launch_options
 from ppfleetx.commands.main import call

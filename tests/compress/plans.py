@@ -81,7 +81,7 @@ def save_teacher(place: str) -> None:
     import paddle
 
     from ppfleetx.checkpoint.manager import CheckpointManager
-    from ppfleetx.checkpoint.tensors import model_slices
+    from ppfleetx.checkpoint.paddle_tensors import model_slices
     from tests.parity.training import VOCAB, build
 
     sizes = {"Model.num_layers": 2, "Model.hidden_size": 64, "Global.seed": 7}

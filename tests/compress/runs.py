@@ -10,7 +10,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.tensors import load_model, model_slices
+from ppfleetx.checkpoint.paddle_tensors import load_model, model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter

@@ -15,7 +15,7 @@ from ppfleetx.config.sections.root import RunConfig
 PACKAGE = Path(__file__).resolve().parents[2] / "ppfleetx"
 KEY = re.compile(rf"\b(?:{'|'.join(RunConfig.model_fields)})(?:\.[A-Za-z_*][A-Za-z_0-9*]*)+\b(?!\()")
 # Their tables are of other programs' keys.
-OTHERS = ("config/fleetx.py", "config/loader.py", "dialects/")
+OTHERS = ("config/fleetx_keys.py", "config/loader.py", "dialects/")
 NO_KEYS = {
     "Generation.KEY": "stands for any",
 }

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.checkpoint.paddle_tensors import load_model
 from ppfleetx.checkpoint.weights import fitted, with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.convert import Conversion, convert, load_model_section

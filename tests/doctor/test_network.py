@@ -10,7 +10,6 @@ import pytest
 
 from ppfleetx.doctor import network
 from ppfleetx.doctor.check import Status, Target
-from ppfleetx.doctor.exchange import Answer
 from ppfleetx.doctor.network import (
     Interface,
     interfaces,
@@ -18,6 +17,7 @@ from ppfleetx.doctor.network import (
     named_rows,
     reach,
 )
+from ppfleetx.doctor.process_exchange import Answer
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import free_port
 

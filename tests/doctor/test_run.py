@@ -17,8 +17,8 @@ from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok
 from ppfleetx.doctor.environment import open_files_row
-from ppfleetx.doctor.exchange import open_meeting
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
+from ppfleetx.doctor.process_exchange import open_meeting
 from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.run import examine_job
 from tests.doctor.conftest import by_name

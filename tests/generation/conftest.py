@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.tensors import model_slices
+from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer

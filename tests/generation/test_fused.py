@@ -8,7 +8,7 @@ import pytest
 
 from ppfleetx.config.sections.compress import WeightsConfig
 from ppfleetx.config.sections.root import ModelConfig
-from ppfleetx.generation.fused_trunk import fused_trunk
+from ppfleetx.generation.fused_blocks import fused_trunk
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel

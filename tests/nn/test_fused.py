@@ -23,10 +23,10 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn import flash, fused_trials, kernels
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.fused import TABLE, FusedOps, choose
+from ppfleetx.nn.fused_trial_process import difference
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.layer_spec import LinearSpec
 from ppfleetx.nn.matmul import Matmul
-from ppfleetx.nn.trial_process import difference
 from ppfleetx.parallel import parallelize
 from tests.helpers.low_precision import emulated
 

@@ -11,10 +11,10 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kernel_types
 from ppfleetx.nn import flash, fused, fused_trials, kernels, mlp, norm, rope
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps, choose, forget_trials
+from ppfleetx.nn.fused_trial_process import difference
 from ppfleetx.nn.layers import Dropout
 from ppfleetx.nn.masks import attention_mask
 from ppfleetx.nn.rope import RotaryEmbedding
-from ppfleetx.nn.trial_process import difference
 from tests.helpers import ascend
 from tests.helpers.low_precision import emulated
 

@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import TABLE, FusedOps, choose, obstacles
-from ppfleetx.nn.trial_process import difference
+from ppfleetx.nn.fused_trial_process import difference
 from ppfleetx.optims import adamw, fused_trials
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.gradients import scale_to_norm, squared_norm

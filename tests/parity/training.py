@@ -273,8 +273,8 @@ def train_part(
     import paddle
 
     from ppfleetx.checkpoint.manager import CheckpointManager
+    from ppfleetx.checkpoint.paddle_tensors import load_model, load_optimizer, model_slices, optimizer_slices
     from ppfleetx.checkpoint.reader import open_checkpoint
-    from ppfleetx.checkpoint.tensors import load_model, load_optimizer, model_slices, optimizer_slices
 
     with paddle.utils.unique_name.guard(), default_dtype(dtype):
         cfg, ctx, runner = build(plan, world_size, model, "adamw", micro_batch_size, extra or {})

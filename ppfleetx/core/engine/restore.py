@@ -14,10 +14,10 @@ from ppfleetx.checkpoint.directory import (
     open_resolved,
     resolve_checkpoint,
 )
+from ppfleetx.checkpoint.paddle_tensors import load_masters, load_model, load_optimizer
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
 from ppfleetx.checkpoint.run_ownership import read_run
-from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.compress import is_of_quantizer

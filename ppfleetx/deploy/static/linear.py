@@ -17,7 +17,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.deploy.static.cache import LoopCache, RoomCache
-from ppfleetx.generation.fused_trunk import FusedBlocks, can_fuse, linears_of
+from ppfleetx.generation.fused_blocks import FusedBlocks, can_fuse, linears_of
 from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.layers import Linear, add_smaller

@@ -39,7 +39,7 @@ from ppfleetx.deploy.static.linear import (
     run_blocks,
     use_panels,
 )
-from ppfleetx.deploy.static.token_choice import (
+from ppfleetx.deploy.static.sampling import (
     FEWEST_ALIKE,
     accept,
     follow,

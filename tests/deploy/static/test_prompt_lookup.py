@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
-from ppfleetx.deploy.static.token_choice import FEWEST_ALIKE, follow, last_occurrence, nucleus_by_buckets
+from ppfleetx.deploy.static.sampling import FEWEST_ALIKE, follow, last_occurrence, nucleus_by_buckets
 from ppfleetx.generation import prompt_lookup
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages

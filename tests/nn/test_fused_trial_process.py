@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn import fused, trial_process
+from ppfleetx.nn import fused
 from ppfleetx.nn.fused import choose
 
 HERE = "tests.nn.test_trial_process"
@@ -43,7 +43,7 @@ def crashes(dtype):
 
 def tried(*names: str, device: str = "cpu") -> list[str | None]:
     trials = [(f"{HERE}:{name}", "float32") for name in names]
-    return trial_process.tried_in_child(trials, device, {"FLAGS_check_nan_inf_level": 3})
+    return fused_trial_process.tried_in_child(trials, device, {"FLAGS_check_nan_inf_level": 3})
 
 
 @pytest.mark.slow
@@ -57,10 +57,10 @@ def test_one_child_makes_the_trials_until_one_costs_it_the_card_or_its_life():
 
 
 def test_a_trial_that_does_not_end_is_given_up(monkeypatch):
-    said = iter([trial_process._SAID + "null\n", 2 * (trial_process._SAID + "null\n")])
+    said = iter([fused_trial_process._SAID + "null\n", 2 * (fused_trial_process._SAID + "null\n")])
 
     def run(command, **_):
-        out = f"{trial_process._READY}\n{next(said)}".encode()
+        out = f"{fused_trial_process._READY}\n{next(said)}".encode()
         if len(json.loads(command[-1])[0]) == 4:
             raise subprocess.TimeoutExpired(command, 120.0, output=out)
         return subprocess.CompletedProcess(command, 0, out, b"")
