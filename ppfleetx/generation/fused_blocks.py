@@ -124,7 +124,7 @@ class FusedBlocks:
         return made
 
 
-def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
+def fused_blocks_of(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
     """Build the one-operation form of a model's blocks and final norm. Returns None if the operator is not
     compiled or does not support the layers.
     """

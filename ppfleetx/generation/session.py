@@ -15,7 +15,7 @@ import paddle
 
 from ppfleetx.distributed.collectives import all_gather_columns
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.fused_blocks import FusedBlocks, fused_trunk
+from ppfleetx.generation.fused_blocks import FusedBlocks, fused_blocks_of
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
@@ -58,7 +58,7 @@ class NextTokenModel:
 
     @cached_property
     def _fused(self) -> FusedBlocks | None:
-        return fused_trunk(self.model.stages[1:-1])
+        return fused_blocks_of(self.model.stages[1:-1])
 
     def with_cache(
         self,

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ppfleetx.distributed.rendezvous import RendezvousError
+from ppfleetx.doctor import process_exchange
 from ppfleetx.doctor.process_exchange import open_meeting
 from tests.helpers.ranks import free_port
 

@@ -8,7 +8,7 @@ import pytest
 
 from ppfleetx.config.sections.compress import WeightsConfig
 from ppfleetx.config.sections.root import ModelConfig
-from ppfleetx.generation.fused_blocks import fused_trunk
+from ppfleetx.generation.fused_blocks import fused_blocks_of
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
@@ -99,7 +99,7 @@ def _logits(model: StagedModel, prompts: list[list[int]], *, fused: bool) -> np.
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "three"])
 def test_logits_are_those_of_the_layers(kind: str, prompts: list[list[int]]) -> None:
     model = _model(**BLOCKS[kind])
-    assert fused_trunk(model.stages[1:-1]) is not None
+    assert fused_blocks_of(model.stages[1:-1]) is not None
     expected = _logits(model, prompts, fused=False)
     np.testing.assert_allclose(_logits(model, prompts, fused=True), expected, rtol=0, atol=2e-5)
 
@@ -110,7 +110,7 @@ def test_logits_are_those_of_the_layers(kind: str, prompts: list[list[int]]) -> 
 def test_small_weights(bits: str, kind: str) -> None:
     """Prompts, too, go through the operator: of unequal length, and behind a window."""
     model = _model(WEIGHTS[bits], **BLOCKS[kind])
-    assert fused_trunk(model.stages[1:-1]).takes_prompts
+    assert fused_blocks_of(model.stages[1:-1]).takes_prompts
     expected = _logits(model, PROMPTS, fused=False)
     # An activation that lies between two integers may go to either when it is rounded to 8 bits.
     room = 2e-5 if WEIGHTS[bits].activation_bits is None else 5e-2
@@ -119,21 +119,21 @@ def test_small_weights(bits: str, kind: str) -> None:
 
 @needs_operator
 def test_what_the_operator_does_not_do_is_left_to_the_layers() -> None:
-    assert fused_trunk(_model(factory=LocalFactory).stages[1:-1]) is None  # weights that may still change
+    assert fused_blocks_of(_model(factory=LocalFactory).stages[1:-1]) is None  # weights that may still change
     hooked = _model()
     hooked.stages[1].mlp.register_forward_post_hook(lambda *_: None)
-    assert fused_trunk(hooked.stages[1:-1]) is None
+    assert fused_blocks_of(hooked.stages[1:-1]) is None
     other = _model()
     other.stages[1].mlp.activation.function = paddle.nn.functional.sigmoid
-    assert fused_trunk(other.stages[1:-1]) is None
-    assert fused_trunk(other.stages[2:-1]) is not None
+    assert fused_blocks_of(other.stages[1:-1]) is None
+    assert fused_blocks_of(other.stages[2:-1]) is not None
     of_heads = _model(qk_layernorm="each_head", normalization="RMSNorm")
-    assert fused_trunk(of_heads.stages[1:-1]) is None
+    assert fused_blocks_of(of_heads.stages[1:-1]) is None
 
 
 @needs_operator
 def test_tensors_that_do_not_fit_are_refused() -> None:
-    trunk_of = fused_trunk(_model().stages[1:-1])
+    trunk_of = fused_blocks_of(_model().stages[1:-1])
     weights = trunk_of.weights(1)
     hidden, column = paddle.randn([1, 1, 72]), paddle.to_tensor([4])
     cache = [paddle.zeros([1, 6, 5, 12]) for _ in range(4)]

@@ -9,10 +9,10 @@ import paddle
 import pytest
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn import fused
+from ppfleetx.nn import fused, fused_trial_process
 from ppfleetx.nn.fused import choose
 
-HERE = "tests.nn.test_trial_process"
+HERE = "tests.nn.test_fused_trial_process"
 
 
 def right(dtype):
