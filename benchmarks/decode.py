@@ -168,9 +168,9 @@ def ours(
     import paddle
 
     from ppfleetx.generation.decode_loop import Rules, Sampler, decode, greedy
-    from ppfleetx.generation.prompt_lookup import decode_with_lookup
     from ppfleetx.generation.sampling_params import SamplingParams
     from ppfleetx.generation.session import DecodingSession
+    from ppfleetx.generation.speculative_decoding import decode_with_lookup
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         streams = [(row, 0) for row in range(len(prompts))]

@@ -197,9 +197,9 @@ def evaluate(
 def sum_over_windows(
     runner: StepRunner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> float:
-    """Score all windows and return the sum over all data-parallel ranks, in float64. It is the negative log
-    probability of all scored tokens or, for last words, the number of words predicted. NaN if a logit is not
-    finite.
+    """Score all windows and return a sum over all data-parallel ranks, in float64: for ``SlidingWindows``,
+    the negative log probability of all scored tokens; for ``LastWords``, the number of last words that the
+    model predicted correctly. It is NaN if a logit is not finite.
     """
     section = cfg.Offline_Eval
     # Lengths must be a multiple of the number of parts into which the plan splits sequences.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ppfleetx.commands.model_verbs import Generate
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
-    from ppfleetx.generation.prompt_lookup import Assistant
+    from ppfleetx.generation.speculative_decoding import Assistant
 
 _LONGEST_PROMPT = 1 << 24  # bytes to read of a file, to find out whether it holds earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
@@ -238,7 +238,7 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
     def load(place: str) -> Assistant:
         from ppfleetx.commands.resolve_model import resolve_model
         from ppfleetx.distributed.context import ParallelContext
-        from ppfleetx.generation.prompt_lookup import Assistant
+        from ppfleetx.generation.speculative_decoding import Assistant
 
         with ExitStack() as stack, naming("Generation.assistant_model", place):
             found = resolve_model(place, stack)

@@ -18,7 +18,7 @@ from ppfleetx.dialects.megatron.dialect import without_launcher
 from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.files import writing
-from ppfleetx.utils.peers import START_VARIABLE
+from ppfleetx.utils.lost_peers import START_VARIABLE
 from ppfleetx.utils.processes import LAUNCHER
 
 USAGE = """\

@@ -12,10 +12,10 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import our_key
 from ppfleetx.config.fleetx_keys import modernize, refuse_unsupported
-from ppfleetx.config.plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml
 from ppfleetx.config.reading.tree import Node, file_names, merge, node_of, strip_marks
+from ppfleetx.config.required_plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import find_config

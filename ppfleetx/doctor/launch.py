@@ -25,7 +25,7 @@ from ppfleetx.doctor.check import Row, Status, Target, exit_code, fail, in_group
 from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
 from ppfleetx.doctor.run import LOCAL_SECONDS
-from ppfleetx.utils.peers import START_VARIABLE
+from ppfleetx.utils.lost_peers import START_VARIABLE
 
 # The launcher reads its options from these variables, and ranks read their rank and the job's size.
 _OF_ANOTHER_JOB = (

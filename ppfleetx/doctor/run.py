@@ -191,8 +191,8 @@ class Job:
             yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
 
     def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-        """Create fleet's process groups and test every collective in each of them. This is skipped, and the
-        report says so, if something was found before that could make them hang."""
+        """Create fleet's process groups and test every collective in each of them. If an earlier check found
+        a fault that could make a collective hang, the test is skipped, and the report says so."""
         failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
         if failed or self._lost:
             self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))

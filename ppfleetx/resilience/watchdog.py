@@ -32,8 +32,8 @@ from ppfleetx.resilience.hang_report import Identity, Report, capture_report, la
 from ppfleetx.resilience.heartbeat import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.lost_peers import decide_end, is_end_decided
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
-from ppfleetx.utils.peers import decide_end, is_end_decided
 
 _GATHERING = 0.25  # fraction of the timeout for which a rank waits for reports of other ranks,
 _GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # but at least and at most these seconds

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.plugins import VARIABLE, imported_plugins, note_plugin
+from ppfleetx.config.required_plugins import VARIABLE, imported_plugins, note_plugin
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.process_env import loading_paddle, prepare_process
 

@@ -14,7 +14,7 @@ from ppfleetx.distributed import rendezvous
 from ppfleetx.distributed.cpu.handshake import meet
 from ppfleetx.distributed.cpu.wire import StartError
 from ppfleetx.distributed.rendezvous import Member, Members, RendezvousError, receive, visit
-from ppfleetx.utils.peers import START_VARIABLE
+from ppfleetx.utils.lost_peers import START_VARIABLE
 from tests.helpers.ranks import free_port
 
 

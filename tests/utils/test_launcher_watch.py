@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.utils import cpu_launcher
-from ppfleetx.utils.peers import START_VARIABLE
+from ppfleetx.utils.lost_peers import START_VARIABLE
 from tests.helpers import programs
 from tests.helpers.ranks import free_port
 from tests.helpers.waiting import wait_for

@@ -37,8 +37,8 @@ class Watch:
 
     Attributes:
         pace_of_ranks: compares the step times of the ranks.
-        counts: numbers of valid tokens in the current step, summed over the data-parallel ranks; set by
-            :meth:`before_step`.
+        counts: the divisors of the loss and metrics of the current step (``StepRunner.count``), each summed
+            over the data-parallel ranks; set by :meth:`before_step`.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.hang_report import Identity
 from ppfleetx.resilience.report_dir import HANG_DIRS
 from ppfleetx.utils.cli import EXIT_HUNG
-from ppfleetx.utils.peers import ended_peer_in, may_end_process
+from ppfleetx.utils.lost_peers import ended_peer_in, may_end_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 """Directories of hang reports, separate because evaluation and generation may run during training."""

@@ -16,9 +16,9 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.generation.decode_loop import FinishReason, Row
 from ppfleetx.generation.gumbel_sampling import RandomStream
-from ppfleetx.generation.prompt_lookup import look_up, next_width
 from ppfleetx.generation.sampling import RowChoice, TokenScore
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
+from ppfleetx.generation.speculative_decoding import look_up, next_width
 from ppfleetx.generation.text import RowText
 
 

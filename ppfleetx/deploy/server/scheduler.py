@@ -28,9 +28,9 @@ from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.generation.adapters import Adapters
 from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
-from ppfleetx.generation.prompt_lookup import MOST_ROWS, worthwhile
 from ppfleetx.generation.sampling import TokenScore, choose_tokens, embedding_of, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.generation.speculative_decoding import MOST_ROWS, worthwhile
 from ppfleetx.utils.log import get_logger
 
 _RETRY_SECONDS = 1

@@ -1,6 +1,7 @@
 """Prompt lookup, and top-p without sorting the vocabulary, written with operations that Paddle can export.
 
-Results equal those of :mod:`ppfleetx.generation.prompt_lookup` and :mod:`ppfleetx.generation.processors`.
+Results equal those of :mod:`ppfleetx.generation.speculative_decoding` and
+:mod:`ppfleetx.generation.processors`.
 
 Shape letters: b rows (sequences of the batch), V vocabulary size, k draft tokens.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import paddle
 
 from ppfleetx.generation.processors import last_kept, nucleus
-from ppfleetx.generation.prompt_lookup import LENGTHS
+from ppfleetx.generation.speculative_decoding import LENGTHS
 
 _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
@@ -53,7 +54,7 @@ def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
     """The number of tokens to draft in the next pass, as in
-    :func:`ppfleetx.generation.prompt_lookup.next_width`, for tensors ``[1]``.
+    :func:`ppfleetx.generation.speculative_decoding.next_width`, for tensors ``[1]``.
     """
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 

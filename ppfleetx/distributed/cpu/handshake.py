@@ -26,8 +26,8 @@ from ppfleetx.distributed.rendezvous import (
     receive,
     visit,
 )
+from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 from ppfleetx.utils.machine import interface_address
-from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 # A rank sends as soon as it is connected. A foreign program that connects and sends nothing must not delay
 # the ranks.

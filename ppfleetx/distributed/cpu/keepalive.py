@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ppfleetx.utils.peers import seconds_in
+from ppfleetx.utils.lost_peers import seconds_in
 
 SILENCE_VARIABLE = "PADDLE_CPU_COMM_SILENCE"
 _SILENCE_SECONDS = 30.0

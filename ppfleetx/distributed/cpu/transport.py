@@ -37,8 +37,8 @@ from ppfleetx.distributed.cpu.wire import (
     make_header,
 )
 from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.utils.lost_peers import note_raised, report_lost, seconds_in
 from ppfleetx.utils.machine import killed_for_memory
-from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
 _GOODBYE_SECONDS = 2.0  # total for all peers, in case one does not read

@@ -7,7 +7,7 @@ import pytest
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
 from ppfleetx.deploy.static.sampling import FEWEST_ALIKE, follow, last_occurrence, nucleus_by_buckets
-from ppfleetx.generation import prompt_lookup
+from ppfleetx.generation import speculative_decoding
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
@@ -27,7 +27,7 @@ def test_guesses_are_those_of_the_generator() -> None:
     generator, found = np.random.default_rng(0), 0
     for _ in range(300):
         history = generator.integers(0, 4, generator.integers(2, 14))
-        expected = prompt_lookup.look_up(history, 6).tolist()
+        expected = speculative_decoding.look_up(history, 6).tolist()
         assert guessed(history.tolist(), 6) == expected, history
         found += bool(expected)
     assert 50 < found < 250

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import PeerEndedError
-from ppfleetx.utils import peers
+from ppfleetx.utils import lost_peers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, time
 from ppfleetx.config.errors import PeerEndedError
-from ppfleetx.utils import cli, peers
+from ppfleetx.utils import cli, lost_peers
 
 def main():
     how = sys.argv[1]
@@ -24,13 +24,13 @@ def main():
     if how == "told":
         raise lost
     if how == "wrapped":
-        peers.note_raised(lost)
+        lost_peers.note_raised(lost)
         raise OSError("(External) Error in backward of GradNodePyLayer: PeerEndedError: rank 1 is gone")
     if how == "another":
-        peers.note_raised(lost)
+        lost_peers.note_raised(lost)
         raise OSError("No space left on device")
     if how == "busy":
-        peers.report_lost("rank 1 is gone", lambda: print("goodbye", flush=True))
+        lost_peers.report_lost("rank 1 is gone", lambda: print("goodbye", flush=True))
         time.sleep(60)
 
 cli._GRACE_SECONDS = 0.3
@@ -65,8 +65,8 @@ def test_the_cause_is_found_behind_other_errors() -> None:
         finally:
             raise ValueError("while cleaning up")
     except ValueError as error:
-        assert peers.ended_peer_in(error) is lost
-    assert peers.ended_peer_in(ValueError("something else")) is None
+        assert lost_peers.ended_peer_in(error) is lost
+    assert lost_peers.ended_peer_in(ValueError("something else")) is None
 
 
 def run(how: str) -> tuple[int, str, str]:

@@ -59,7 +59,7 @@ class ProposedRows:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Return up to ``counts[i]`` tokens that the assistant model expects after the sequence ``rows[i]``.
+        """Draft up to ``counts[i]`` tokens that follow the sequence ``rows[i]``, with the assistant model.
 
         The sequences must be those of the previous call, in the same order, each now with its accepted
         tokens. Rejected proposals are dropped from the assistant's cache.
