@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from ppfleetx.config.field_types import describe, field_types, item_type, section_in
+from ppfleetx.config.field_annotations import describe, field_types, item_type, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
 from ppfleetx.config.reading.parse import MAX_FILE_BYTES

@@ -27,8 +27,8 @@ from ppfleetx.commands.loss_curves import (
 from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.config.formatting import counted
+from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.files import refuse_unwritable
-from ppfleetx.utils.processes import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -57,7 +57,7 @@ examples:
 
         try:
             from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, job_rows
-            from ppfleetx.utils.processes import end_child_with_parent
+            from ppfleetx.utils.end_processes import end_child_with_parent
         except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
             return _show([broken_row(error)], 1, as_object=self.json)
 

@@ -176,8 +176,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Raise ConfigError if results cannot or must not be written to ``path``. A file with results of an
-    earlier call may be replaced, but no other file.
+    """Raise ConfigError if results cannot or must not be written to ``path``. An empty file, or one
+    with results of an earlier call, may be replaced, but no other file.
 
     Args:
         mark: bytes by which a file with earlier results is recognized.

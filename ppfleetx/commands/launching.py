@@ -19,9 +19,9 @@ from pathlib import Path
 from ppfleetx.commands.options import Command, flags_of, option, whole_number
 from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.config.formatting import counted
+from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
-from ppfleetx.utils.processes import LAUNCHER
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
 """The file that each rank runs, with a verb and its arguments."""

@@ -28,9 +28,9 @@ from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
 from ppfleetx.dialects.paddleformers import dialect as paddleformers
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.files import atomic_write, is_taken, put_aside
 from ppfleetx.utils.input_files import os_errors
-from ppfleetx.utils.processes import LAUNCHER
 
 USAGE = """\
 usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialects/megatron.md lists them

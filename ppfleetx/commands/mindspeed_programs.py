@@ -17,9 +17,9 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.megatron.dialect import without_launcher
 from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.files import writing
 from ppfleetx.utils.lost_peers import START_VARIABLE
-from ppfleetx.utils.processes import LAUNCHER
 
 USAGE = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] [Megatron's arguments, which replace what the file says]

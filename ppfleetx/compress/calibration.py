@@ -34,13 +34,14 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Read windows of tokens that are evenly spread over a corpus or a text file.
+    """Read windows of tokens, evenly spread over a corpus or a text file: for calibration from the first nine
+    tenths of the tokens, for evaluation from the last tenth.
 
     Args:
         place: the path prefix of a .bin/.idx corpus, or a text file.
         tokenizer: needed for a text file.
         seq_len: input tokens per window; a window has one more.
-        num_windows: maximum number of calibration windows; evaluation gets half as many.
+        num_windows: maximum number of calibration windows; there are at most half as many for evaluation.
         fewest: minimum number of calibration tokens.
 
     Raises:

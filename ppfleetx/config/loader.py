@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import our_key
+from ppfleetx.config.field_annotations import our_key
 from ppfleetx.config.fleetx_keys import modernize, refuse_unsupported
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ppfleetx.config.field_types import field_types, section_in
+from ppfleetx.config.field_annotations import field_types, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig

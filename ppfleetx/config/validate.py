@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
-from ppfleetx.config.field_types import (
+from ppfleetx.config.field_annotations import (
     describe,
     field_types,
     is_mapping,

@@ -194,7 +194,7 @@ def check_logits(job: Conversion, written: Path, *, python_with_transformers: st
 
     Our network computes the logits of what was converted, and those of the Hugging Face directory. If
     transformers is available, it also computes the latter. If the conversion rounds weights to another type,
-    Hugging Face's weights are rounded in the same way first.
+    the source's weights are rounded in the same way first.
 
     Args:
         job: the conversion.

@@ -140,9 +140,9 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Compute where each sample starts in the token stream. Row k of the result describes token ``k * L``,
-    where L is the length of a sample: its position in ``document_index``, and its offset within that
-    sequence.
+    """Compute where each sample starts in the token stream. Row k of the result says where token ``k * L``
+    is, with L the length of a sample: the index of the entry of ``document_index`` whose sequence contains
+    the token, and the token's offset within this sequence.
 
     Empty sequences are skipped: a token lies in the first sequence that ends after it. Row 0 is an exception:
     it is (0, 0) even if the first sequence is empty.

@@ -66,8 +66,8 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
     ranks, with the same message.
 
     The code inside must not communicate, because a rank that fails would leave the others waiting. The
-    message begins with the numbers of the ranks that failed, unless ``name_ranks`` is False: use that if one
-    rank does the check on behalf of all.
+    message begins with the numbers of the ranks that failed, unless all did, or ``name_ranks`` is False: use
+    that if one rank does the check on behalf of all.
     """
     error: UserError | None = None
     try:
@@ -92,7 +92,7 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
     """Combine the error messages of all ranks (None: no error) into one: the first message. Unless
-    ``name_ranks`` is False, it begins with the numbers of the ranks that have this message."""
+    ``name_ranks`` is False or all ranks have this message, it begins with the numbers of those that do."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):

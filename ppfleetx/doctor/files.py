@@ -325,8 +325,8 @@ def one_checkpoint(cfg: RunConfig) -> float | None:
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """Return the largest number of checkpoints that the run will have on disk at a time. It is one more than
-    ``keep_max``, because the oldest is deleted only after a new one is written."""
+    """Return the largest number of checkpoints that the run will have on disk at a time. With ``keep_max``,
+    it is at most one more than that, because the oldest is deleted only after a new one is written."""
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)

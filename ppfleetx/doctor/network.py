@@ -175,8 +175,8 @@ _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Meet the other machines of the job at ``master``, and check that each machine can connect to each other
-    one. Yields the rows of the report; all machines must run this."""
+    """Meet the other machines of the job at ``master``, and check that every machine can connect to every
+    other one. Yields the rows of the report; all machines must run this."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         yield fail(

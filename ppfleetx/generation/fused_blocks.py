@@ -19,7 +19,7 @@ from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops.ops import MOST_ROWS
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
-from ppfleetx.nn.packed_weights import InferenceLinear
+from ppfleetx.nn.panel_matmul import InferenceLinear
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding

@@ -18,7 +18,7 @@ from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.generation.fused_blocks import FusedBlocks, fused_blocks_of
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
+from ppfleetx.nn.panel_matmul import PanelMatrix, use_huge_pages
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 

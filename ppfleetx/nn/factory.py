@@ -46,7 +46,7 @@ from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import PerHeadNorm, RMSNorm, SlicedRMSNorm
-from ppfleetx.nn.packed_weights import InferenceLinear
+from ppfleetx.nn.panel_matmul import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.param_spec_transforms import adapter, linear_kind, quantizer, quantizer_numbers
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear

@@ -137,8 +137,10 @@ class NormSpec:
         size: size of the normalized dimension.
         epsilon: added to the variance or mean square.
         gain: initial value of the gain.
-        inside_heads: whether the input is sliced over heads.
-        over_heads: whether the dimension spans all heads, so that tensor parallelism slices it.
+        inside_heads: whether each head is normalized separately with one shared gain. Tensor-parallel ranks
+            have different heads, so their gradients of the gain are partial sums.
+        over_heads: whether the gain covers the dimension of all heads together, so that tensor parallelism
+            slices the gain.
         head_size: with ``over_heads``, the size of a head if each head is normalized separately; None: all
             heads are normalized as one vector.
         before_split: whether the input has all positions despite sequence parallelism, as for the embedding's

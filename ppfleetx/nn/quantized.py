@@ -30,7 +30,7 @@ from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.layers import add_smaller, local_rows
 from ppfleetx.nn.matmul import Counts
-from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
+from ppfleetx.nn.panel_matmul import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.param_spec_transforms import MATRICES, codes, num_scales, row_scales, scales
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from ppfleetx.utils.end_processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 from ppfleetx.utils.log import configure_logging, get_logger
-from ppfleetx.utils.processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 
 _MAX_BACKOFF = 300.0
 _SETTLE_SECONDS = 1.0  # time for processes to end by themselves before a warning is logged

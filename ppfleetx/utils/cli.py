@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import FrameType
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError, UserError
+from ppfleetx.utils.end_processes import end_with_launcher, is_rank
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.lost_peers import end_with_peers, ended_peer_in, is_end_decided
-from ppfleetx.utils.processes import end_with_launcher, is_rank
 
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.utils.devices import refused_at_import
+from ppfleetx.utils.end_processes import end_with_launcher
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import AVX512, available_cpus, flags_in, read_cpuinfo
-from ppfleetx.utils.processes import end_with_launcher
 
 SWITCH = "PPFLEETX_TUNE_CPU"
 

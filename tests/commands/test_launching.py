@@ -8,7 +8,7 @@ from paddle.distributed.launch.context.device import Device
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.cpu_launcher import name_devices
-from ppfleetx.utils.processes import LAUNCHER
+from ppfleetx.utils.end_processes import LAUNCHER
 
 NANO = ("-c", "debug/gpt_nano", "--nproc", "2")
 TWO_NODES = ("--nnodes", "2", "--master", "10.0.0.1:8765")

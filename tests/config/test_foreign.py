@@ -3,7 +3,7 @@
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import all_keys, names_of_others, our_key
+from ppfleetx.config.field_annotations import all_keys, names_of_others, our_key
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import field_types, section_in
+from ppfleetx.config.field_annotations import field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.optimizer import LRConfig
 from ppfleetx.config.sections.root import ModelConfig, RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands.check import bubble_share, check_report
-from ppfleetx.config.field_types import all_keys, field_types, section_in
+from ppfleetx.config.field_annotations import all_keys, field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count

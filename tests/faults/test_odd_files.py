@@ -12,7 +12,7 @@ import pytest
 
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.field_types import all_keys
+from ppfleetx.config.field_annotations import all_keys
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.conversion.convert import Conversion, convert

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppfleetx.utils.processes import adopt_orphans
+from ppfleetx.utils.end_processes import adopt_orphans
 from tests.helpers import ranks
 
 _PATIENCE_SECONDS = 5.0

@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.utils.processes import adopt_orphans
+from ppfleetx.utils.end_processes import adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 ADOPTION_SECONDS = 180.0

@@ -44,7 +44,7 @@ struct Case {
   std::vector<float> scales;  // [groups][columns]
 
   Case(int bits, bool grouped)
-      : rows(Between(1, 40)), size(Between(1, 150)), columns(Between(1, 110)), groups(1),
+      : rows(Between(0, 2) == 0 ? 1 : Between(1, 40)), size(Between(1, 150)), columns(Between(1, 260)), groups(1),
         largest((1 << (bits - 1)) - 1), x((size = grouped ? Grouped(size) : size, rows * size)), bias(columns) {
     levels.resize(size * columns);
     for (int& level : levels) level = Between(-largest, largest);
@@ -58,7 +58,7 @@ struct Case {
     for (int64_t i = 0; i < columns; ++i) bias[i] = Normal();
   }
   int64_t Grouped(int64_t wanted) {
-    const int64_t group = 8 * Between(1, 6);
+    const int64_t group = Between(0, 2) == 0 ? 64 * Between(1, 2) : 8 * Between(1, 6);
     groups = std::max<int64_t>(1, wanted / group);
     return groups * group;
   }

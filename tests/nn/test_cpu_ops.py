@@ -11,9 +11,9 @@ import pytest
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.generation import processors
-from ppfleetx.nn import packed_weights
+from ppfleetx.nn import panel_matmul
 from ppfleetx.nn.cpu_ops import build, ops
-from ppfleetx.nn.packed_weights import InferenceLinear, Panels
+from ppfleetx.nn.panel_matmul import InferenceLinear, Panels
 from tests.helpers import programs
 
 needs_operators = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_linears_use_the_operator_for_few_rows_and_mkl_for_many(monkeypatch: pyt
         return few_rows(x, *rest)
 
     few_rows = ops.few_rows
-    monkeypatch.setattr(packed_weights.cpu_ops, "few_rows", counted)
+    monkeypatch.setattr(panel_matmul.cpu_ops, "few_rows", counted)
     linear = InferenceLinear(8, 16, bias=True)
     with paddle.no_grad():
         for count in (1, 2, ops.MOST_ROWS, ops.MOST_ROWS + 1):

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.utils import cpu_launcher
-from ppfleetx.utils.processes import LAUNCHER
+from ppfleetx.utils.end_processes import LAUNCHER
 
 sys.orig_argv = [sys.executable, "-m", LAUNCHER, *sys.argv[1:]]
 cpu_launcher.apply()

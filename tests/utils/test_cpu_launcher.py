@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from ppfleetx.utils.cpu_launcher import install, launcher_options, name_devices
-from ppfleetx.utils.processes import LAUNCHER
+from ppfleetx.utils.end_processes import LAUNCHER
 
 
 @pytest.mark.parametrize(

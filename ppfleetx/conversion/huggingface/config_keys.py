@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.config.field_types import annotation_at, describe
+from ppfleetx.config.field_annotations import annotation_at, describe
 from ppfleetx.config.fields import (
     MAX_SIZE,
     Bool,
@@ -164,7 +164,7 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     config = family.without_aliases({key: value for key, value in hf_config.items() if value is not None})
     _check_values(config, family)
     quantization(config)
-    _classify(config, kind, family)
+    _refuse_unsupported(config, kind, family)
     return family.model_keys(config)
 
 
@@ -233,9 +233,9 @@ def _is_of_other_networks(key: str) -> bool:
 _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, *family.off)}
 
 
-def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Raise CheckpointError if a key that ``family`` does not convert turns on a feature that we do not
-    support."""
+def _refuse_unsupported(config: Mapping[str, Any], kind: str, family: Family) -> None:
+    """Check the keys of ``config.json`` that ``family`` does not convert. Raise CheckpointError if one of
+    them turns on an unsupported feature."""
     off = _SWITCHED_OFF | family.off
     for key, value in config.items():
         if key in family.mapped:

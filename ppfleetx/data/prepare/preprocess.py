@@ -36,7 +36,7 @@ from ppfleetx.data.indexed_dataset import (
 from ppfleetx.data.prepare.text_corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
 from ppfleetx.data.text_files import MAX_LINE_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.utils.processes import process_exists
+from ppfleetx.utils.end_processes import process_exists
 from ppfleetx.utils.progress_bar import ProgressBar
 
 _PLACES_KEPT = 5  # positions kept for each kind of problem; all problems are counted

@@ -21,7 +21,7 @@ from ppfleetx.generation.fused_blocks import FusedBlocks, can_fuse, linears_of
 from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.layers import Linear, add_smaller
-from ppfleetx.nn.packed_weights import WIDTH, panels_of, times_panels
+from ppfleetx.nn.panel_matmul import WIDTH, panels_of, times_panels
 from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 

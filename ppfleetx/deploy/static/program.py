@@ -187,8 +187,8 @@ class GenerationProgram(nn.Layer):
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """Let the program use our C++ operators: for matrix products with panels, for top-p and, if possible,
-        for all blocks at once.
+        """Let the program use our C++ operators: for products with matrices stored in panels, for top-p and,
+        if possible, one operator that runs all transformer blocks and the final norm.
         """
         self.by_cpu_ops = True
         for matrix in (*self.matrices, *self.grouped):

@@ -77,9 +77,11 @@ def _precision(run: Translation, on_cpu: bool) -> None:
             raise run.conflict((weights_key, names[0]), "weights in 16 bits need a compute_dtype of 16 bits")
         run.put("Engine.mix_precision.enable", False, names[0])
         return
-    run.put_precision(compute, names[0], on_cpu=on_cpu)
     if on_cpu:
+        run.put("Engine.mix_precision.enable", False, names[0], why="a CPU computes in float32")
+        run.notes.append(f"compute_dtype {compute} is for accelerators: this CPU computes in float32")
         return
+    run.put_precision(compute, names[0], on_cpu=False)
     run.put("Engine.mix_precision.level", "O2", weights_key, why="float32 masters")
     run.put("Engine.mix_precision.hysteresis", 1, why="DynamicLossScaleUpdateCell halves at each overflow")
 

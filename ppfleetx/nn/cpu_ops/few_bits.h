@@ -1,7 +1,7 @@
 // Products with matrices of 8 and 4 bits, for decoding on a CPU. What they compute is said in quantized.py.
 //
 // As in few_rows.h, a matrix comes in panels that are read once, from front to back, while the next piece is
-// fetched. What is read is a quarter or an eighth; the numbers are widened in registers. Every sum is taken in
+// fetched; for one row, several panels side by side, without fetching. What is read is a quarter or an eighth; the numbers are widened in registers. Every sum is taken in
 // the order of k, whatever the number of rows: a row's result does not depend on the rows beside it.
 
 #pragma once
@@ -605,7 +605,14 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   if (Format::kHasOffsets) x_sums = SumsOfGroups(x, rows, matrix.groups, padded / matrix.groups);
   const int64_t num_panels = matrix.Panels(), bytes = padded / kBlock * Format::kUnitBytes;
   constexpr int kTogether = Format::kSideBySide;
-  const int64_t num_sets = rows == 1 && padded / matrix.groups >= Format::kShortest ? num_panels / kTogether : 0;
+#ifdef _OPENMP
+  const int64_t threads = omp_get_max_threads();
+#else
+  const int64_t threads = 1;
+#endif
+  int64_t num_sets = 0;  // as many for each thread; the other panels follow one by one
+  if (rows == 1 && padded / matrix.groups >= Format::kShortest)
+    num_sets = num_panels / (kTogether * threads) * threads;
 #pragma omp parallel for schedule(static)
   for (int64_t set = 0; set < num_sets; ++set) {
     Panel panels[kTogether];

@@ -23,7 +23,7 @@ from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
 FORMATS = ("whole", "panels", "int8", "int4", "int8_int8", "int4_int8")
 """The formats of a matrix: ``whole`` is ``[in, out]`` float32, ``panels`` the panels of
-:mod:`ppfleetx.nn.packed_weights`, and the others are the panels of :mod:`ppfleetx.nn.cpu_ops.quantized`. The
+:mod:`ppfleetx.nn.panel_matmul`, and the others are the panels of :mod:`ppfleetx.nn.cpu_ops.quantized`. The
 operator knows a format by its index."""
 ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     gelu_tanh,

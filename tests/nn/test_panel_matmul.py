@@ -4,16 +4,16 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.nn import packed_weights
-from ppfleetx.nn.packed_weights import InferenceLinear, PanelMatrix
+from ppfleetx.nn import panel_matmul
+from ppfleetx.nn.panel_matmul import InferenceLinear, PanelMatrix
 
 
 @pytest.mark.parametrize("width", [32, 48, 96, 100, 600])
 @pytest.mark.parametrize("shape", [[1], [1, 2], [7, 3], [200, 3]])
 @pytest.mark.parametrize("tile", [16, 48])
 def test_products(width: int, shape: list[int], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "WIDTH", tile)
-    monkeypatch.setattr(packed_weights.cpu_ops, "are_available", lambda: False)
+    monkeypatch.setattr(panel_matmul, "WIDTH", tile)
+    monkeypatch.setattr(panel_matmul.cpu_ops, "are_available", lambda: False)
     weight = paddle.randn([40, width])
     x = paddle.randn([*shape, 40])
     matrix = PanelMatrix(weight)
@@ -27,7 +27,7 @@ def test_products(width: int, shape: list[int], tile: int, monkeypatch: pytest.M
 
 
 def test_no_copy_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "available_fraction", lambda: 0.1)
+    monkeypatch.setattr(panel_matmul, "available_fraction", lambda: 0.1)
     matrix = PanelMatrix(paddle.randn([8, 16]))
     assert matrix.linear(paddle.randn([4, 8])).shape == [4, 16]
     assert matrix._panels is None

@@ -16,7 +16,7 @@ from tests.helpers.waiting import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, pathlib, signal, sys, time
-from ppfleetx.utils import cli, processes
+from ppfleetx.utils import cli, end_processes
 
 directory, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 processes._LOOK_AT_PARENT_SECONDS = 0.1
