@@ -143,7 +143,7 @@ def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | Non
     ``make`` of every rank has ended. Returns the result of ``make``."""
     with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
         future = pool.submit(make or (lambda: None))
-        with RECORD.asking():
+        with RECORD.asking(only=make is None):
             while any_rank(ctx, not _done(future)):
                 pass
     failure = future.exception()

@@ -86,7 +86,7 @@ class CallRecord:
         self.blocked_on: Callable[[], Any] | None = None
         self.join_device: Callable[[], None] = lambda: None
         self.names: dict[int, str] = {}
-        self.waited, self.reads, self._asks = 0.0, False, False
+        self.waited, self.reads, self._asks, self._only_asks = 0.0, False, False, False
         self.failed: Call | None = None
         self.failure: BaseException | None = None
         self._counts: dict[int, list[Any]] = {}
@@ -108,14 +108,15 @@ class CallRecord:
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
+    def asking(self, *, only: bool = False) -> Iterator[None]:
         """Context manager for collectives that only poll other ranks. The watchdog does not count them as
-        progress."""
-        before, self._asks = self._asks, True
+        progress. ``only``: the program does nothing else, so between two polls it waits in the last one."""
+        before = self._asks, self._only_asks
+        self._asks, self._only_asks = True, only
         try:
             yield
         finally:
-            self._asks = before
+            self._asks, self._only_asks = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
         """Record that the call whose task is ``task`` failed with ``error`` while the program waited for the
@@ -191,7 +192,8 @@ class CallRecord:
             if not call.ended and call.thread == thread:
                 return call
         task = None if self.blocked_on is None else self.blocked_on()
-        return next((call for call in reversed(calls) if task is not None and call.task is task), None)
+        found = next((call for call in reversed(calls) if task is not None and call.task is task), None)
+        return calls[-1] if found is None and self._only_asks and calls else found
 
 
 RECORD = CallRecord()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -359,3 +360,16 @@ def test_each_micro_batch_is_progress(monkeypatch):
 def test_files_whose_threads_are_followed_exist():
     there = {file.name for file in (Path(hang_report.__file__).parents[1]).rglob("*.py")}
     assert set(hang_report._HELPERS) <= there
+
+
+def test_a_rank_that_only_polls_waits_between_two_polls_as_well() -> None:
+    record = CallRecord()
+    poll = record.recorded(lambda group: None, "all_gather")
+    main = threading.main_thread().ident
+    with record.asking():
+        poll(SimpleNamespace())
+        assert record.waited_for(main) is None  # it also works
+    with record.asking(only=True):
+        poll(SimpleNamespace())
+        assert record.waited_for(main).number == 0
+    assert record.waited_for(main) is None
