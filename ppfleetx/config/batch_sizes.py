@@ -38,7 +38,7 @@ class Ramp:
 
     @property
     def sizes(self) -> range:
-        """The sizes of all stages before ``full``, in ascending order."""
+        """The batch sizes or lengths of the ramp in ascending order, without the final one, ``full``."""
         return range(self.start, self.full, self.increment)
 
     @property

@@ -120,7 +120,7 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
 
     Args:
         path: the parts of the unknown key, e.g. ``["Model", "num_layer"]``.
-        section: the innermost section on the path, which has no field of the last name.
+        section: the innermost known section on the path. It has no field with the name of the last part.
         root: the section that the path starts from.
     """
     prefix = ".".join(path[:-1])

@@ -53,8 +53,8 @@ class SwitchedOff:
 
 
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
-    """Make a rule about ``keys`` in one text: ``Section: key key ...``, or dotted keys separated by spaces. A
-    section in the place of a key stands for all keys in it.
+    """Make a :class:`SwitchedOff` rule. ``keys`` is one string: ``Section: key key ...``, or dotted keys
+    separated by spaces. A section in the place of a key stands for all keys in it.
     """
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
@@ -88,8 +88,8 @@ def _loads(cfg: RunConfig) -> bool:
 
 
 def _reads_records(cfg: RunConfig, mode: str) -> bool:
-    """Whether ``Data.<mode>`` reads records of a file instead of a token corpus and, for ``Train``, is
-    reordered in each pass. The sampler's ``shuffle`` has no effect then.
+    """Whether the dataset of ``Data.<mode>`` reads records of a file in an order of its own, so that the
+    sampler's ``shuffle`` has no effect. For ``Train``, this must be a new random order in each pass.
     """
     split = getattr(cfg.Data, mode)
     traits = None if split is None else DATASETS.traits(split.dataset.name)

@@ -113,7 +113,7 @@ def read_config(
     """Read and check a configuration without filling in derived values. Returns the configuration, the place
     of every value by dotted key, and warnings.
 
-    Each section is checked by itself; rules between sections are not. The arguments are those of
+    The rules within each section are checked, but not the rules between sections. The arguments are those of
     :func:`load_config`.
     """
     if isinstance(path, str | Path):

@@ -53,8 +53,8 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
     (groups between nodes, groups within a node), both in rank order. A group between nodes has the ranks with
     the same position on every node.
 
-    Returns None if two levels are of no use: ``ranks`` are on one node, or nodes have one or unequal numbers
-    of them.
+    Returns None if two levels are of no use: all ``ranks`` are on one node, each is on a node of its own, or
+    nodes have different numbers of them.
 
     Args:
         per_node: the number of the job's ranks on each node. Ranks are numbered node by node.

@@ -182,8 +182,8 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """The keys with this effect. A section in the list stands for all keys in it that have no entry of their
-    own.
+    """List the entries with this effect in the table of this module. An entry may be a section, which stands
+    for all keys in it that have no entry of their own.
     """
     return [key for key, found in _EFFECTS.items() if found is effect]
 

@@ -117,7 +117,9 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
 
 def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: int | None) -> Workload:
-    """The sizes of ``model``, with these sizes of its batches."""
+    """The sizes that a parallel plan must divide evenly: those of ``model``, and the given sequence length
+    and number of micro batches (None: unknown).
+    """
     moe = model.moe
     return Workload(
         num_layers=model.num_layers,

@@ -29,7 +29,7 @@ class Native:
 
     Attributes:
         value: the plain Python value.
-        origins: the user's values that it was derived from; empty if every translation sets it.
+        origins: the user's values that it was derived from; empty if the user gave none of these options.
         why: an explanation for the comment in the YAML output.
     """
 
@@ -298,7 +298,7 @@ def translate(
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
     """Raise ConfigError if the user gave an unsupported option. If there are several, the error is about the
-    one that comes first in the table, which begins with options for other kinds of network.
+    one that comes first in the key table. Megatron's begins with options for other programs and networks.
     """
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:

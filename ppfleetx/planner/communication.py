@@ -98,8 +98,8 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
     """Do the work of :func:`group_of` for the axes of experts: ``ep`` distributes the experts, ``emp`` slices
-    each expert, and ``edp`` has replicas of the same experts. These axes divide the ranks of a pipeline stage
-    in the order of their numbers.
+    each expert, and ``edp`` has replicas of the same experts. In the numbering of a stage's ranks, ``emp``
+    changes fastest, then ``ep``, then ``edp``.
     """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
@@ -112,9 +112,9 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return how many tensor-parallel groups of a node use its network at different times and so disturb each
-    other. This happens if they belong to different replicas whose pipelines cross nodes. It is 1 if all
-    groups communicate at the same time.
+    """Return how many tensor-parallel groups on one node compete for its network, because each uses it at
+    times of its own. They do so if they belong to different data-parallel replicas whose pipelines cross
+    nodes. Otherwise all groups communicate at the same time, and the result is 1.
     """
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)

@@ -87,8 +87,8 @@ class Overlap:
 class Job:
     """What the planner predicts: the training of a model with given batch sizes under one parallel plan.
 
-    Some attributes exist to reproduce published runs of Megatron-LM and other programs, to which the
-    constants of the cards were fitted.
+    Some attributes exist to reproduce published runs of Megatron-LM and other programs, to which some
+    constants in ``cards.yaml`` were fitted.
 
     Attributes:
         model: shapes and options; ``plan`` and ``recomputed`` take precedence over its keys for sequence

@@ -44,7 +44,7 @@ class StageMemory:
         fragments: memory lost to fragmentation.
         host: memory of the host instead of the card, for offloaded states and for copies while a checkpoint
             is saved in the background.
-        whole_gradients: gradients kept when the last backward pass ends.
+        whole_gradients: gradients kept when the last backward pass ends, which need not be at the peak.
         start: the peak while the model is built, with context and fragments.
         save: the peak while a checkpoint is saved between steps.
     """
@@ -328,8 +328,8 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """Return the peak bytes during the passes of one micro batch, and how many of these bytes are gradients
-    of parameters that the passes created.
+    """Return the peak bytes during the passes of one micro batch, and how many of these bytes are parameter
+    gradients that the backward pass allocated.
 
     Args:
         first: whether it is the first micro batch, whose backward pass allocates the gradients.

@@ -36,8 +36,8 @@ class Held:
         trained: elements of ``values`` that are trained.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer, which sharding stage 3 fetches at once.
-        fills: when the model is built, parameters get their initial values one after another. For each size
-            of a parameter: (elements filled so far after the last parameter of this size, this size).
+        fills: for each parameter size that occurs, the pair (elements with initial values once the last
+            parameter of this size has them, this size). Parameters get them one after another.
         num_tensors: the number of parameter tensors.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: the elements of ``whole`` whose gradients must be summed over tensor-parallel ranks under

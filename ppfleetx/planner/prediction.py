@@ -40,7 +40,7 @@ class Prediction:
         """The bytes that the rank with the most memory needs, while the model is built or in a step.
 
         If all stages have the same number of layers, only the first and the last stage are compared. The
-        first keeps the activations of most micro batches, and the last has the logits.
+        first keeps the activations of the largest number of micro batches, and the last has the logits.
         """
         plan = self.job.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
@@ -65,8 +65,8 @@ class Prediction:
 
     @property
     def quickly_at_least(self) -> float:
-        """A lower bound of :attr:`quickly_at_most`, which counts only the passes and the pipeline's messages.
-        It is cheaper to compute, so a search compares it first.
+        """A lower bound of :attr:`quickly_at_most`: the time of the passes and pipeline messages alone. It is
+        cheaper to compute, so a search compares it first.
         """
         return self._quick_passes.seconds * spread(self.job, self.cluster)[1]
 

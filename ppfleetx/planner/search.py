@@ -114,7 +114,7 @@ class _Search:
 
     def is_tight(self, plan: ParallelPlan) -> bool:
         """Try ``plan`` with every micro batch size and every kind of recompute, and keep the best candidates.
-        Returns whether memory was too small for any candidate that was otherwise good enough.
+        Returns whether the plan, or a candidate that is not too slow, does not fit into memory.
         """
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
@@ -123,12 +123,12 @@ class _Search:
             return True
         every_fits = True
         for fitted in _batches(self.job, plan):
-            every_fits &= self._finds(fitted)
+            every_fits &= self._all_fit(fitted)
         return not every_fits
 
-    def _finds(self, fitted: Job) -> bool:
-        """Try one plan and micro batch size, ``fitted``, with every kind of recompute, the fastest first.
-        Returns False if memory was too small for a candidate that was fast enough.
+    def _all_fit(self, fitted: Job) -> bool:
+        """Try a plan and micro batch size, ``fitted``, with each kind of recompute, from the fastest on, and
+        keep the best candidates. Returns False if a candidate that is not too slow does not fit into memory.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most

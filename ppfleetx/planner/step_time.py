@@ -5,8 +5,8 @@ and sharded parameters are sent while a rank computes (``parallel/grad_buckets.p
 ``zero3.py``), so only the part of that time that exceeds the computation counts. It is assumed, but not
 measured, that communication and computation do not slow each other down.
 
-Published runs of Megatron-LM and other programs, to which the constants of the cards were fitted, are
-predicted without this overlap.
+Some constants in ``cards.yaml`` were fitted to published runs of Megatron-LM and other programs. These runs
+are predicted without this overlap.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
 
     Args:
         fetching: seconds until the parameters arrive after they are requested.
-        computing: seconds of one layer's computation. With overlap, the parameters are sent during that of
-            the previous layer.
+        computing: seconds of one layer's computation. With overlap, a layer's parameters are sent while the
+            previous layer computes.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
@@ -211,7 +211,7 @@ class QuickPasses:
     """The estimated time of all passes and pipeline messages of a step, without simulating the schedule.
 
     Attributes:
-        seconds: the estimate for the whole step. :func:`quick_seconds` adds the time after the passes.
+        seconds: the time from the first pass to the last; the work after the passes is not included.
         of_stages: seconds of the passes of one micro batch, for the first and the last pipeline stage.
     """
 
@@ -220,9 +220,9 @@ class QuickPasses:
 
 
 def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
-    """Estimate the time of all passes of a step without simulating the schedule. The busiest pipeline stage
-    determines the time per micro batch. Filling and draining the pipeline adds the time of one more micro
-    batch for each other stage.
+    """Estimate the time of all passes and pipeline messages of a step without simulating the schedule. The
+    busiest pipeline stage determines the time per micro batch. Filling and draining the pipeline adds, for
+    each other stage, the time of a micro batch on one virtual stage; ZB-H1 shortens this.
     """
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
@@ -317,8 +317,8 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Return the forward time of the matrix products with weights in ``block``; if it is None, of those after
-    the last block. The backward pass has two products for each of them, which take as long each.
+    """Return the forward time of the matrix products with weights in ``block``. None stands for what follows
+    the last block. In the backward pass, each product becomes two, and each of the two takes as long.
     """
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
@@ -473,8 +473,9 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
     """Return the seconds of gradient sums that do not overlap with the passes.
 
-    With sharding, gradients are summed on the ranks that own them; without it, over ``sep`` and ``dp``. Two
-    sums never overlap: over the replicas of an owner, and over the replicas of an expert.
+    With sharding, gradients are summed on the ranks that own them; without it, over ``sep`` and ``dp``. This
+    sum may overlap with the passes. Two later sums never do: the sum over the replicas of an owner, and that
+    of experts' gradients over the replicas of an expert.
     """
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:

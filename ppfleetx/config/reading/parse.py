@@ -41,7 +41,9 @@ def model_in(directory: str | Path) -> str:
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether ``place`` is that of a value read from a model's directory (see :func:`model_in`)."""
+    """Whether a value with this ``place`` was read from a model's directory (see :func:`model_in`), not from
+    a configuration file.
+    """
     return place.startswith(_OF_A_MODEL)
 
 

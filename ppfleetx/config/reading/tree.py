@@ -85,7 +85,9 @@ def node_of(value: Any, place: str, key: str | None = None) -> Node:
 
 
 def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return plain sections with these values, each given with its dotted key."""
+    """Build nested dicts from pairs (dotted key, value): ``("Model.num_layers", 2)`` becomes ``{"Model":
+    {"num_layers": 2}}``.
+    """
     tree: dict[str, Any] = {}
     for key, value in values:
         *sections, name = key.split(".")

@@ -86,8 +86,8 @@ class QuantizationConfig(Section):
     """Do not train the embeddings."""
 
     def quantizes(self, name: str, kind: str) -> bool:
-        """Whether the linear layer ``name`` is quantized in training. ``kind`` says how tensor parallelism
-        divides it, a name in :data:`LINEAR_KINDS`.
+        """Whether the linear layer ``name`` is quantized in training. ``kind`` is one of :data:`LINEAR_KINDS`
+        and says how tensor parallelism divides the layer.
         """
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
@@ -158,8 +158,9 @@ class WeightsConfig(Section):
     """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section; do not write it
     by hand.
 
-    The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. Without
-    `asymmetric`, each row of the embedding and each output of the head has one scale.
+    The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. With
+    `asymmetric`, `group_size` also applies to the embedding and the head. Without it, each row of the
+    embedding and each output of the head has one scale.
     """
 
     bits: Literal[8, 4] = 8

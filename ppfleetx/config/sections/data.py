@@ -131,7 +131,7 @@ class DatasetConfig(Section):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The entries of ``input_dir``, also if it is a single one."""
+        """``input_dir`` as a tuple, also if it is a single path."""
         return (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
 
     @property
@@ -229,7 +229,7 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Return a copy of ``dataset`` in which the keys that this set gives are replaced.
+        """Return a copy of ``dataset`` with the values of the keys that this evaluation set gives.
 
         Raises:
             RuleError: the result breaks a rule of datasets.
@@ -303,7 +303,7 @@ class TokenizerConfig(Section):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The keys that name files; at most one may."""
+        """Those of ``dir``, ``tokenizer_file`` and ``vocab_file`` that are set; more than one is an error."""
         return tuple(key for key in ("dir", "tokenizer_file", "vocab_file") if getattr(self, key) is not None)
 
     def violations(self) -> Iterator[RuleError]:

@@ -74,7 +74,7 @@ class LatentAttentionConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head's query and key: the parts with and without positions together."""
+        """The width of a head's query and key: the features with rotary positions plus those without."""
         return self.nope_head_dim + self.rope_head_dim
 
     def violations(self) -> Iterator[RuleError]:
@@ -328,8 +328,8 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """The section ``moe`` reduced to what affects the output of given weights, for comparing networks;
-        None for a dense model.
+        """A copy of the section ``moe`` for comparing networks, without the options that only affect training
+        (:meth:`MoEConfig.of_network`); None for a dense model.
         """
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 

@@ -143,9 +143,9 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """A copy for comparing networks. Keys that do not affect the output of given weights are set to fixed
-        values, so the copies of two sections are equal if these differ only in spelling or in training
-        options.
+        """A copy for comparing networks. Keys that do not change what a network with given weights computes
+        are set to fixed values. So two sections that differ only in spelling or in training options have
+        equal copies.
         """
         default = type(self).model_fields
         return self.model_copy(

@@ -97,8 +97,8 @@ class RopeScalingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Validator that refuses unsupported types, and fills in defaults so that sections with the same
-        effect are equal.
+        """Validator that refuses unsupported values of ``type``, and fills in the defaults of each type, so
+        that sections with the same effect are equal.
         """
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values

@@ -1,5 +1,5 @@
 """``pretrain_gpt.py`` arguments for the five model sizes that the scripts of one GPT-2 port of
-Megatron-DeepSpeed offer. They run on eight devices.
+Megatron-DeepSpeed offer. Every size trains on eight devices.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ ALIASES: dict[str, str] = {
 
 
 def plain(name: str) -> str:
-    """Bring a dotted name of MindSpeed-Core-MS into one form, without the block ``train_config`` that may
-    surround all sections.
+    """Bring a dotted option name of MindSpeed-Core-MS into the form ``section.key``. The block
+    ``train_config``, which may surround all sections, is removed. Keys that are directly in it get the
+    section ``training_config``.
     """
     for prefix in _PREFIXES:
         if name.startswith(prefix):

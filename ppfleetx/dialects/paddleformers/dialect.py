@@ -144,7 +144,9 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Require ``max_steps``, and translate which steps to profile."""
+    """Refuse a run without ``max_steps``, and translate which steps to profile. The key table translates the
+    batch sizes.
+    """
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
@@ -176,7 +178,7 @@ def precision(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Translate the warm-up of the learning rate."""
+    """Translate the warm-up of the learning rate. The key table translates the optimizer's other options."""
     steps, ratio = run.integer("warmup_steps", 0, least=0), run.number("warmup_ratio", 0.0, least=0.0)
     if steps:
         run.put("Optimizer.lr.warmup_steps", steps, "warmup_steps")
@@ -186,7 +188,7 @@ def optimizer(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the corpora and their lengths, when to evaluate, and the tokenizer."""
+    """Translate the corpora, the sequence length, when to evaluate, and the tokenizer."""
     if "input_dir" not in run:
         raise ConfigError("is missing", key="input_dir", place=run.place)
     strategy = run.choice("evaluation_strategy", ("no", "steps"))
