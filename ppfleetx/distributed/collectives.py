@@ -1,5 +1,5 @@
-"""Collectives that pack many tensors into few messages, all-to-all of rows, and collectives with
-a gradient."""
+"""Collectives that pack many tensors into few messages, that exchange different numbers of rows between
+ranks, or that are differentiable."""
 
 from __future__ import annotations
 

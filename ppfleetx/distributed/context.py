@@ -86,9 +86,9 @@ class ParallelContext:
         """Return the process group of the ranks whose coordinates equal those of this rank except along
         ``axes``; None if this rank is the only one.
 
-        The group along one axis of the plan always exists, and so does that over dp and sep together. All
-        others must have been created before by :meth:`with_groups`: those over several axes, and those along
-        axes of expert parallelism.
+        The groups along a single axis of the plan and the group over dp and sep always exist. A group over
+        other axes together, or along an axis of expert parallelism, must have been created before by
+        :meth:`with_groups`.
         """
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
@@ -180,8 +180,8 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum numbers that are already known for all ranks over the data-parallel replicas, counting each
-        replica once. Nothing is communicated.
+        """Sum a number over the data-parallel replicas, given its value on every rank. Each replica counts
+        once. Nothing is communicated.
 
         Args:
             values: one number per rank of the job; ranks of the same replica have equal numbers.

@@ -65,9 +65,9 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
     """Context manager: if the code inside raises a UserError on one rank, the block ends with an error on all
     ranks, with the same message.
 
-    The code inside must not communicate, because a rank that fails would leave the others waiting. The
-    message begins with the numbers of the ranks that failed, unless all did, or ``name_ranks`` is False: use
-    that if one rank does the check on behalf of all.
+    The code inside must not communicate, because a rank that fails would leave the others waiting. If only
+    some ranks fail with this message, it begins with their numbers. ``name_ranks=False`` leaves the numbers
+    out, for a check that one rank does on behalf of all.
     """
     error: UserError | None = None
     try:
@@ -91,8 +91,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Combine the error messages of all ranks (None: no error) into one: the first message. Unless
-    ``name_ranks`` is False or all ranks have this message, it begins with the numbers of those that do."""
+    """Return the first of the error messages of all ranks (None: no error). If only some ranks have this
+    message, their numbers are put before it, unless ``name_ranks`` is False."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):

@@ -258,12 +258,12 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
-    """Return whether this process's device has no ``kernel`` for the type of ``x``, if that is float16 or
-    bfloat16. The caller then computes in float32.
+    """Return whether ``x`` is float16 or bfloat16 and this process's device has no ``kernel`` for that type.
+    The caller then computes in float32.
 
     Without a kernel, Paddle would use the CPU's kernel, which waits for the card, copies, and draws from an
     unseeded generator. If the CPU has none either, it would raise an error. The result is always False on a
-    CPU, and on GPUs, which have all kernels that ppfleetx uses.
+    CPU, on GPUs, which have all kernels that ppfleetx uses, and while a program is traced for export.
     """
     import paddle
 

@@ -60,8 +60,8 @@ def sliced_stream() -> AbstractContextManager[None]:
 class DropoutStreams:
     """Seeds the random generators for dropout whenever a layer starts a forward pass in training.
 
-    The seeds differ between data-parallel replicas and between sep ranks. In the sliced stream, they differ
-    between tensor-parallel ranks too.
+    The seeds differ between data-parallel replicas and between sep ranks. Activations that are split between
+    tensor-parallel ranks use a second generator, whose seeds differ between these ranks too.
     """
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
@@ -76,7 +76,8 @@ class DropoutStreams:
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
         """Add a hook to each layer that contains dropout. At the start of each forward pass of the layer, it
-        seeds the random generators that dropout uses. ``stages`` are pairs (index in the model, layer)."""
+        seeds the random generators that dropout uses. ``stages`` are this rank's layers of the model, each as
+        a pair (index in the whole model, layer)."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

@@ -175,8 +175,8 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return the seconds until something is due: the log message if it is still to come, or else the time
-        limit."""
+        """Return for how many seconds the caller may wait: until the log message is due or, if that has been
+        logged, until the time limit."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 

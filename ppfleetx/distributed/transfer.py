@@ -56,8 +56,8 @@ def note_micro_batch() -> None:
 def read(tensor: paddle.Tensor) -> np.ndarray:
     """Wait until the device has computed a tensor, and return its contents.
 
-    Unlike ``Tensor.numpy``, this does not wait for all streams of a card, such as one with unfinished
-    messages. While it waits, it tells the watchdog of each micro batch that the card reaches. Otherwise the
+    ``Tensor.numpy`` would wait for all streams of a card, also for one that still communicates; this does
+    not. While waiting, it reports each micro batch that the card reaches to the watchdog. Otherwise the
     watchdog would take a long step for a hang.
     """
     with RECORD.reading():
@@ -104,11 +104,11 @@ def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int
 def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
-    """Split the bytes ``flat`` into tensors with the element types and shapes of ``arrays``; ``begins`` are
-    the byte offsets by name.
+    """Return tensors with the names, element types and shapes of ``arrays``, as parts of the byte tensor
+    ``flat``. ``begins`` has the byte offset of each.
 
-    ``flat`` is reinterpreted as each element type first and split then. The other order fails: if a part of a
-    tensor is reinterpreted, Paddle (3.3.1) takes its byte offset for an offset in elements.
+    All of ``flat`` is viewed as each element type, and the views are sliced. A view of a slice would be
+    wrong: Paddle (3.3.1) takes the slice's offset in bytes for an offset in elements.
     """
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}

@@ -182,8 +182,8 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the rows of all ranks into one list, sorted by heading. Rows with the same finding become one,
     which lists the ranks that have it.
 
-    The list of ranks stays empty if all ranks have the finding. For a row that is ok or skipped, it is enough
-    that all ranks have it that ran the check.
+    The list of ranks stays empty if all ranks have the finding. If the finding is ok or skipped, ranks that
+    did not run the check are not counted.
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}

@@ -47,8 +47,8 @@ class Member:
 
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
-    """Yield this process's place in each process group in which it takes part: first that of all ranks, then
-    one for each axis of the parallel plan."""
+    """Yield this process's membership in each of its process groups: first in the group of all ranks, then in
+    the groups along the axes of the parallel plan."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:

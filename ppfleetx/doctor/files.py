@@ -208,8 +208,9 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Return, by configuration key, which checkpoint the run would start from on this machine: its step and a
-    hash of its manifest. These are compared between machines."""
+    """Return the checkpoints that the run would start from on this machine, by the configuration key that
+    names each. A checkpoint is described by its name and a hash of its manifest, which are compared between
+    machines."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load

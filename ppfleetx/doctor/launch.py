@@ -199,9 +199,9 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
     """Run the launcher and return its exit code. When this returns, the launcher and the ranks have ended.
 
-    The machine's first rank runs the most checks. So when it has left its report, the other ranks should end
-    soon, and a rank that does not is hanging. If only another rank has left its report, the first one gets
-    more time.
+    Ranks that hang are stopped after ``seconds``, or earlier if some rank has already written its report. The
+    machine's first rank runs the most checks: after its report, the others should end soon. After a report of
+    another rank, there is more time.
     """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False

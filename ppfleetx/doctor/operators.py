@@ -110,8 +110,8 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """Return the row of the report that says whether Paddle's ``registry`` contains all ``wanted`` kernels,
-    each with its data types, for one of ``backends``."""
+    """Return the row of the report that says whether Paddle has all ``wanted`` kernels, each for its data
+    types. A kernel counts if ``registry`` lists it under any of ``backends``."""
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())
     title = f"kernels of the {place}"

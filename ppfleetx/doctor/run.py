@@ -85,8 +85,8 @@ class Job:
 
     Attributes:
         meeting: the connection to the other processes.
-        rows: the rows that each rank has found, by rank.
-        of_job: rows about the job as a whole.
+        rows: the rows of the report that each rank has contributed, by rank.
+        of_job: the rows of the report about the job as a whole.
     """
 
     target: Target
@@ -276,8 +276,8 @@ class Guard:
 
 
 def plan_config(target: Target) -> RunConfig:
-    """Return the configuration whose process groups are tested: that of the user if it is for as many
-    processes as there are. Otherwise, it is a tiny model with data parallelism."""
+    """Return the configuration whose process groups are tested: the user's, if its plan needs as many
+    processes as this job has; otherwise that of a tiny model with data parallelism."""
     if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
         return target.cfg
     given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]

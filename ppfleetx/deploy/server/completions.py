@@ -36,8 +36,8 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _read_logprobs(value: Any) -> int | None:
-    """Check the ``logprobs`` of a completion request: a number of alternatives per token. Some clients send
-    ``false`` if they want no log-probabilities, which becomes None.
+    """Check the ``logprobs`` of a completion request: a number of alternatives per token. Returns None for
+    ``false``, which some clients send if they want no log-probabilities.
     """
     if value is False:
         return None

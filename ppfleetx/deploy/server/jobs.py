@@ -24,10 +24,10 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """Event: a continuation has a new token. ``text`` is the new text, which may be empty.
+    """Event: a continuation has a new token, or has ended without any because the request asked for 0 tokens.
 
-    ``index`` is the number of the continuation in its request. ``num_tokens`` is 0 if no token was generated,
-    because the request asked for none.
+    ``index`` is the number of the continuation in its request, and ``text`` the new text, which may be empty.
+    ``num_tokens`` is 1, or 0 without a token.
     """
 
     index: int

@@ -60,9 +60,9 @@ class RoomCache:
     into memory that was allocated before the loop.
 
     The keys and values ``past`` of each layer are [rows, key/value heads, allocated columns, head size]. They
-    are zero from ``column`` on, where the new ones are written in place. Copying all of them in every
-    iteration would take a tenth of the time for a batch of 8. ``visible`` says which columns each row may
-    attend to, bool [rows, allocated columns].
+    are zero from ``column`` on, where the new ones are written in place. With a batch of 8, copying the
+    whole cache instead would take a tenth of the time of an iteration. ``visible`` says which columns each
+    row may attend to, bool [rows, allocated columns].
     """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
@@ -91,8 +91,8 @@ class RoomCache:
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
-        """The additive attention mask for layers with a sliding window of ``window`` positions (None: no
-        window). Columns count as positions here, because only padding on the left is unused.
+        """The additive attention mask for layers in which a token attends to itself and the ``window``
+        positions before it (None: to all). Padding is only on the left, so these are the columns before it.
         """
         if window not in self.penalties:
             visible = self.visible

@@ -1,9 +1,9 @@
 """Matrix products in an exported program: single products, or all blocks of a quantized model in one
 operation.
 
-On a CPU, MKL repacks the weight matrix for every product, which for a few rows costs as much as reading the
-matrix again. A matrix stored in panels, which are groups of as many columns as a tile of MKL's kernel has,
-needs no repacking. The result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A
+On a CPU, MKL repacks the weight matrix for every product. For a few rows, this costs as much as reading the
+matrix again. A matrix stored in *panels* needs no repacking: a panel is a group of columns, as many as a tile
+of MKL's kernel has. The result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A
 single row is faster with the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but
 programs that use them run only on machines that have compiled them.
 """
@@ -28,8 +28,9 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 class Matrix:
     """A weight matrix ``weight`` [inputs, outputs], a constant of an exported program.
 
-    ``panels`` is a second copy of the matrix in another layout; it and ``single_axis`` are set by
-    :func:`use_panels`. With ``by_cpu_ops``, products with panels are computed by our C++ operator.
+    ``panels`` is a second copy of the matrix, in groups of columns (see the module's docstring).
+    :func:`use_panels` sets it, together with ``single_axis``, the axis of size 1 of the activations. With
+    ``by_cpu_ops``, our C++ operator computes the products that use panels.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -68,9 +69,9 @@ class Matrix:
 class SmallMatrix(Matrix):
     """A quantized (low-bit) weight matrix, a constant of an exported program.
 
-    In a program with our C++ operators, these multiply by the integers themselves, in panels that
-    :meth:`begin` makes. In other programs, the matrix is dequantized when the program is loaded, and then
-    used like any other.
+    In a program with our C++ operators, the matrix stays quantized: the operators multiply by its integers,
+    which :meth:`begin` has rearranged into panels. In other programs, :meth:`begin` dequantizes the matrix
+    when the program is loaded.
     """
 
     def __init__(self, stored: QuantizedMatrix) -> None:
@@ -163,8 +164,8 @@ class ProgramBlocks:
 
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
-    """Build the one-operation form of the blocks and the final norm. None if the layers must run one by one,
-    because the C++ operator is not compiled or does not support them.
+    """Combine the transformer blocks and the final norm, ``layers``, into one C++ operation. Returns None if
+    the operator is not compiled, does not support these layers, or a linear layer is not quantized.
     """
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None

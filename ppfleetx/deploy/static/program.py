@@ -95,7 +95,7 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with one of their tokens
     ("padding", "int64", (None,)),  # [b] number of padding columns
     ("max_new_tokens", "int64", (None,)),  # [b] at least 1
-    ("exponentials", "float32", (None, None, None)),  # [b, t, n], see RandomStream; any when top_k is 1
+    ("exponentials", "float32", (None, None, None)),  # [b, t, race_size(V)]; any when top_k is 1
     ("end_ids", "int64", (None,)),  # tokens that end a row, at least one; -1 for none
     ("min_new_tokens", "int64", (1,)),
     ("repetition_penalty", "float32", (1,)),
@@ -187,8 +187,8 @@ class GenerationProgram(nn.Layer):
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """Let the program use our C++ operators: for products with matrices stored in panels, for top-p and,
-        if possible, one operator that runs all transformer blocks and the final norm.
+        """Let the program use our C++ operators: for products with matrices stored in panels, and for top-p.
+        In a quantized model, one operator runs all transformer blocks and the final norm if it supports them.
         """
         self.by_cpu_ops = True
         for matrix in (*self.matrices, *self.grouped):
@@ -250,9 +250,9 @@ class GenerationProgram(nn.Layer):
         """Run the decoding loop for several sequences. ``token [b]`` are their first new tokens. Returns
         prompts and new tokens, int64 [b, prompt length + new tokens].
 
-        ``rules`` are end_ids, min_new_tokens and repetition_penalty. ``sampling`` is exponentials,
-        temperature, top_k and top_p. ``panels`` are the panels of ``self.matrices``; empty if panels are not
-        used.
+        ``rules`` are the inputs end_ids, min_new_tokens and repetition_penalty. ``sampling`` are the inputs
+        exponentials (the random numbers), temperature, top_k and top_p; see :data:`INPUTS`. ``panels`` are
+        the copies of ``self.matrices`` in panels; empty if panels are not used.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
@@ -301,8 +301,9 @@ class GenerationProgram(nn.Layer):
         """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens
         as a flat tensor.
 
-        The arguments are those of ``_decode``, and ``max_drafts [1]``: in greedy search, up to so many draft
-        tokens from the sequence's own text (prompt lookup) are verified in one pass.
+        Greedy search without a repetition penalty uses prompt lookup: draft tokens from the sequence's own
+        text, at most ``max_drafts [1]``, are verified in one pass. The other arguments are those of
+        ``_decode``.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]

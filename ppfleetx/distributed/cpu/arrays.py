@@ -80,8 +80,8 @@ class TensorMemory:
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 
     def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """Return a flat array with ``tensor``'s contents, into which the collective writes its result. The
-        tensor has the result after :meth:`finish`."""
+        """Return the flat array through which a collective writes its result to ``tensor``. At first, it has
+        the tensor's contents. Call :meth:`finish` when the result is in it."""
         array = self.read(tensor)
         if not tensor.is_contiguous():
             self._strided.append((_strided_array(tensor), array))

@@ -97,7 +97,7 @@ class CpuProcessGroup:
             else:
                 pieces = self._pieces(array)
                 mine, others = pieces[self._rank], {m: pieces[m] for m in self._others()}
-                yield from self._sum_piece(number, signature, pieces, mine, kind, code)
+                yield from self._reduce_piece(number, signature, pieces, mine, kind, code)
                 yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
 
         return self._run(
@@ -155,7 +155,7 @@ class CpuProcessGroup:
         self._count("reduce_scatter", total, total - target.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
-            return self._sum_piece(number, signature, parts, target, int(op), code)
+            return self._reduce_piece(number, signature, parts, target, int(op), code)
 
         return self._run(
             "reduce_scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
@@ -180,8 +180,8 @@ class CpuProcessGroup:
         return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """Sum ``tensor`` over the members; only member ``dst`` gets the result, in its ``tensor``. To share
-        the work, each member sums one part of the tensor and sends it to ``dst``."""
+        """Reduce ``tensor`` over the members with ``op``; only member ``dst`` gets the result, in its
+        ``tensor``. To share the work, each member reduces one part of the tensor and sends it to ``dst``."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         is_root = self._rank == dst
         array = memory.write(tensor) if is_root else memory.read(tensor)
@@ -191,7 +191,7 @@ class CpuProcessGroup:
         def steps(number: int, signature: Signature) -> Steps:
             mine = pieces[self._rank]
             total = mine if is_root else np.empty_like(mine)
-            yield from self._sum_piece(number, signature, pieces, total, int(op), code)
+            yield from self._reduce_piece(number, signature, pieces, total, int(op), code)
             incoming = {m: pieces[m] for m in self._others()} if is_root else {}
             yield from self._exchange(number, signature, 1, {} if is_root else {dst: total}, incoming)
 
@@ -436,7 +436,7 @@ class CpuProcessGroup:
             self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
         yield receives
 
-    def _sum_piece(
+    def _reduce_piece(
         self,
         number: int,
         signature: Signature,

@@ -56,8 +56,8 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Check the message that has arrived for ``receive``, and copy it into the memory where the operation
-        expects it. Does nothing if it was read there directly.
+        """If the message for ``receive`` was read into a spare buffer, check it and copy it into the memory
+        of the operation. Otherwise it was already checked and read there, and nothing is done.
 
         Raises:
             OutOfStepError: the message belongs to another operation, so the ranks do not run the same

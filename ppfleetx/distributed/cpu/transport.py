@@ -286,9 +286,9 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
-        """Return whether the thread that waits for ``operation`` can do something: the operation is over, or
-        this or another of the program's operations has got the messages that it needs to continue. Call it
-        while holding ``state``."""
+        """Return whether the thread that waits for ``operation`` has something to do: ``operation`` is over,
+        or messages have arrived with which it, or another operation outside the background thread, can
+        continue. Call this while holding ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
