@@ -59,8 +59,9 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Set all parameters of the network; this replaces Paddle's ``set_state_dict``. A parameter that is
-        missing or unexpected is an error, so the two lists that Paddle returns for them are always empty.
+        """Set all parameters of the network; this replaces Paddle's ``set_state_dict``. Returns two lists, as
+        Paddle does: the missing and the unexpected parameters. Both are empty, because either kind is an
+        error here.
 
         Raises:
             CheckpointError: a parameter is missing, unknown or of another shape.

@@ -55,12 +55,12 @@ class TextGenerationPipeline:
             DataError: a prompt is not a text, or already has ``max_length`` tokens.
         """
         prompts = as_texts(inputs)
-        chosen = self._of_strategy(checked({**self._defaults, **options}))
+        chosen = self._without_ignored(checked({**self._defaults, **options}))
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
-    def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Remove sampling options such as ``top_k`` from ``chosen`` if ``do_sample`` is False, with a
-        warning, because MindFormers ignores them then.
+    def _without_ignored(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """Return ``chosen`` without sampling options such as ``top_k`` if ``do_sample`` is False, because
+        MindFormers ignores them then. Logs a warning.
 
         Raises:
             ConfigError: there is a sampling option, but ``do_sample`` is not given and the model's own

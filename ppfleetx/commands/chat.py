@@ -67,7 +67,7 @@ class Conversation:
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
         """Add a message to the conversation, and let the model answer it. ``on_text`` is called with each
         piece of the answer as it is generated. Ctrl-C (KeyboardInterrupt) stops the answer; the text so far
-        stays in the conversation.
+        stays in the conversation. Returns facts about the answer, such as whether it was cut off.
 
         Raises:
             ChatError: the chat template refuses the message, or the message is too long. The conversation is
@@ -128,7 +128,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the terminal tells the user below an answer, such as that it was cut off."""
+    """Facts about an answer that the terminal shows below its text."""
 
     left_out: int  # messages that the model no longer sees
     was_stopped: bool  # by Ctrl-C

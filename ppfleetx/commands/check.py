@@ -284,8 +284,8 @@ def _precision(cfg: RunConfig, device: str) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Return report lines on the host memory that offloaded optimizer states need. They assume that tensor
-    and pipeline parallelism divide all parameters evenly. Empty without offload.
+    """Return report lines on the host memory that offloaded optimizer states need. The figures assume that
+    tensor and pipeline parallelism divide all parameters evenly. Empty without offload.
     """
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
@@ -327,12 +327,12 @@ def _group_lines(cfg: RunConfig) -> list[str]:
             f"{row.optimizer}{f', {row.settings}' if row.settings else ''}: "
             f"{counted(len(row.names), 'parameter')} of {human_count(row.num_elements)} ({row.name})"
         )
-        lines += [f"  {name}" for name in _of_all_blocks(row.names)]
+        lines += [f"  {name}" for name in _with_merged_blocks(row.names)]
     return by_layer + [_line("" if number else "optimizer", text) for number, text in enumerate(lines)]
 
 
-def _of_all_blocks(names: Iterable[str]) -> list[str]:
-    """Shorten a list of parameter names: the same parameter of several blocks is written once,
+def _with_merged_blocks(names: Iterable[str]) -> list[str]:
+    """Shorten a list of parameter names. Names that differ only in the block's number become one, such as
     ``decoder.layers.0-11.mlp.fc1.weight``.
     """
     blocks: dict[tuple[str, str], list[int]] = {}

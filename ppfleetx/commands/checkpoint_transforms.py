@@ -73,8 +73,8 @@ class ShrinkingOptions(RewritingOptions):
 
 @contextmanager
 def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
-    """Context manager that finds the model that the options name. Yields its configuration, as for one
-    process that holds the whole model, the checkpoint's directory, and the tokenizer, which may be None.
+    """Context manager that finds the model that the options name. Yields its configuration, the checkpoint's
+    directory, and the tokenizer or None. In the configuration, one process holds the whole model.
     """
     from ppfleetx.checkpoint.weights_only import load_tokenizer
     from ppfleetx.commands.resolve_model import as_replicas, resolve_model
@@ -109,8 +109,9 @@ def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
 def calibration_samples(
     cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
-    """Read windows of text for calibration, from the data that ``--calibration`` names; None if the option is
-    not given. ``fewest`` is the number of tokens that are needed in total.
+    """Read windows of tokens for calibration, and others to measure the result with, from the data that
+    ``--calibration`` names. Returns None if the option is not given. ``fewest`` is the minimum number of
+    calibration tokens.
     """
     if options.calibration is None:
         return None

@@ -1,5 +1,5 @@
 """Implement ``ppfleetx convert``, which converts checkpoints between formats, and ``ppfleetx merge``, which
-adds trained adapters to their weights.
+adds trained adapters to the weights that they belong to.
 """
 
 from __future__ import annotations

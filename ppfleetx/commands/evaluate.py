@@ -141,8 +141,8 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Raise ConfigError if last words are to be scored under a plan that splits sequences (``sep_degree``
-    above 1), because a rank must have all tokens of a word.
+    """Raise ConfigError if ``cloze_eval`` (does the model predict the last word of a text?) is set and the
+    plan splits sequences (``sep_degree`` above 1), because a rank must have all tokens of a word.
     """
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise cfg.error(
@@ -169,7 +169,7 @@ def evaluate(
     """Score the encoded text ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``.
 
     Returns the result and a dictionary with the settings of the evaluation. The result is the same on all
-    ranks that compute a loss.
+    ranks.
     """
     from ppfleetx.commands.training import build_runner, find_weights
 
@@ -230,9 +230,8 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """Compute perplexity or accuracy from ``total``, which :func:`sum_over_windows` returned for these
-    windows.
-    """
+    """Compute perplexity or accuracy from ``total``, which :func:`sum_over_windows` returned for
+    ``windows``."""
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)

@@ -98,8 +98,8 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """Return the section ``Generation`` of ``cfg``, in which the export's settings ``exported`` replace the
-    defaults of keys that were not given.
+    """Return the section ``Generation`` of ``cfg``. Keys that were not given take their value from
+    ``exported``, the settings stored with the exported model, or else the default.
     """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:
@@ -111,8 +111,8 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
 
 
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
-    """Return the configuration without the paths of the original checkpoint and of the weights for adapters.
-    They may not exist where the export is used.
+    """Return the configuration without the path of the original checkpoint and without ``Model.lora``, whose
+    ``base`` is the path of frozen weights. These paths may not exist where the export is used.
     """
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
     return cfg.changed("Engine", save_load=save_load).changed("Model", lora=None)

@@ -92,8 +92,8 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Do the work of :meth:`loglikelihood` for requests that are already token ids: (any object, context,
-        continuation).
+        """Do the work of :meth:`loglikelihood` for requests that are already token ids. Each request is a
+        tuple whose first item is not used, followed by context and continuation.
         """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []

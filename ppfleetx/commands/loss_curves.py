@@ -78,8 +78,8 @@ def set_name(record: Record) -> str:
 
 
 def series_of(records: Sequence[Record], key: str) -> Series:
-    """Return the curves of the number ``key`` (such as ``loss``) by name: one of training, and one of each
-    evaluation set. A curve is a pair (steps, values).
+    """Return the training curve and the curve of each evaluation set, by the names of :func:`set_name`. A
+    curve is a pair (steps, values); ``key`` is the name of its values in the records, such as ``loss``.
     """
     series: Series = {}
     for record in records:

@@ -216,7 +216,7 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text(output_dir: Path, extracted: Path) -> Path:
-    """Return the path of the text to encode. If the file does not exist, join it from the files that the
+    """Return the path of the text file to encode. If it does not exist, make it by joining the files that the
     program WikiExtractor wrote to ``extracted``.
     """
     text = output_dir / _TEXT

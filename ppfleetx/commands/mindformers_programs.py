@@ -127,8 +127,8 @@ def _whole_batches(cfg: RunConfig) -> int:
 
 def _limit_new_tokens(cfg: RunConfig, translation: Translation) -> RunConfig:
     """Limit the number of new tokens so that the longest prompt and its continuation have
-    ``max_decode_length`` tokens together. MindFormers counts the prompt in this key, but our
-    ``Generation.max_dec_len`` does not.
+    ``max_decode_length`` tokens together. In MindFormers, this number includes the prompt; in ours,
+    ``Generation.max_dec_len``, it does not.
     """
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))

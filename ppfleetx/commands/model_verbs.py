@@ -30,8 +30,8 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class Job:
-    """The configuration of a command that uses a model, before it is loaded: where to read it, and the values
-    to override.
+    """Where a command that uses a model finds its configuration, and values that override those in it.
+    :meth:`load` loads it.
     """
 
     config: ConfigSource

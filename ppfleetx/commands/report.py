@@ -225,8 +225,8 @@ def _evaluations(run: RunFiles) -> list[Section]:
 
 
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
-    """Return the number of predicted tokens per byte of text in ``Data.Eval``. Times the loss, divided by log
-    2, it gives bits per byte.
+    """Return the number of predicted tokens per byte of text in ``Data.Eval``. Multiply it by the loss and
+    divide by log 2 to get bits per byte.
 
     Special tokens count as predicted tokens, but not as text.
     """

@@ -101,8 +101,8 @@ def _fill(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_if_unused(place: Path, lock: IO[str]) -> None:
-    """Remove the directory ``place`` unless another process uses it. The lock file stays, because another
-    process may be waiting for the lock.
+    """Remove the temporary directory ``place`` unless another process holds ``lock``, the lock on it. The
+    lock file is not removed, because another process may be waiting for the lock.
     """
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,8 +282,8 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
-    """Return the configuration of a checkpoint that an earlier version of ppfleetx saved, from its manifest.
-    Settings of the parallel plan and the machine are left out.
+    """Read the configuration of a checkpoint that an earlier version of ppfleetx saved, from the manifest,
+    the JSON file that describes the checkpoint. Settings of the parallel plan and the machine are left out.
     """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):

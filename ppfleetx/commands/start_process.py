@@ -121,7 +121,7 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
 def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
     """Return whether the weights that the configuration key ``key`` names will be loaded. A run that resumes
     takes them from its own checkpoints, except the frozen weights of ``Model.lora.base``. Evaluation and
-    generation do not load the weights that a run started from.
+    generation do not load ``Engine.save_load.init_from``, the weights that the run once started from.
     """
     if key == "Model.lora.base":
         return True

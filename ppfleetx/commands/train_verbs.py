@@ -201,8 +201,9 @@ class Plan(ConfigOptions):
 class Recipe(Command):
     """Write a whole training configuration, given only the depth of the model.
 
-    Shape, batch, learning rate and length follow from the depth, and the planner chooses the parallel plan.
-    The first lines of the file are the predicted time, memory and cost. docs/planner.md has the rules.
+    The model's shape, the batch size, the learning rate and the length of training follow from the depth, and
+    the planner chooses the parallel plan. The first lines of the file are the predicted time, memory and
+    cost. docs/planner.md has the rules.
     """
 
     examples = """\

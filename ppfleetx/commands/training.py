@@ -54,8 +54,8 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
     ``engine.runner.model``.
 
     Args:
-        callbacks: further callbacks, called after those of ``Engine.callbacks``. Each rank calls those that
-            it passes.
+        callbacks: further callbacks, called after those of ``Engine.callbacks``. Ranks may pass different
+            callbacks: each rank calls only its own.
     """
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
@@ -236,8 +236,8 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     """Find the checkpoint ``Engine.save_load.ckpt_dir``, to evaluate it, generate with it or export it.
     Raises ConfigError if the key is not set.
 
-    A checkpoint of weights alone (quantized, pruned, merged) stores no progress of a run. Its step is then
-    that in the name of its directory.
+    A checkpoint of weights alone (quantized, pruned, merged) stores no progress of a run. As its step, the
+    returned :class:`Start` then has the one that the checkpoint was saved with.
     """
     named_checkpoint(cfg)
     start = find_start(cfg.Engine.save_load, None, ctx)

@@ -20,7 +20,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 def translate(options: Translate) -> None:
-    """Translate the other toolkit's configuration or command line that the options give. Print the result, or
+    """Translate another toolkit's configuration or command line, which the options name. Print the result, or
     write it to the file that ``--to`` names.
     """
     words, to = list(options.words), options.to

@@ -52,8 +52,11 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Make the output directory belong to this run. This is the last check before training, because it may
-    delete files. All ranks must call it; rank 0 does the work.
+    """Make the output directory belong to this run, and write the configuration and the tokenizer into it.
+    Returns which checkpoints there this run may delete and replace.
+
+    This is the last check before training, because it may delete files. All ranks must call it; rank 0 does
+    the work.
 
     Raises:
         ConfigError: on all ranks, if the run would overwrite files that were not written by it or by the
@@ -97,13 +100,15 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Make the output directory belong to this run. Called on rank 0 only.
+    """Do the work of :func:`begin` on rank 0, except for the tokenizer. Returns which checkpoints in the
+    output directory this run may delete and replace.
 
-    Writes the configuration, and removes unfinished files of a killed run. With
+    Writes the configuration and the run's identity, and removes unfinished files of a killed run. With
     ``Engine.save_load.overwrite``, deletes the files of the earlier run in the directory.
 
     Args:
-        comes_to: a function of an epoch and a step that returns whether this run may save a checkpoint there.
+        comes_to: a function that is called with an epoch and a step, and returns whether this run may save a
+            checkpoint with that epoch and step in its name.
 
     Raises:
         ConfigError: the directory cannot be written, or another run's checkpoint has the name of a checkpoint
@@ -190,8 +195,8 @@ def _refuse_names_in_use(
 
 
 def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the earlier run's checkpoints, which are listed in ``leaving``, and its metrics. If no identity
-    of an earlier run is stored, nothing is known to be that run's, so nothing is deleted.
+    """Delete the files of the run ``earlier``: its checkpoints, listed in ``leaving``, and its metrics.
+    Deletes nothing if ``earlier`` is None, because it is then unknown which run wrote the files.
     """
     names = {path.name for path in leaving}
     with output_lock(output_dir):

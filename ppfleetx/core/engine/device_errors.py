@@ -57,8 +57,8 @@ def explained_device_errors(
     clear message.
 
     Args:
-        advice: the advice to give if memory ran out; None: compute the settings that save most for this
-            training run.
+        advice: the advice to give if memory ran out; None: compute which settings of this training run would
+            save the most memory.
 
     Raises:
         OutOfMemoryError: this process or the device has run out of memory.

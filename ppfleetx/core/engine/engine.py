@@ -383,7 +383,7 @@ class Engine:
     def _notify(self, hook: str, *args: object) -> None:
         """Call the method named ``hook`` of every callback, even if one of them raises a UserError. During
         training, the first such error is kept, and ends training on all ranks before the next step. Outside
-        training, it is raised at once after the last callback.
+        training, it is raised here, when all callbacks have been called.
         """
         found: UserError | None = None
         for callback in self._callbacks:

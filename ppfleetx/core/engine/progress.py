@@ -24,11 +24,12 @@ class TrainState:
         step: number of steps done, including skipped ones.
         consumed_samples: number of samples of the training order that have been used.
         epoch: number of completed passes over the training split.
-        evaluated_step: step of the last complete evaluation. If it is older than an evaluation that was due,
-            that evaluation was interrupted, and a resumed run repeats it.
+        evaluated_step: step of the last complete evaluation. If an evaluation was due at ``step`` but was
+            interrupted, this is an earlier step, and a resumed run repeats the evaluation.
         skipped_steps: number of steps that were loss spikes or whose gradients overflowed. Their samples are
             used up, but weights and learning rate did not change.
-        best, best_step: best value so far of the metric ``Engine.save_load.keep_best``, and its step.
+        best, best_step: best result of an evaluation so far, and the step that it is from. The result is the
+            negative loss or the mean of the task's metrics, as ``Engine.save_load.keep_best`` says.
         spikes: losses and gradient norms of the last steps, with which ``Engine.spike`` detects loss spikes;
             empty if it is off.
     """
@@ -86,9 +87,9 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """Compute the length from the configuration and the number of samples in the training split. With
-        ``Engine.run_mode: epoch``, intervals and length are configured in passes over the split. Then
-        DataError is raised if the split has fewer samples than one global batch.
+        """Compute steps and intervals from the configuration and the number of samples in the training split.
+        With ``Engine.run_mode: epoch``, the configuration gives them in passes over the split, and DataError
+        is raised if the split has fewer samples than one global batch.
         """
         engine = cfg.Engine
         if engine.run_mode == "step":
@@ -110,8 +111,8 @@ class TrainingLength:
         )
 
     def position(self, steps_done: float) -> tuple[int, int]:
-        """Return where the next step stands after ``steps_done`` steps: (number of the pass over the training
-        split, index of the step within that pass), both from 0.
+        """Return which step follows after ``steps_done`` steps, as (number of the pass over the training
+        split, index of the step within that pass). Both count from 0.
         """
         if math.isinf(self.steps_per_epoch):
             return 0, int(steps_done)

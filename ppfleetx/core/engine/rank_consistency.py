@@ -110,7 +110,7 @@ class Watch:
 
     def at_rest(self, runner: StepRunner) -> None:
         """Check that ranks that hold copies of the same weights hold equal values. Called at the start and
-        before each checkpoint. Does nothing if ``Engine.checks`` is off.
+        before each checkpoint, while no step is running. Does nothing if ``Engine.checks`` is off.
         """
         if self._level != "off":
             check_replicas(self._ctx, _held(runner, states=False))
@@ -119,7 +119,8 @@ class Watch:
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
         """Return a message that says on which rank, in which layer and from which samples a number that is
-        not finite first appeared. All ranks must call it, because the passes are repeated to find the place.
+        not finite first appeared. All ranks must call it. To find the place, they repeat the passes of the
+        step, except with ``Engine.checks: full``, which has recorded it.
         """
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."

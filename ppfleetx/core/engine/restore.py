@@ -119,8 +119,8 @@ class Start:
 
     def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
         """Load all weights into ``runner``, but nothing else: for evaluation, generation and export. Raises
-        CheckpointError if the weights do not fit ``model``, or were trained with settings under which they
-        compute something else.
+        CheckpointError if the weights do not fit ``model``, or were trained with settings that change what a
+        model computes, such as another activation.
         """
         assert self.checkpoint is not None
         self._load_base(runner, model)
@@ -162,8 +162,8 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if the weights were trained with fake quantization and the model has none, or
-        if the model has fake quantization and the weights were trained without it.
+        """Raise CheckpointError if only one of the two has fake quantization: the model, or the training that
+        the checkpoint is from. ``Engine.save_load.allow_missing`` or ``allow_extra`` can permit that.
 
         Args:
             held: names of the model's parameters that belong to fake quantization.
@@ -306,8 +306,9 @@ def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start
     """Find the checkpoint from which a training run starts, and the frozen weights for adapters. Raises
     CheckpointError on all ranks if one of them cannot be opened.
 
-    Also returns a copy of the configuration that names both by the path of one checkpoint, such as
-    ``output/epoch_0_step_100``, even if the user named the whole directory ``output``.
+    Also returns a copy of the configuration. If the user named a whole directory such as ``output`` in
+    ``ckpt_dir``, ``init_from`` or ``Model.lora.base``, the copy names the checkpoint that was found in it,
+    such as ``output/epoch_0_step_100``.
     """
     base = None
     with joint_errors(ctx, name_ranks=False):

@@ -31,8 +31,8 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stret
     error.
 
     Args:
-        may_stretch: whether settings of rotary embeddings may differ, which a new run changes to extend the
-            context length. The change is logged.
+        may_stretch: whether settings of rotary embeddings may differ. A new run may change them to extend the
+            context length. A difference is then only logged.
     """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):

@@ -165,8 +165,9 @@ class Window:
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """Return TFLOP/s and MFU at this window's speed in tokens per second, by name. During a batch-size
-        ramp they are those of a step with the full batch. Empty if the FLOPs of the model are unknown.
+        """Return TFLOP/s and MFU at this window's speed in tokens per second, by name. They are those of a
+        step with the full batch, even while the batch size is still ramping up. Empty if the FLOPs of the
+        model are unknown.
         """
         if run.utilization is None:
             return {}

@@ -142,8 +142,8 @@ def base_of(cfg: RunConfig) -> Path | None:
     """Return the checkpoint with the frozen weights for adapters, which ``Model.lora.base`` names; None if it
     is not set. Raises CheckpointError if there is no checkpoint.
 
-    If ``Model.lora.base`` is the output directory itself and the run resumes, the run's own checkpoints,
-    which have adapters, are passed over.
+    If ``Model.lora.base`` is the output directory itself and the run resumes, it also holds the run's own
+    checkpoints with adapters. The newest checkpoint of another run is then returned, if there is one.
     """
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:

@@ -104,8 +104,8 @@ class Saver:
         """Context manager around the training of a whole run: on exit, it waits for a save that is still
         running. Raises CheckpointError if the last save failed.
 
-        If an error occurred on this rank alone, it gives up a running save that needs the other ranks,
-        because they may have ended.
+        If this rank alone fails, it does not wait for other ranks, which may have ended. A save that needs
+        them is then given up.
         """
         try:
             yield

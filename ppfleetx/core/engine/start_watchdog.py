@@ -31,8 +31,8 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
 
 
 def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Exchange process ids among all ranks. If a rank hangs, the watchdogs of the others can then ask the
-    kernel whether its process is alive.
+    """Exchange process ids among all ranks. If the job hangs, each watchdog can then ask the kernel which
+    processes of other ranks on its machine are alive.
     """
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))

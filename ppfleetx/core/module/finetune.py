@@ -111,8 +111,8 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 class Predictions(Callback):
     """Callback that writes a classifier's predictions to a file after each evaluation, replacing the previous
-    ones. ``parts`` maps the name of each evaluation set to the split of the GLUE task, such as ``dev``, which
-    names the file.
+    ones. ``parts`` maps the name of each evaluation set to its split of the GLUE task, such as ``dev``. The
+    file is named after the split.
     """
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:

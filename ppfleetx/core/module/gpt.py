@@ -34,8 +34,8 @@ class GPTEvalModule(GPTModule):
     but the number that the evaluation sums up.
 
     For perplexity, this is the negative log probability of all tokens with ``loss_mask`` 1. For the cloze
-    test (``cloze_eval``), it is the number of rows in which the model predicts every such token. The metric
-    ``non_finite`` is the fraction of tokens whose log probability is not finite.
+    test (``cloze_eval``), it is the number of sequences in which the model predicts every such token. The
+    metric ``non_finite`` is the fraction of tokens whose log probability is not finite.
     """
 
     metrics = ("non_finite",)

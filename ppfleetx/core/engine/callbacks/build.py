@@ -30,8 +30,8 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of each callback, by the name of the callback, without empty ones. Raises
-        CheckpointError if a state is not made of JSON values.
+        """Return the state of each callback that has one, by the callback's name. Raises CheckpointError if a
+        state is not made of JSON values.
         """
         states = {}
         for name, callback in self.named:
@@ -57,7 +57,8 @@ class CallbackList:
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
     """Raise ConfigError if a callback could not be created, because its name or its options are wrong. No
-    callback is created. Paddle is imported only if one of our own callbacks has options.
+    callback is created. To stay quick, one of our own callbacks is imported, and Paddle with it, only if it
+    has options.
     """
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)

@@ -197,8 +197,8 @@ def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
     too.
 
     Args:
-        consumed: the number of samples that the resumed run has used. A record of a loss spike is also
-            dropped if the samples that caused it come later, because the run will meet them again.
+        consumed: the number of samples that the resumed run has used. The record of a loss spike is also
+            dropped if the spike's samples come after these, because the run will read them again.
     """
     if not path.exists():
         return
@@ -223,8 +223,9 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """Create the log writers that ``Engine.loggers`` names, by name. Loggers that are implemented as
-    callbacks are left out. No file is opened yet. Raises ConfigError if the options of a writer are wrong.
+    """Create the log writers that ``Engine.loggers`` names, and return them by name. Loggers that are
+    implemented as callbacks are left out. No file is opened yet. Raises ConfigError if the options of a
+    writer are wrong.
     """
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
