@@ -162,8 +162,8 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if only one of the two has fake quantization: the model, or the training that
-        the checkpoint is from. ``Engine.save_load.allow_missing`` or ``allow_extra`` can permit that.
+        """Raise CheckpointError if the model has fake quantization and the checkpoint was trained without it,
+        or the reverse. ``Engine.save_load.allow_missing`` permits the first case, ``allow_extra`` the second.
 
         Args:
             held: names of the model's parameters that belong to fake quantization.
