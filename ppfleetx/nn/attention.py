@@ -35,9 +35,9 @@ class KeyValueCache(Protocol):
         earlier positions; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
-                mask is None, the last query and the last key have the same position, and the usual masks
-                apply.
+            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. The
+                mask is None if the last key is that of the last new position; the masks of
+                :mod:`ppfleetx.nn.masks` then apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:
@@ -278,8 +278,8 @@ def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndar
     """Return the two features that linear biases (ALiBi) append to the queries of each head, ``[count, 2]``
     float32. The rank's ``count`` heads start with head ``first`` of the model.
 
-    The features are the factors of position // 256 and position % 256 in the keys: the slopes times 256, and
-    the slopes. They are multiplied by ``sqrt(width)``, because kernels divide scores by it.
+    Keys get the features position // 256 and position % 256. So the features of queries are the head's slope
+    times 256, and the slope. Both are multiplied by ``sqrt(width)``, because kernels divide scores by it.
     """
     slopes = alibi_slopes(num_heads)[first : first + count] * width**0.5
     return np.stack([slopes * 256, slopes], axis=-1).astype(np.float32)

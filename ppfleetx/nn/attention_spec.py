@@ -24,8 +24,9 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Describe the columns of a fused matrix, which repeat the same blocks. ``widths`` names the blocks, in
-    order, and gives their numbers of columns. Return one :class:`Part` for each name."""
+    """Describe a fused matrix whose columns are a repeated series of blocks (for example query, key, value).
+    ``widths`` gives the number of columns of each block of the series, by name and in order. Return one
+    :class:`Part` for each name."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -151,8 +152,8 @@ class AttentionSpec:
         """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) from the output of the fused
         projection to queries, keys and values.
 
-        The queries are scaled before attention, which makes another copy of them. So the unscaled queries are
-        kept for the backward pass only if it needs them: with flash attention, or if the attention core is
+        Without flash attention, the backward pass needs only a scaled copy of the queries, which the
+        attention core makes. The unscaled queries are kept with flash attention, or if the core is
         recomputed (``keeps_queries``).
         """
         q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))

@@ -53,8 +53,8 @@ class AttentionStrategy:
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
         """Exchange the output of the fused projection, ``[s, b, g, r + 2, d]``, among the context-parallel
         ranks before attention. Each of the g groups of heads has r queries, one key and one value of size d.
-        Afterwards this rank has the positions and groups for which it computes attention. The last two
-        dimensions may have any size."""
+        The result has the positions and groups for which this rank computes attention. Latent attention
+        passes other sizes of the last two dimensions, which the exchange does not change."""
         return qkv
 
     def core(

@@ -50,8 +50,8 @@ class AuxLoss:
         name: name of the metric, declared by the architecture or the task.
         value: ``[s, b]`` for divisor ``tokens``, ``[b]`` for ``sequences``, a scalar for ``step``.
         weight: weight of the loss.
-        divisor: ``tokens`` or ``sequences``: the number of valid tokens or sequences of the step (values of
-            others are ignored). ``step``: 1, so values of all micro batches and ranks are summed.
+        divisor: ``tokens`` or ``sequences``: the number of valid tokens or sequences of the step; values of
+            invalid ones are ignored. ``step``: 1, so values of all micro batches and ranks are summed.
         same_on: axes whose ranks hold the same value rather than shares of a sum. None: the axes whose ranks
             hold the same hidden states. A value that the layer has reduced to whole sequences is the same on
             ``("mp", "sep")``.
@@ -74,8 +74,8 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
 
 
 def counted_positions() -> paddle.Tensor | None:
-    """Return the mask ``[s, b]`` of this rank's hidden states: 1 for positions that count in the loss, else
-    0. None outside of a step."""
+    """Return the loss mask ``[s, b]`` at the positions of this rank's hidden states: 0 for those that do not
+    count in the loss. None outside of a step."""
     place = _PLACE.get()
     return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
 
@@ -112,7 +112,7 @@ class AuxLossScope:
         divisors: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
-        """Context manager for one optimizer step over these micro batches, in which layers may attach losses.
+        """Context manager for one optimizer step over ``micro_batches``, in which layers may attach losses.
         If a layer runs more often than there are micro batches, the further runs attach no loss.
 
         Args:
@@ -149,8 +149,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return the weights of a micro batch's positions ``[s, b]`` or rows ``[b]``: 1 for those that count
-        in the loss, 0 for others."""
+        """Return the weights of a micro batch's positions ``[s, b]``, which are the loss mask, or of its rows
+        ``[b]``: 1 for rows of which any position counts in the loss, else 0."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -167,8 +167,8 @@ class AuxLossScope:
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return how many of the ranks that process the same micro batch hold different terms of an auxiliary
-        loss."""
+        """Return into how many terms an auxiliary loss of one micro batch is divided among ranks. Ranks along
+        the axes ``same_on`` hold the same term."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 

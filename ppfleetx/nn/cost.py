@@ -34,7 +34,7 @@ _REPEATED: dict[str, tuple[Part, ...]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """One micro batch on one rank: everything besides its declaration that the cost of a layer depends on.
+    """One micro batch on one rank. This and the declaration of a layer determine the layer's cost.
 
     Attributes:
         micro_batch: number of sequences.

@@ -42,8 +42,9 @@ class ExpertExchange:
         ep: group of the ranks among which experts are divided; None: every rank has all experts.
         emp: group of the ranks that slice each expert's matrices; None: experts are whole.
         alike: group of the ranks that hold the same rows; None: no other rank holds them.
-        levels: groups for an exchange in two levels (:func:`~ppfleetx.config.mesh.levels_of`): the ranks of
-            ``ep`` with this rank's place on every node, and the ranks of ``ep`` on this rank's node.
+        levels: two groups for an exchange in two levels (:func:`~ppfleetx.config.mesh.levels_of`). The first
+            has one rank of ``ep`` from each node, with the same index within its node as this rank; the
+            second has the ranks of ``ep`` on this rank's node.
 
     Attributes:
         adds_output_bias: whether this rank adds the bias of the experts' output; exactly one rank along
@@ -67,8 +68,8 @@ class ExpertExchange:
         return _Own.apply(rows, self._alike)
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        """Gather the parts that :meth:`own` gave to each of the ranks with the same rows. Return all
-        ``num_rows`` rows."""
+        """Gather all ``num_rows`` rows from the ranks that divided them by :meth:`own`. ``rows`` is this
+        rank's share."""
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
@@ -221,7 +222,7 @@ class Route:
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
-    def _place(self) -> paddle.Tensor:
+    def _as_gathered(self) -> paddle.Tensor:
         """Indices that undo :attr:`_order`: they bring rows sorted by expert back into the order in which
         they were gathered. The rows of padding get an arbitrary index, because they are not used."""
         order = sorted_by_expert(self.table, self._longest)
@@ -251,7 +252,7 @@ class Route:
         """Bring the outputs of this rank's experts back to the ranks of this node that received the rows
         first: the inverse of :meth:`spread`. The outputs are summed over the ranks that slice an expert
         (``emp``) by a reduce-scatter, then exchanged within the node."""
-        rows = rows.index_select(self._place)
+        rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
             distributed.stream.reduce_scatter(total, rows, group=self.emp)

@@ -128,8 +128,8 @@ class FakeQuantizer(nn.Layer):
 
     Args:
         cfg: the section ``Compress.Quantization``.
-        over_weight: takes a maximum over the ranks that slice the weight (or, with one scale per output
-            channel, over those that slice a channel).
+        over_weight: takes a maximum over the ranks that slice the weight. With one scale per output channel,
+            these are only the ranks that slice the same channels.
         over_input: takes a maximum over the ranks that slice a token's input features.
         follows: whether training updates ``input_scale``; if not, the value from the checkpoint is kept.
         keeps: whether weights do not change after their first use, so that they are rounded only once.

@@ -101,8 +101,9 @@ def limit(
 
 
 def flash_version(head_size: int, *, packed: bool) -> int:
-    """Return the version of flash attention that Paddle will run: the value of its flag, but version 2 in
-    deterministic mode, except for packed documents with heads of up to 128."""
+    """Return the version of flash attention that Paddle will run. This is the value of Paddle's flag. But in
+    deterministic mode, Paddle obeys the flag only for packed documents with heads of up to 128, and
+    otherwise runs version 2."""
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version

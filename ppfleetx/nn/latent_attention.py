@@ -125,8 +125,9 @@ class LatentAttention(HeadAttention):
         penalty: paddle.Tensor | None,
     ) -> paddle.Tensor:
         """Attend to the cached compressed vectors without projecting them to keys and values, and return the
-        context ``[b, n, 1, s, v]``. All heads share one key, which joins ``compressed [b, 1, k, c]`` and the
-        rotary features ``turned [b, 1, k, t]``, and one value, ``compressed``."""
+        context ``[b, n, 1, s, v]``. All heads share one key/value head. Its values are the vectors
+        ``compressed [b, 1, k, c]``; its keys join these vectors and the rotary
+        features ``turned [b, 1, k, t]``."""
         to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
         latent = paddle.matmul(still, to_keys)

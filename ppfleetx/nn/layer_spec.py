@@ -105,7 +105,8 @@ class LinearSpec:
         return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
-        """Return the bytes of the gradient of ``weight`` on one rank."""
+        """Return the bytes that the gradient of ``weight`` takes on one rank. Those of ``weight`` itself are
+        not included."""
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
@@ -157,9 +158,9 @@ class NormSpec:
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declarations of ``weight`` and ``bias``, or of the one that norms of this kind are
-        registered with. The gradients of tensor-parallel ranks are partial sums if these ranks normalize
-        different positions or heads."""
+        """Return the declarations of ``weight`` and, if norms of this kind are registered with one, ``bias``.
+        The gradients of tensor-parallel ranks are partial sums if these ranks normalize different positions
+        or heads."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
@@ -214,6 +215,7 @@ class TableSpec:
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 
     def weight_bytes(self, work: Work) -> float:
-        """Return the bytes of the gradient of the embedding table on one rank."""
+        """Return the bytes that the gradient of the embedding table takes on one rank. Those of the table
+        itself are not included."""
         rows = self.rows / work.mp if self.of_words else self.rows
         return rows * self.width * work.gradient_bytes

@@ -69,7 +69,7 @@ class Exchange:
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
         """Start to sum the gradient of the product's input over the tensor-parallel ranks. Return a function
-        that waits for the sum, which has the shape of this rank's input."""
+        that waits for the sum and returns it, in the shape of this rank's input."""
         task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
         return _finish(task, gradient)
 
@@ -94,8 +94,8 @@ class ScatteredInput(Exchange):
 
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
-    """Return a function that waits for the communication ``task`` and returns its ``result``. The function
-    keeps the tensors that the task reads alive until then."""
+    """Return a function that waits for the communication ``task`` and then returns ``result``. It holds
+    references to the tensors that the task reads, so that their memory is not reused before."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -162,9 +162,9 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached values of ``parameter`` from which the leaf for :meth:`apart` is made. They are
-        the result of :meth:`value`, except in bfloat16 on a CPU: there they are the float32 parameter,
-        because gradients are float32."""
+        """Return the values of ``parameter`` for the argument ``leaf`` of :meth:`apart`, detached from
+        autograd. They are the result of :meth:`value`, except in bfloat16 on a CPU: there they are the
+        float32 parameter, because gradients are float32."""
         return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
 
     def apart(
@@ -581,9 +581,9 @@ def _of_bias(
 
 
 class _Given(PyLayer):
-    """Autograd function that returns a zero depending on a weight, so that the weight's deferred gradient can
-    be computed later. Its backward pass computes this gradient and passes it to the weight, and on to the
-    parameter from which the weight was computed."""
+    """Autograd function that delivers a weight's deferred gradient. The forward pass returns a zero that
+    depends on the weight; a backward pass from this zero computes the gradient and passes it to the weight,
+    and on to the parameter from which the weight was computed."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:

@@ -216,8 +216,8 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Return the size of the computation on one rank's experts. ``load`` is their number of rows, divided
-        by the mean over the ranks."""
+        """Convert ``work``, which describes a micro batch, to the rows that one rank's experts process.
+        ``load`` is their number, divided by the mean over the ranks."""
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)

@@ -35,9 +35,9 @@ class Router(nn.Layer):
     """Chooses the experts of each position, and counts the positions of each expert.
 
     Attributes:
-        seen: ``[2, E]`` counts since they were last cleared, over positions that count in the loss: row 0 the
-            choices of each expert, row 1 the choices as defined by the balancing loss. None: no positions
-            yet.
+        seen: ``[2, E]``, how often each expert was chosen by positions that count in the loss, since the
+            counts were last cleared. Row 0 counts the actual choices. Row 1 counts those from which the
+            balancing loss is computed, which ignore bias and group limits. None: no positions yet.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:

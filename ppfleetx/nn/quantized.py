@@ -42,8 +42,7 @@ _ZEROS = nn.initializer.Constant(0.0)
 
 
 def unpack(packed: paddle.Tensor) -> paddle.Tensor:
-    """Unpack 4-bit integers, of which each byte of ``[k / 2, n]`` uint8 holds two, into ``[k, n]``
-    float32."""
+    """Unpack 4-bit integers, stored two in each byte of ``packed [k / 2, n]``, to ``[k, n]`` float32."""
     pairs = paddle.cast(packed, "float32")
     high = (pairs / 16).floor()
     halves = paddle.stack([pairs - high * 16, high], axis=1).reshape([-1, packed.shape[1]])

@@ -182,5 +182,6 @@ class Tape:
 
     @cached_property
     def weights(self) -> float:
-        """Bytes of the gradients of all parameters that the tape's operations use."""
+        """Bytes of the gradients of all parameters that the tape's operations use. Those of the parameters
+        themselves are not included."""
         return sum(step.weights + (step.inner.weights if step.inner else 0.0) for step in self.steps)

@@ -86,9 +86,9 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight, for example the queries. Its columns lie in several
-        runs of the weight's columns: ``[..., in, runs, width]``. With ``head_dim``, each head is
-        orthogonalized as a matrix of its own."""
+        """Orthogonalize one matrix of a fused weight, for example the queries: ``piece [..., in, runs,
+        width]``, as its columns are ``runs`` groups of ``width`` adjacent columns of the weight. With
+        ``head_dim``, each head is orthogonalized as a matrix of its own."""
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
         *batch, rows, runs, width = piece.shape

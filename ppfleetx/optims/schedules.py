@@ -30,8 +30,8 @@ class Schedule:
     """All settings that determine the learning rate and weight decay of each step. Checkpoints store them
     (``state()``).
 
-    ``decay_steps`` is the step at which the decay ends. Afterwards the learning rate stays at ``min_lr``,
-    unless the style does not decay.
+    ``decay_steps`` is the step at which the decay ends. Afterwards the learning rate stays at ``min_lr``. A
+    style registered with ``decays=False``, such as ``constant``, continues instead.
 
     Raises:
         ConfigError: the lengths of warm-up and decay do not fit together.

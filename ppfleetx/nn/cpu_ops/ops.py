@@ -87,8 +87,8 @@ def note_if_missing() -> None:
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
-    """Return ``x [..., k] @ weight + bias``, float32 on a CPU, without gradients. ``panels [p, k, WIDTH]`` is
-    ``weight [k, num_columns]`` in panels, padded with zeros."""
+    """Return ``x [..., k] @ weight + bias``, float32 on a CPU, without gradients; fast if ``x`` has few rows.
+    ``panels [p, k, WIDTH]`` holds ``weight [k, num_columns]`` in p blocks of columns, padded with zeros."""
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
 
 
