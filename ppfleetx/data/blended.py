@@ -76,10 +76,10 @@ def _choose(
     """Choose the corpus of each sample for ``num_blocks`` blocks of samples, the first of which begins with
     sample ``first``. ``taken`` counts the samples that each corpus has given before.
 
-    Each choice depends on the counts of all earlier choices, but a wrong count soon stops to affect them. So
-    all blocks are computed in parallel from guessed counts, and a block is computed again until its starting
-    counts equal the final counts of the previous block. The result is exact, usually after two or three
-    rounds.
+    Each choice depends on the counts of all earlier choices, but the effect of a wrong count soon dies out.
+    So all blocks are computed in parallel from guessed counts, and a block is computed again until its
+    starting counts equal the final counts of the previous block. The result is exact, usually after two or
+    three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_guess_counts(weights, step) for step in steps.tolist()])
@@ -135,8 +135,10 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the number of samples in a weighted blend of at least ``num_samples``, and the number of samples
-    to prepare from each corpus, which is slightly more than its share.
+    """Return the number of samples in a weighted blend, and the number to prepare from each corpus.
+
+    The first is ``num_samples`` with each corpus's share rounded up. The second is slightly more than the
+    corpus's share.
     """
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]

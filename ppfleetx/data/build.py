@@ -149,14 +149,14 @@ def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
     """Build a finetuning dataset of prompts and responses. Only the responses contribute to the loss."""
     from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # Jinja is for finetuning alone
 
-    return PromptResponseDataset(*_encoding(cfg, mode))
+    return PromptResponseDataset(*_finetuning_inputs(cfg, mode))
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
     """Build a finetuning dataset of conversations. Only the assistant's turns contribute to the loss."""
     from ppfleetx.data.tasks.finetuning import ChatDataset
 
-    return ChatDataset(*_encoding(cfg, mode))
+    return ChatDataset(*_finetuning_inputs(cfg, mode))
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
@@ -165,15 +165,16 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
     """
     from ppfleetx.data.tasks.finetuning import GlueDataset
 
-    dataset_cfg, tokenizer, multiple = _encoding(cfg, mode)
+    dataset_cfg, tokenizer, multiple = _finetuning_inputs(cfg, mode)
     require_libraries()
     task = TASKS[dataset_cfg.name]
     return GlueDataset(task, dataset_cfg, tokenizer, multiple, with_labels=mode != "Test")
 
 
-def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return what a finetuning dataset needs: its section of the configuration, the checked tokenizer, and
-    ``length_multiple`` (the loader rounds the length of samples up to a multiple of it).
+def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
+    """Return what a finetuning dataset is built from: its section of the configuration, the tokenizer, and
+    ``length_multiple``; the loader rounds the length of samples up to a multiple of the latter. Raises
+    ConfigError if no tokenizer is configured.
     """
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:

@@ -90,7 +90,8 @@ class GPTDataset:
     last)`` of a corpus, in shuffled order.
 
     Args:
-        num_samples, at_least: number of samples wanted; see `plan_epochs`.
+        num_samples: number of samples wanted. None: one epoch.
+        at_least: number of samples that a blend takes, if that is more; see `plan_epochs`.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
 

@@ -84,7 +84,8 @@ def plan_epochs(
     """Compute how many epochs are needed for ``num_samples`` samples (None: one epoch), and whether the last
     epoch is shuffled separately.
 
-    If these epochs have fewer than ``at_least`` samples, the plan is made for ``at_least`` samples instead.
+    ``at_least`` is the number of samples that a blend takes, which may be slightly more than ``num_samples``.
+    If the epochs have fewer, the plan is made for ``at_least`` samples instead.
     """
     assert tokens_per_epoch > 0
     assert sequence_length > 0

@@ -320,9 +320,9 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run the model on new tokens of several sequences, ``rows``, and add them to ``cache``. What
-        ``cache`` holds before is a prefix that all of them share. ``lengths`` are the lengths of the
-        sequences with this prefix.
+        """Run the model on the new tokens of several sequences, ``rows``, and add their keys and values to
+        ``cache``. At the start, ``cache`` holds a prefix that all these sequences share. ``lengths`` are the
+        lengths of the sequences, prefix included.
 
         Returns the logits ``[b, V]`` after the last token of each sequence, and the cached positions that it
         may attend to, bool [b, positions].

@@ -47,8 +47,8 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether the rules could change the next logits of a sequence that has ``num_new`` of at most
-        ``limit`` new tokens. If not, greedy search need not apply them.
+        """Whether the rules could change the next logits of a sequence. If not, greedy search need not apply
+        them. ``num_new`` is the sequence's number of new tokens so far, ``limit`` the most it may get.
         """
         return (
             self.options.change_logits

@@ -50,9 +50,9 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """The model's weights in the memory layout for ``num_rows`` tokens per pass that attend to
+        """Return the model's weights in the memory layout for a pass of ``num_rows`` new tokens after
         ``num_columns`` cached positions. None if the pass is too large for the operation, or memory is too
-        small for another copy.
+        small for another copy of the weights.
         """
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
@@ -72,7 +72,8 @@ class FusedBlocks:
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
         """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions ``position_ids
-        [b, s]``, and update ``cache``. Returns None, without running, if this pass is not supported.
+        [b, s]``, and update ``cache``. Returns None, without running, if ``hidden`` is not float32 on a CPU,
+        or if :meth:`weights` returns None for this pass.
         """
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
@@ -109,8 +110,8 @@ class FusedBlocks:
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
         """Collect all weights of the blocks in the layout of the C++ operation.
 
-        ``add_linear(weights, layer)`` adds the matrix of one linear layer. Returns None if ``add_linear``
-        fails for a layer.
+        ``add_linear(weights, layer)`` adds the matrix of one linear layer, or returns False if the matrix is
+        not available. Then this method returns None.
         """
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))

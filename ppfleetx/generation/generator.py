@@ -62,8 +62,9 @@ class Batch:
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether to generate this batch by speculative decoding: with an assistant model if one is set, else
-        by prompt lookup, which pays off only for greedy search of a few prompts.
+        """Whether to generate this batch by speculative decoding. If an assistant model is set, always. If
+        not, prompt lookup is used if it is enabled, but only for greedy search of a few prompts, where it
+        pays off.
         """
         cfg = self.cfg
         if cfg.assistant_model is not None:
@@ -197,8 +198,9 @@ class TextGenerator(ABC):
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Generate all continuations of a batch of prompts, in the order of ``batch.streams``. ``texts`` has
-        a `RowText` for each continuation, which must be given each new token.
+        """Generate all continuations of a batch of prompts: those of the first prompt, then those of the
+        second, and so on. ``texts`` has a `RowText` for each continuation, in this order; this method gives
+        it every token of the continuation.
         """
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
@@ -241,8 +243,8 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Generates text with a model in this process. Uses the weights that the model has when the generator is
-    created.
+    """Generates text with a model in this process. Create it after the model's weights are loaded, because it
+    may copy some of them.
 
     Without a tokenizer, prompts and results are token ids. All ranks of a tensor-parallel ``vocab_group``
     must call `generate` with the same prompts at the same time, and get the same results. ``load_assistant``

@@ -204,7 +204,8 @@ def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[pad
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
     """Set all but the ``count`` largest values in each row of ``probabilities [b, V]`` to 0. ``smallest`` is
-    the smallest value to keep. ``count`` and ``smallest`` are ``[b, 1]``.
+    the smallest of these; if too many values equal it, those with the lowest ids are kept. ``count`` and
+    ``smallest`` are ``[b, 1]``.
     """
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
@@ -225,7 +226,7 @@ def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
 
 def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
     """Round ``top_p`` to float32, as the C++ operator and exported programs do, so that all keep the same
-    tokens. A tensor is in float32 already, and is only cast to float64.
+    tokens. For a tensor, which is in float32 already, the result is a tensor with dtype float64.
     """
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 

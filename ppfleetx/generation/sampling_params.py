@@ -73,7 +73,7 @@ class Grammar:
         return cls(_grammar(form), _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
-        """Whether each token of the vocabulary may follow, ``[V]`` bool. ``new`` are the tokens that the
+        """Whether each token of the vocabulary may come next, ``[V]`` bool. ``new`` are the tokens that the
         sequence has after its prompt.
         """
         matcher = self._matchers.pop(new[:-1], None) if new else None

@@ -116,7 +116,8 @@ class NextTokenModel:
 
     def _run_trunk(self, state: tuple[paddle.Tensor, ...], cache: GrowingCache) -> paddle.Tensor:
         """Run embedding, blocks and final norm, and return the hidden states ``[s, b, h]`` before the head.
-        Uses the fused operator for the blocks if possible.
+        Blocks and norm run as one fused operator if there is one that supports this pass, but not when
+        gradients are enabled or inside :meth:`layer_by_layer`.
         """
         position_ids = state[1]
         embedding, *rest, _ = self.model.stages

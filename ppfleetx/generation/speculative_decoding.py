@@ -183,7 +183,9 @@ class _DraftedRow:
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
 
     def draft(self) -> int:
-        """Look up draft tokens in the sequence's own text. Returns the number found."""
+        """Look up draft tokens in the sequence's own text, and set them for the next pass (:meth:`hold`).
+        Returns the number found.
+        """
         return self.hold(look_up(np.array(self.history), self.width).tolist())
 
     def hold(self, drafts: list[int]) -> int:

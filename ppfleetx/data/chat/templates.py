@@ -311,8 +311,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the position in ``text`` where the generation prompt ends. ``text`` is everything that the
-        template writes before the content of an answer.
+        """Return the position in ``text`` after the generation prompt, or after the longest beginning of it
+        that ``text`` contains. ``text`` is what the template writes before the content of an answer; it may
+        continue after the generation prompt.
         """
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))

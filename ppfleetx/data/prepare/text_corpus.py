@@ -83,7 +83,7 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
         pending.append(block[:end] if end else block)
         num_pending += len(pending[-1])
         if end:
-            yield from _within(b"".join(pending), ends, max_bytes)
+            yield from _split_to_size(b"".join(pending), ends, max_bytes)
             pending = [block[end:]]
             num_pending = len(block) - end
         elif num_pending > max_bytes:
@@ -94,12 +94,10 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
         yield b"".join(pending)
 
 
-def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Divide a piece of whole documents that may be longer than ``max_bytes``. Leading documents are yielded
-    one by one until the rest is short enough, then the rest.
-
-    A document longer than ``max_bytes`` becomes None. Only the leading documents, which began in earlier
-    blocks, can be so long.
+def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
+    """Split ``piece``, one or more whole documents, into parts of at most ``max_bytes``: first single
+    documents, until the rest is short enough, then the rest. Yields None in place of a document longer than
+    ``max_bytes``.
     """
     while len(piece) > max_bytes:
         end = ends.first(piece)
@@ -139,8 +137,9 @@ class Chunk:
     """A part of a text corpus that one worker process encodes at a time.
 
     Attributes:
-        data: whole documents of one file. None if documents are whole files (kind "file"): the worker reads
-            ``paths`` itself. None for another kind: the chunk stands for one document that is too long.
+        data: whole documents of one file. None in two cases. If ``kind`` is "file", each of ``paths`` is a
+            document, and the worker reads them itself. With another kind, the chunk stands for one document
+            that is too long.
         num_disk_bytes: size on disk, compressed if the file is, for the progress bar.
     """
 

@@ -10,10 +10,10 @@ Proof: suppose tiktoken joins x and y to a token T although (x, y) is not listed
 ends of x + y so far. So the merges encode the bytes of T alone through the same steps, reach (x, y) and stop.
 Then T alone is not encoded as T.
 
-To check this, `live_ranks` undoes the merges of every token, and looks at each step whether a merge across
-the middle would have come first. By the same argument, the merges never produce a token in any text that they
-do not produce from the token's own bytes alone; such tokens are dropped. If two listed pairs build the same
-token, only one of them ever occurs.
+To check this for a token made from the pair (x, y), `live_ranks` undoes merges step by step, and looks
+whether a merge across the boundary between x and y would have come first. A token that the merges do not
+produce from its own bytes alone is dropped: by the same argument, they do not produce it in any text. If two
+listed pairs build the same token, only one of them ever occurs.
 """
 
 from __future__ import annotations

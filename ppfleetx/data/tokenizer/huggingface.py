@@ -149,9 +149,11 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return two lists of special tokens that have no name such as ``bos_token``. The second has the
-        tokens under ``additional_special_tokens``, the legacy key of ``special_tokens_map.json``; it is empty
-        if another key has a list. The first has all others.
+        """Return the special tokens that have no name such as ``bos_token``, in two lists.
+
+        The second has those under the legacy key ``additional_special_tokens`` of
+        ``special_tokens_map.json``, and is empty if another key or file has a list of such tokens. The first
+        has those from all other keys and files.
         """
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []

@@ -196,7 +196,7 @@ class Block(nn.Layer):
     def mlp_branch(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Return the output of the MLP branch, before the residual addition."""
         norm = self.input_norm if self.mlp_norm is None else self.mlp_norm
-        return self._added(self.mlp(hidden if norm is None else norm(hidden)), self.mlp_post_norm)
+        return self._branch_output(self.mlp(hidden if norm is None else norm(hidden)), self.mlp_post_norm)
 
     def attend(
         self,
@@ -209,10 +209,11 @@ class Block(nn.Layer):
         norm, attention, dropout, post-norm, multiplier."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
-        return self._added(branch, self.attention_post_norm)
+        return self._branch_output(branch, self.attention_post_norm)
 
-    def _added(self, branch: paddle.Tensor, post_norm: nn.Layer | None) -> paddle.Tensor:
-        """Apply dropout, post-norm and multiplier to the output of attention or MLP."""
+    def _branch_output(self, branch: paddle.Tensor, post_norm: nn.Layer | None) -> paddle.Tensor:
+        """Return what attention or the MLP adds to the residual: its output ``branch`` after dropout,
+        ``post_norm`` and multiplier."""
         branch = self.dropout(branch)
         if post_norm is not None:
             branch = post_norm(branch)
@@ -243,8 +244,9 @@ class LanguageHead(ChunkedHead):
     def forward(
         self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
-        """Return logits ``[s, b, V]`` (under tensor parallelism, this rank's columns). For the chunked
-        loss, see :class:`ChunkedHead`."""
+        """Return the logits ``[s, b, V]`` of the hidden states in ``state`` (under tensor parallelism, this
+        rank's columns), or :class:`DeferredLogits` if the loss will compute them in chunks. With ``target``,
+        return the result of :meth:`run_pieces` instead."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):

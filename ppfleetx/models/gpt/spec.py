@@ -250,8 +250,9 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _loss_in_pieces(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for head and loss that are
-        computed in ``Model.loss_chunks`` chunks. Their gradients are computed in the forward pass."""
+        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for head and loss, computed in
+        ``Model.loss_chunks`` chunks. The forward pass then also computes the gradients of the head's input
+        and weights."""
         size, weights = work.bytes_of(self.matrix.in_features), self.matrix.weight_bytes(work)
         e = work.activation_bytes
         piece, elements = (
@@ -463,8 +464,8 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
 
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
-    """A block with the sizes and cost of a GPT block, but with the parameters in ``listed``, which an
-    architecture registered as a list of shapes (deprecated)."""
+    """A block of an architecture that was registered in the deprecated way, as a list of parameter shapes.
+    It has the parameters ``listed``; sizes and cost are those of a GPT block."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -495,7 +496,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
     """Declare a parameter of which only the shape is known. If the GPT block has a parameter of the same name
-    and number of dimensions, all its other properties are copied. Otherwise a matrix is sliced by columns."""
+    and number of dimensions, all its other properties are copied. Otherwise tensor
+    parallelism splits a matrix by columns and replicates a vector."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     is_matrix = len(shape) > 1
