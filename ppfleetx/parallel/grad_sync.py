@@ -99,9 +99,9 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Return the process groups over which gradients are summed, in the order of the sums. With each
-        comes the list of this rank's parameters that use it. ``axes_of`` returns the groups of one parameter,
-        given by their axes."""
+        """Return (process group, parameters) pairs, in the order in which gradients are summed over the
+        groups. The parameters are those of this rank that are summed over the group. ``axes_of`` returns the
+        axes of each group of one parameter."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -149,7 +149,8 @@ class GradientSync:
 
     def norm(self) -> paddle.Tensor:
         """Return the gradient norm of the whole model, a float64 tensor on the device. Each parameter counts
-        once; squares are summed over the axes of each view (dense parameters, experts)."""
+        once. Dense parameters and experts are summed separately, because they are split over different
+        axes."""
         mesh = self._ctx.mesh
         squares = [
             self._ctx.sum_tensor_over(norm_axes(view, mesh), squared_norm(counted, self.ops))

@@ -81,7 +81,7 @@ class Sharding:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
         else:
             late += early
-        self._late = self._by_place(late)  # sent at the end of a step
+        self._late = self._by_bucket_key(late)  # sent at the end of a step
 
     def _axes(self, parameter: paddle.Tensor) -> Axes:
         return self._axes_of[parameter.info.name]
@@ -116,15 +116,15 @@ class Sharding:
     def holds(self, parameter: paddle.Tensor) -> bool:
         return self._stage < 3 or self.owns(parameter)
 
-    def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
+    def _bucket_key(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
         """Return the key of a parameter's bucket: process group (as axes), owner and dtype. Only parameters
         with the same key may be sent together."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
-    def _by_place(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
+    def _by_bucket_key(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
         found: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
-            found.setdefault(self._place(parameter), []).append(parameter)
+            found.setdefault(self._bucket_key(parameter), []).append(parameter)
         return list(found.values())
 
     def _full_buckets(
@@ -135,10 +135,10 @@ class Sharding:
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
-            bucket = filling.setdefault(self._place(parameter), [])
+            bucket = filling.setdefault(self._bucket_key(parameter), [])
             bucket.append(parameter)
             if sum(p.size * p.element_size() for p in bucket) >= nbytes:
-                full.append(filling.pop(self._place(parameter)))
+                full.append(filling.pop(self._bucket_key(parameter)))
         return full, [parameter for bucket in filling.values() for parameter in bucket]
 
     def _stage_1_sums(self, parameters: Sequence[paddle.Tensor], nbytes: int) -> BucketSums:
@@ -201,14 +201,15 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Run ``call``, which sends the gradients of a layer's weights, when these gradients are complete.
+        """Run ``call``, which sends the gradients of a layer's weights: with ``can_wait`` at the end of the
+        backward pass, otherwise immediately.
 
-        They may not yet be complete when the gradient of the layer's input exists: if another operator, such
-        as a cast, uses a weight before the product, Paddle may add to the weight's gradient later. With
-        ``can_wait``, ``call`` runs at the end of the backward pass, which is always late enough. In stage 3
-        only the first layer can wait so long, because ranks send a layer's gradients before they fetch the
-        values of the previous layer. Without ``can_wait``, ``call`` runs immediately, and a weight that
-        passes through more than two operators before its product ends the run with an error.
+        When the gradient of the layer's input exists, those of the weights may not yet be complete: if
+        another operator, such as a cast, uses a weight before the product, Paddle may add to the weight's
+        gradient later. The end of the backward pass is always late enough. In stage 3 only the first layer
+        can wait so long, because ranks send a layer's gradients before they fetch the values of the previous
+        layer. Without ``can_wait``, a weight that passes through more than two operators before its product
+        ends the run with an error.
         """
         if not can_wait:
             call()
@@ -245,7 +246,7 @@ class Sharding:
         parameters = [p for p in bucket if expects_gradient(p)]
         if not parameters:
             return
-        axes, owner, _ = self._place(parameters[0])
+        axes, owner, _ = self._bucket_key(parameters[0])
         if not self._overlaps:
             group = self._ctx.group_over(axes)
             reduce_packed([complete_gradient(p) for p in parameters], group, owner)

@@ -224,16 +224,16 @@ class StepRunner(ABC):
         self._precision.unscale(self._sync.parameters, self._sync.ops)
         numbers = [sums[0], self._sync.norm()]
         if self._precision.scaler is not None:
-            numbers.append(self._overflows(numbers))
+            numbers.append(self._overflowing_ranks(numbers))
         values = read(paddle.stack([*sums.unbind(), *numbers[1:]])).tolist()
         found, (grad_norm, *overflow) = values[: len(sums)], values[len(sums) :]
         self._sync.clip(grad_norm, self._clip_norm)
         loss, metrics = self._sums.read(found)
         return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
-    def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
-        """Return on how many ranks one of ``numbers`` is NaN or infinite. All ranks need the result, because
-        they must all skip the step or none."""
+    def _overflowing_ranks(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
+        """Return the number of ranks on which any of ``numbers`` is NaN or infinite. Every rank gets it,
+        because either all ranks must skip the step or none."""
         here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)

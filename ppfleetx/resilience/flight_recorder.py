@@ -110,7 +110,8 @@ class CallRecord:
     @contextlib.contextmanager
     def asking(self, *, only: bool = False) -> Iterator[None]:
         """Context manager for collectives that only poll other ranks. The watchdog does not count them as
-        progress. ``only``: the program does nothing else, so between two polls it waits in the last one."""
+        progress. With ``only``, the program does nothing but poll, so between two polls it still counts as
+        waiting in the last one."""
         before = self._asks, self._only_asks
         self._asks, self._only_asks = True, only
         try:

@@ -61,9 +61,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other ranks that take part count this operation.
-        For a send it is the key of the receives, and the reverse. The number of this rank must be appended to
-        the key of a message."""
+        """The key in :attr:`Report.counts` under which the other ranks of this call count it. For a send it
+        is the beginning of the key of receives, such as ``5<``, and for a receive that of sends, ``5>``. The
+        caller appends the number of this rank."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"

@@ -38,8 +38,8 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context manager: record that the program does the activity ``place`` inside the block, and what it
-        did before again afterwards."""
+        """Context manager: record ``place`` as the program's activity inside the block. At its end, record
+        the previous activity again. Both count as progress."""
         before = self.place
         self.beat(place)
         try:

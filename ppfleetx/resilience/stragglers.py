@@ -31,8 +31,8 @@ class SlowRank:
     Attributes:
         data: time in which the rank waited for training data. It is part of its own time.
         compute: the rest of its own time.
-        usual: own time of the median of the ranks with which it is compared; of two ranks, that of the faster
-            one.
+        usual: median own time of the ranks with which it is compared; for an even number of ranks, the lower
+            of the two middle values.
         alone: whether no other rank is in its pipeline stage, so it is compared with other stages.
     """
 

@@ -176,8 +176,8 @@ class Watchdog:
                 self._inquire(timeout, works)
 
     def _own_seconds(self) -> float:
-        """Return the CPU time that the watchdog's own threads have used. It is subtracted, because it is not
-        work of the program."""
+        """Return the CPU time that the watchdog's own threads have used. :class:`WorkMeter` subtracts it,
+        because it is not work of the program."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
 

@@ -31,10 +31,10 @@ _IN_FLOAT32 = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of Paddle in the table.
+    """One kernel of Paddle in the table ``gpu_operators.json``.
 
     Attributes:
-        used: element types with which ppfleetx uses it; usually that of its first operand.
+        used: element types with which ppfleetx uses it; usually the types of its first operand.
         gpu: element types that Paddle registers for a GPU.
         npu: element types that are available on Ascend cards, from their plugin or from kernels that Paddle
             registers for the devices of all plugins.

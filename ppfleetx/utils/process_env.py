@@ -213,8 +213,8 @@ def loading_paddle() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """Context manager that delays Ctrl-C to the end of the block. While Paddle loads, it would become a
-    misleading ``ImportError``. A second Ctrl-C takes effect at once."""
+    """Context manager that delays Ctrl-C to the end of the block. While Paddle loads, Ctrl-C would become
+    a misleading ``ImportError``. A second Ctrl-C takes effect at once."""
     before, came = signal.getsignal(signal.SIGINT), []
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -260,10 +260,10 @@ def _quick_imports() -> Iterator[None]:
 
 
 def _undo_root_logging(stream: io.StringIO) -> None:
-    """Remove the log handler that Paddle has added to Python's root logger while it was imported. It writes
-    to ``stream``, which stood in for standard error and which nobody reads afterwards.
+    """Remove the log handler that Paddle added to Python's root logger during its import.
 
-    In that handler, messages of other libraries would be lost. Without a handler, Python prints their
+    The handler writes to ``stream``, which replaced standard error during the import and is not read
+    afterwards, so messages of other libraries would be lost. Without the handler, Python prints their
     warnings and errors to standard error.
     """
     for handler in list(logging.root.handlers):
