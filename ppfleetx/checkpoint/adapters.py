@@ -209,9 +209,9 @@ def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
     The tensor ``X.weight`` is quantized if it is int8 ``[k, n]``, or uint8 ``[k / 2, n]`` with two 4-bit
     numbers per byte (k input features, n output features). ``X.scale`` then has its scales: float32
-    ``[g, n]`` for g groups of input features, or float16 ``[2 g, n]`` with an offset after each scale. An
-    embedding table is quantized by row, and its scales are ``[k, 1]`` or float16 ``[k, 2 g]``. Weights of
-    experts have one more dimension in front.
+    ``[g, n]`` for g groups of input features, or float16 ``[2 g, n]`` with an offset after each scale. In
+    an embedding table ``[k, n]``, each of the k rows has its own scales: float32 ``[k, 1]``, or float16
+    ``[k, 2 g]`` for g groups of columns. Weights of experts have one more dimension in front.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"

@@ -55,8 +55,8 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     - a step directory, or the directory of one rank in it,
     - an output directory: its checkpoint is the one that the file ``latest`` names, otherwise the newest,
     - the file ``latest`` or ``best`` of an output directory,
-    - a FleetX checkpoint: a directory with ``model.pdparams``, a directory with such rank directories, or an
-      output directory, of which the last step is taken.
+    - a FleetX checkpoint: a directory that contains ``model.pdparams``, itself or in rank directories,
+    - an output directory of FleetX, of which the last step is taken.
 
     The completeness marker, the manifest, and the sizes and headers of all files are checked, and with
     ``verify`` all data. Raises CheckpointError if there is no undamaged checkpoint. The message names the
@@ -67,7 +67,7 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
         return _follow(path, verify)
     if not path.is_dir():
         what = foreign_formats().described(path)
-        raise CheckpointError(what or f"there is no directory {path}{_newest(path.parent)}")
+        raise CheckpointError(what or f"there is no directory {path}{_newest_hint(path.parent)}")
     step = path.resolve().parent if is_rank_directory(path.name) else path
     if _has_manifest(step):
         return _sound(step, step.parent, verify)
@@ -190,12 +190,12 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
 
 
 def _instead(output_dir: Path, bad: Path | None = None) -> str:
-    return _newest(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
+    return _newest_hint(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
 
 
-def _newest(output_dir: Path, bad: Path | None = None) -> str:
-    """Return the end of an error message, which names the newest undamaged checkpoint in ``output_dir``.
-    Empty if there is none, or if it is ``bad`` itself."""
+def _newest_hint(output_dir: Path, bad: Path | None = None) -> str:
+    """Return a text, for the end of an error message, that names the newest undamaged checkpoint in
+    ``output_dir``. Empty if there is none, or if it is ``bad``, the checkpoint that the error is about."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

@@ -141,8 +141,8 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint under a hidden name. If the process is killed midway, the rest is never taken for a
-    checkpoint."""
+    """Rename a checkpoint to a hidden name, and then delete it. If the process is killed midway, what remains
+    is never taken for a checkpoint."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)

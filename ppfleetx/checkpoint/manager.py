@@ -63,8 +63,8 @@ class SharedSave:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
-        """Write this rank's slices of the tensors, which no other rank writes. Returns their index for
-        `publish`, or None if there are none."""
+        """Write this rank's slices of the tensors. No other rank may write the same slices. Returns their
+        :class:`RankIndex` for `publish`, or None if this rank has no slices."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None

@@ -60,8 +60,8 @@ class Ownership:
     def covers(self, path: Path) -> bool:
         """Return whether the run may delete or replace the checkpoint at ``path``.
 
-        It may if it saved the checkpoint under this name, was not started from it, and no file was added
-        since.
+        It may if it saved the checkpoint under its present name, and no file has been added to the directory
+        since. It may not if it was started from this checkpoint, or if ``path`` is a symbolic link.
         """
         if path.is_symlink() or path.resolve() in self.spared:
             return False

@@ -93,7 +93,7 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """Return the `Generation` section of the configuration in a checkpoint's manifest. Keys that belong to
-    one command, such as the prompt, are left out, and invalid keys with a warning."""
+    one command, such as the prompt, are left out. Invalid keys are also left out, with a warning."""
     section = config.get("Generation") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return {}

@@ -167,8 +167,8 @@ def commit(
     ownership: Ownership | None = None,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Finish a checkpoint: add manifest and marker to the files that all ranks wrote into ``staged``, and
-    rename it. Returns its final path.
+    """Finish a checkpoint: add ``documents``, ``manifest.json`` and the marker file ``COMPLETE`` to the files
+    that all ranks wrote into ``staged``, and rename the directory. Returns its final path.
 
     Then the file ``latest`` is updated, and the run's old checkpoints are deleted. Raises CheckpointError if
     the ranks' slices do not make up whole tensors, if a file is damaged, or if a checkpoint that the run may

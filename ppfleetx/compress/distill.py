@@ -74,7 +74,8 @@ class Distillation(WrappedTask):
         mask: paddle.Tensor,
         factory: LayerFactory,
     ) -> paddle.Tensor:
-        """Return the training loss: the weighted sum of cross entropy and divergence.
+        """Add the divergence of student from teacher to the cross entropy. Returns the training loss, their
+        weighted sum.
 
         Args:
             hard: the cross entropy, already summed over positions.
@@ -147,7 +148,7 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
     rows = "vocab_size_divisible_unit"  # so that both models slice their logits in the same way
     alike = {rows: getattr(student, rows), "loss_chunks": student.loss_chunks}
     model = model.model_copy(update={**alike, "lora": None})
-    stages = with_quantized_weights(model_stages(model, factory), _weights_of(checkpoint), factory)
+    stages = with_quantized_weights(model_stages(model, factory), _weights_format(checkpoint), factory)
     teacher = StagedModel(stages, seed=None)
     teacher.eval()
     parameters = canonical_parameters(teacher)
@@ -170,7 +171,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
     return ModelConfig(**{key: value for key, value in section.items() if key in ModelConfig.model_fields})
 
 
-def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
+def _weights_format(checkpoint: Checkpoint) -> WeightsConfig | None:
     """Return the quantization format of a checkpoint's weights; None if they are not quantized."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")

@@ -55,7 +55,7 @@ class Parts:
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """Return the indices, along ``axis``, of the elements of the parts with the numbers ``which``."""
+        """Return the indices along ``axis`` that belong to the parts whose numbers are in ``which``."""
         return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
 
 
@@ -145,7 +145,8 @@ def sizes_after(
 
 
 def check_share(ratio: float, multiple: int) -> None:
-    """Raise ConfigError unless the fraction to remove is in [0, 1) and the multiple at least 1."""
+    """Raise ConfigError unless ``ratio``, the fraction to remove, is in [0, 1), and ``multiple``, which must
+    divide what remains, is at least 1."""
     if not 0 <= ratio < 1:
         raise ConfigError("is the fraction to remove: at least 0, below 1", key="--ratio", value=ratio)
     if multiple < 1:
@@ -165,8 +166,9 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError if this network cannot be pruned, because its layers differ or have
-    other matrices."""
+    """Raise ConfigError if this network cannot be pruned. All layers must be the same, and their matrices
+    must be ``qkv`` and ``out_proj`` of attention, and ``fc1`` and ``fc2`` of an MLP. Features that also
+    prevent pruning are in ``ModelConfig.not_pruned``."""
     if model.not_pruned is not None:
         key, why = model.not_pruned
         raise ConfigError(why, key=f"Model.{key}")

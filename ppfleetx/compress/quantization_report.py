@@ -18,8 +18,8 @@ class LayerReport:
         before: bytes before quantization.
         after: bytes after quantization, including scales.
         weight_error: root mean square of the rounding error of the weight, relative to that of the weight.
-        output_error: root mean square error of the layer's output without bias, relative to that of the
-            output; None without calibration data.
+        output_error: root mean square error of the layer's output without bias, divided by the root mean
+            square of the output; None without calibration data.
     """
 
     name: str

@@ -497,10 +497,10 @@ class _Activations:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Move all data on by one stage.
+        """Pass all data through one stage, so that it becomes the input of the next stage.
 
-        Evaluation data of the original model passes through ``layer``. Evaluation data of the quantized model
-        and calibration data pass through ``small``, the quantized version of the stage.
+        ``layer`` is the original stage, and ``small`` its quantized version. Evaluation data passes through
+        each model separately. Calibration data passes through ``small``.
         """
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             if is_last and states is self._calibration:

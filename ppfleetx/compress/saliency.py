@@ -60,7 +60,8 @@ def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
     """Compute the fraction of the routing weights that each expert gets, summed over all tokens. Returns
     ``[experts]`` by layer number.
 
-    ``windows`` are token ids ``[c, s + 1]``; the last token of a window is not used.
+    ``windows`` are token ids ``[c, s + 1]``: c windows, each with s input tokens and one more for the labels,
+    which are not needed here.
     """
     network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
     routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]

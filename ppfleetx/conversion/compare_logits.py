@@ -48,8 +48,8 @@ class Probe:
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """Return a probe with the same tokens at smaller positions, for which transformers' rotary angles,
-        which are float32, are accurate enough to compare."""
+        """Return a probe with the same tokens at smaller positions. transformers computes rotary angles in
+        float32, which is too inaccurate for a comparison at large positions."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 

@@ -192,9 +192,9 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
     """Check a conversion from or to Hugging Face's format: compare logits on random tokens.
 
-    Our network computes the logits of what was converted, and those of the Hugging Face directory. If
-    transformers is available, it also computes the latter. If the conversion rounds weights to another type,
-    the source's weights are rounded in the same way first.
+    Our network computes the logits of the source and of the result, which must agree. If transformers is
+    available, it also computes the logits of the Hugging Face directory, which must agree with ours. If the
+    conversion rounds weights to another type, the source's weights are rounded in the same way first.
 
     Args:
         job: the conversion.
@@ -238,8 +238,11 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
     """Return the interpreter that computes the logits of ``directory`` with transformers: ``given``, or this
-    one. None, with a log message, if transformers is not installed; also None for Paddle's files, which it
-    cannot read."""
+    one. None, with a log message, if this one has no transformers.
+
+    transformers cannot read the files of PaddleNLP and PaddleFormers. For these the result is None, or
+    CheckpointError is raised if ``given`` is not None.
+    """
     if read_stored(directory).is_paddle:
         if given is not None:
             raise CheckpointError(

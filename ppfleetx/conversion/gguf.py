@@ -253,13 +253,13 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
         raise CheckpointError(
             f"{path} is one of {count} parts of a model; merge them with llama.cpp's llama-gguf-split --merge"
         )
-    is_small = any(one.tensor_type.name not in _FLOATS for one in reader.tensors)
-    return metadata, {one.name: _tensor(one, path, is_small) for one in reader.tensors}
+    is_quantized = any(one.tensor_type.name not in _FLOATS for one in reader.tensors)
+    return metadata, {one.name: _tensor(one, path, is_quantized) for one in reader.tensors}
 
 
-def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
-    """Make a lazy tensor for a tensor of the file. ``is_small`` says whether any tensor of the file is
-    quantized; all are then read as float32."""
+def _tensor(stored: Any, path: Path, is_quantized: bool) -> LazyTensor:
+    """Make a lazy tensor for a tensor of the file. ``is_quantized`` says whether any tensor of the
+    file is quantized; all are then read as float32."""
     kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
     quants = _library().quants
     if kind.name not in _FLOATS:
@@ -270,7 +270,7 @@ def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
             raise CheckpointError(
                 f"{path}: {stored.name} has the element type {kind.name}, which is not read"
             ) from None
-    if is_small or kind.name == "F32":
+    if is_quantized or kind.name == "F32":
         return LazyTensor("F32", shape, lambda: quants.dequantize(stored.data, kind).reshape(shape))
     bits = np.uint16 if kind.name == "BF16" else np.float16
     return LazyTensor(kind.name, shape, lambda: stored.data.view(bits).reshape(shape))

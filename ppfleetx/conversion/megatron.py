@@ -166,8 +166,8 @@ def _grids(
     """Group the files by expert-parallel rank: one mapping per rank, from (tensor-parallel rank, pipeline
     rank) to file.
 
-    A directory's name has the tensor-parallel rank. If the pipeline degree is above 1, the pipeline rank
-    follows, and then, likewise, the expert-parallel rank.
+    The name of a file's directory has the tensor-parallel rank, then the pipeline rank if the pipeline degree
+    is above 1, and then the expert-parallel rank if the expert-parallel degree is above 1.
     """
     ep_degree = arguments.get("expert_model_parallel_size") or 1
     has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1

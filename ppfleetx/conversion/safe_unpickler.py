@@ -53,8 +53,8 @@ class Record:
 
 
 class Kind:
-    """Base class of the classes that a pickle gets in place of those that it names. It does not let a pickle
-    set attributes."""
+    """Base class of the classes that stand in for those that a pickle names, such as PyTorch's storage
+    classes. A pickle cannot set attributes of their objects."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")

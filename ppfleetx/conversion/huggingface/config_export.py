@@ -82,8 +82,9 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns texts with each key that
-    differs, and both values. Raises UserError if the network of the ``config.json`` is not supported."""
+    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns one text for each key that
+    differs, with both values, or one text if only the parameters differ. Raises UserError if the network of
+    the ``config.json`` is not supported."""
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [

@@ -60,8 +60,8 @@ class Family:
             interleaves them per head.
         required: keys that must be present, even if null. transformers has defaults for them, but these are
             the sizes of one particular model.
-        off: options that we do not support -> the values with which they are accepted, in addition to those
-            that apply to all families.
+        off: options that we do not support -> the values that turn them off, which are accepted. This extends
+            and overrides the table for all families.
     """
 
     architecture: str
@@ -126,7 +126,8 @@ class Family:
         """Make the ``config.json`` of this model type that is closest to ``model``. It may describe another
         network if the type cannot express this one.
 
-        ``values`` has the values in effect of keys that are null in ``model`` (``resume_policy.network``).
+        ``values`` is the result of ``resume_policy.network`` for ``model``: the keys of ``model``, with nulls
+        replaced by the values that they stand for.
         """
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
@@ -150,8 +151,8 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Add the prefix of a block to the parameter names in it: ``decoder.layers.{}.`` to ours, and ``row`` to
-    Hugging Face's."""
+    """Complete parameter names within a block, given as ours -> Hugging Face's. Ours get the prefix
+    ``decoder.layers.{}``, and Hugging Face's the prefix ``row``, such as ``model.layers.{}``."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -362,7 +363,7 @@ def pattern(
 
     Args:
         every: by default, every ``every``-th layer has no window.
-        period: names of the ``config.json`` key that replaces ``every``.
+        period: names of ``config.json`` keys; the first one that is present replaces ``every``.
         also: returns further keys, given the ``config.json`` and the result of :func:`pattern_keys`.
     """
 

@@ -99,8 +99,9 @@ def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str
     """Convert keys of transformers' generation defaults to ours. Also returns a text for each key that could
     not be converted.
 
-    ``is_own_file`` says whether ``said`` is a ``generation_config.json``. In a ``config.json``, unknown keys
-    are not reported, because most keys have nothing to do with generation.
+    ``said`` is the content of a ``generation_config.json``, or, if ``is_own_file`` is false, of a
+    ``config.json``. Unknown keys of a ``config.json`` are not reported, because most of its keys have nothing
+    to do with generation.
     """
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")

@@ -90,7 +90,7 @@ class Rule:
 
     @property
     def _count(self) -> int:
-        """The number of Hugging Face's tensors per expert; without experts, the number of all."""
+        """The number of Hugging Face's tensors for one expert, or without experts for the whole parameter."""
         return len(self.theirs) // (self.num_experts or 1)
 
     def _join(self, *arrays: np.ndarray) -> np.ndarray:
