@@ -101,7 +101,8 @@ class KeyTable:
         return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
 
     def is_block(self, name: str) -> bool:
-        """Whether ``name`` is that of a mapping in the toolkit's files, i.e. other options are inside it."""
+        """Whether ``name`` is a mapping in the other toolkit's files, not an option: the table has options
+        whose names begin with ``name.``"""
         prefix = f"{self._normal(name)}."
         parts = prefix.split(".")[:-1]
         return any(key.name.startswith(prefix) for key in self.keys) or any(

@@ -46,8 +46,8 @@ class AttentionStrategy:
         return ids
 
     def positions_inside(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` that belong to this rank's queries inside attention, that is,
-        after :meth:`enter`. ``ids`` covers whole sequences."""
+        """``ids [b, s]`` has one value per position of whole sequences. Return the columns of the positions
+        whose queries this rank has inside attention, that is, after :meth:`enter` has exchanged positions."""
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:

@@ -225,9 +225,9 @@ def may_lack_gradient(spec: ParamSpec) -> bool:
 
 
 def norm_axes(view: View, mesh: Mesh) -> Axes:
-    """Return the axes of ``view`` over which squared gradients are summed to get the gradient norm. An axis
-    is left out if its ranks hold the same gradients. With sharding, the owners' axis is not left out, because
-    only a parameter's owner has its gradient."""
+    """Return the axes of ``view`` over which squared gradients are summed to get the gradient norm: those
+    whose ranks have different gradients or parts of them. With ZeRO sharding, this includes the axis
+    ``view.owners``, because only a parameter's owner has its gradient."""
     owners = (view.owners,) if mesh.plan.sharding > 1 else ()
     order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))

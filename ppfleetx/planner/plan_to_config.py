@@ -104,8 +104,8 @@ def _truth(given: dict[str, str], word: str, option: str) -> bool:
 
 @dataclass(frozen=True)
 class UnresolvedConfig:
-    """A configuration that has been read but may not fit its parallel plan, so that another plan can be
-    applied to it.
+    """A configuration that has been read but not checked against its parallel plan, because the planner
+    applies another plan to it.
 
     Attributes:
         cfg: the values of the configuration.

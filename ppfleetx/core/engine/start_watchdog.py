@@ -24,7 +24,8 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
     """Start the watchdog before Paddle is imported, so that it also reports a job that hangs while it starts.
-    Does nothing in a user's own program, which would not stop the watchdog after training.
+    Does nothing in a user's own program: there :func:`watched` starts the watchdog, and stops it
+    after training.
     """
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
