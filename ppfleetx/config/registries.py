@@ -341,8 +341,8 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """List the tasks (``Model.module``) that have a trait, for messages:
-    ``GPTModule, GPTGenerationModule``.
+    """List the tasks (``Model.module``) that have a trait, as text for a message,
+    such as ``GPTModule, GPTGenerationModule``.
     """
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 

@@ -182,8 +182,8 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """List the entries with this effect in the table of this module. An entry may be a section, which stands
-    for all keys in it that have no entry of their own.
+    """List the configuration keys whose change has this effect on a resumed run, as dotted names, from the
+    table of this module. A section in the list stands for all of its keys that the table does not name.
     """
     return [key for key, found in _EFFECTS.items() if found is effect]
 
@@ -244,8 +244,8 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """The saved and the current value of ``key``. If a section around it is null on one side, the pair is
-    about that section instead.
+    """Return the value of ``key`` in the checkpoint's configuration and in the current one. If a section that
+    contains the key is null in either of them, return the two values of that section instead.
     """
     section: type[Section] = RunConfig
     path = []

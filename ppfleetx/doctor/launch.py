@@ -150,8 +150,9 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
 def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
-    """Run ``command``, which launches the ranks of this machine. Returns the rows that the ranks have found
-    and the number of ranks in the job."""
+    """Run ``command``, which launches this machine's ranks. Returns the rows of the doctor's report that they
+    have written, and the number of ranks in the job. If they have written none, the rows describe what
+    failed, and the number is 1."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]

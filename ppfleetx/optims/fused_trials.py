@@ -18,8 +18,8 @@ _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Compare AdamW by the fused multi-tensor kernel with AdamW by the single-tensor kernel, with and without
-    weight decay."""
+    """Do AdamW steps, with and without weight decay, by the fused multi-tensor kernel and by the
+    single-tensor kernel. Yields the pairs of results to compare."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]

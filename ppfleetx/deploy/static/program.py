@@ -58,8 +58,8 @@ from ppfleetx.nn.latent_attention import LatentAttention
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
     """Context manager that makes Paddle's ``to_static`` faster with two caches. A method is converted once
-    per class instead of once per layer, and the test whether a function is unsupported is done once per
-    function.
+    per class instead of once per layer object, and Paddle's check whether it must leave a function
+    unconverted (``is_unsupported``) runs once per function.
     """
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)

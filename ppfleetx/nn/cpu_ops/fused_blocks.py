@@ -38,8 +38,8 @@ are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:
-    """Return whether this operator and all other CPU operators are compiled. A program with fused blocks
-    needs all of them."""
+    """Return whether this operator and all other CPU operators are compiled. An exported program
+    with fused blocks needs all of them."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 
