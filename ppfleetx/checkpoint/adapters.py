@@ -169,8 +169,9 @@ def _model(path: str | Path) -> ModelConfig:
 
 
 def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
-    """Return the base weights of the adapters at ``path``, read lazily. Empty if the checkpoint contains the
-    base weights itself."""
+    """Return the base weights that the checkpoint at ``path`` lacks, read lazily; empty if it contains the
+    whole model. They are read from ``base``, or if that is None, from ``Model.lora.base``. Raises
+    CheckpointError if the adapters were trained on another base, or ``base`` is given but not needed."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:

@@ -31,9 +31,9 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
     """Collect the generator states of all ranks for a checkpoint. A collective; the result is the same on all
     ranks.
 
-    ``rng`` is the state of rank 0. ``rng_of_ranks`` has the ``degrees`` of the parallel plan, and the list
-    ``ranks``: for each rank, its coordinates ``at``, and in ``differs`` only the parts of its state that are
-    not equal to those of rank 0.
+    The result has two keys. ``rng`` is the state of rank 0. ``rng_of_ranks`` has the ``degrees`` of the
+    parallel plan, and a list ``ranks`` with an entry for each rank: its coordinates ``at``, and in
+    ``differs`` only the parts of its state that are not equal to those of rank 0.
     """
     first, *_ = states = gather(ctx, rng_state())
     ranks = [

@@ -76,8 +76,8 @@ class Ownership:
 class RunRecord:
     """The content of the file ``run_id`` in an output directory: the id of the run that saves there.
 
-    ``continues`` is the name of a checkpoint in this directory that the run was started from, if another run
-    saved it.
+    A run can start from a checkpoint in this directory that has another id or none. ``continues`` is then the
+    name of this checkpoint; otherwise None.
     """
 
     run: str

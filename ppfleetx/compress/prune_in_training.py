@@ -61,10 +61,11 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune as much as the schedule requires at ``step``. At most steps, this is nothing.
+        """Prune as much as the schedule requires at ``step``; nothing at steps between those of the schedule.
 
-        The first call after a start or a rollback always prunes, because the checkpoint may have been saved
-        before pruning. Raises ConfigError if parts that were pruned earlier are not zero.
+        The exception is the first call after a start or a rollback. It also prunes at such a step, because
+        the checkpoint may have been saved before pruning. Raises ConfigError if parts that were pruned
+        earlier are not zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)

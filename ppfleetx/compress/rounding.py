@@ -246,8 +246,8 @@ class Stored:
 
 
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Raise ConfigError if a matrix cannot be stored in the format ``form``: the group size must divide its
-    input features, and 4-bit kernels need a multiple of 8."""
+    """Raise ConfigError if a matrix with ``in_features`` input features cannot be stored in the format
+    ``form``. The group size must divide their number, and with 4 bits, 8 must divide it as well."""
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
         raise ConfigError(

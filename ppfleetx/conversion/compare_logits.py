@@ -43,7 +43,8 @@ class Probe:
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
     def logits(self, weights: Weights) -> np.ndarray:
-        """Compute the logits ``[b, s, vocabulary]`` of our network with these weights."""
+        """Compute the logits ``[b, s, vocabulary]`` of our network on the tokens and positions of this probe.
+        ``weights.model`` describes the network."""
         model = network_of(weights.model, weights.place)
         return our_logits(weights, model, self.tokens, self.positions)
 

@@ -296,8 +296,8 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
 
 
 def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
-    """Return the name by which GGUF files refer to the way in which a tokenizer splits text. Raises
-    CheckpointError if it has no name there."""
+    """Return GGUF's name for the pre-tokenizer of a tokenizer, such as ``qwen2``: the rule by which it splits
+    text into pieces. Raises CheckpointError if the rule is not a supported one."""
     found = _comparable(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
         if _comparable(cut) == found:

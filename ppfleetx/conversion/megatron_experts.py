@@ -122,8 +122,9 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Stack the matrices of a layer's experts into one tensor per kind of matrix, with the experts as its
-    first dimension, as ours have. Raises CheckpointError if experts are missing or unexpected."""
+    """Stack the matrices of each layer's experts into ppfleetx's layout: one tensor per kind of matrix, with
+    the experts as the first dimension. Other tensors are returned unchanged. Raises CheckpointError if
+    experts are missing, unexpected or of different shapes."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

@@ -31,8 +31,8 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """The data of a pickled object, its constructor's arguments and its state, in place of the object. Its
-    class is not imported."""
+    """Stands in for a pickled object whose class is not imported. It has the object's data: the arguments of
+    its constructor and its state."""
 
     class_name = ""
     args: tuple[Any, ...] = ()

@@ -153,8 +153,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """Find the tensor that transformers calls ``name`` under the name that the files use. GPT-2's tensors may
-    lack their prefix, and GPT-NeoX's head has two names."""
+    """Return the name that the files have for the tensor that transformers calls ``name``. The names differ
+    if the files omit GPT-2's prefix, or use the other name of GPT-NeoX's head. Raises CheckpointError if
+    there is no such tensor."""
     for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
