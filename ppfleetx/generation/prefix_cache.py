@@ -89,7 +89,8 @@ class PrefixStore:
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
         """Store the keys and values ``layers`` of a sequence, ``tokens``, which has at most ``max_tokens``
-        tokens. Evicts the least recently used sequences to make room. For each layer, keys and values are
+        tokens. It replaces stored sequences that are its prefixes. Evicts the least recently used sequences
+        to make room. For each layer, keys and values are
         [1, key/value heads, number of tokens, head size].
 
         ``is_long`` says whether the sequence uses LongRoPE's factors for long sequences.

@@ -149,8 +149,9 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return the weights of a micro batch's positions ``[s, b]``, which are the loss mask, or of its rows
-        ``[b]``: 1 for rows of which any position counts in the loss, else 0."""
+        """Return the weights of a micro batch's positions ``[s, b]``, which are the loss mask (ones without
+        a mask; a classifier's mask of rows is repeated over positions), or of its rows ``[b]``: 1 for rows of
+        which any position counts in the loss, else 0."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":

@@ -37,7 +37,8 @@ class Router(nn.Layer):
     Attributes:
         seen: ``[2, E]``, how often each expert was chosen by positions that count in the loss, since the
             counts were last cleared. Row 0 counts the actual choices. Row 1 counts those from which the
-            balancing loss is computed, which ignore bias and group limits. None: no positions yet.
+            balancing loss is computed, which ignore bias and group limits; with GShard's loss, only the best
+            expert of a position counts. None: no positions yet.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:

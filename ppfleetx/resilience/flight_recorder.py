@@ -187,14 +187,17 @@ class CallRecord:
 
     def waited_for(self, thread: int) -> Call | None:
         """Return the call in which ``thread`` is waiting, or None. It is a call that has not returned, or one
-        that returned a task for which the program is waiting now."""
+        that returned a task for which the program is waiting now, or the last poll while the program only
+        polls (:meth:`asking`)."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
                 return call
         task = None if self.blocked_on is None else self.blocked_on()
         found = next((call for call in reversed(calls) if task is not None and call.task is task), None)
-        return calls[-1] if found is None and self._only_asks and calls else found
+        if found is None and self._only_asks:
+            found = next((call for call in reversed(calls) if call.asks and call.thread == thread), None)
+        return found
 
 
 RECORD = CallRecord()

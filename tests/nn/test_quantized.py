@@ -1,6 +1,7 @@
 """Layers with 8-bit and 4-bit weights: products against float64, with and without operators, and of
 slices."""
 
+import os
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn import quantized
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
+from ppfleetx.nn.cpu_ops.ops import WIDTH
 from ppfleetx.nn.factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.layers import Linear
@@ -61,7 +63,9 @@ def test_products_are_those_of_float64() -> None:
 @needs_operators
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_does_not_depend_on_the_rows_beside_it(form: Form) -> None:
-    matrix, x = _matrix(form, columns=210), paddle.randn([70, 64])
+    # Each thread reads panels side by side, and some panels are left.
+    columns = WIDTH * (4 * (os.cpu_count() or 1) + 1) + 2
+    matrix, x = _matrix(form, columns=columns), paddle.randn([70, 64])
     together = matrix.linear(x).numpy()
     for count in (1, 2, 5, 8, 33):
         np.testing.assert_array_equal(matrix.linear(x[:count]).numpy(), together[:count])

@@ -369,7 +369,10 @@ def test_a_rank_that_only_polls_waits_between_two_polls_as_well() -> None:
     with record.asking():
         poll(SimpleNamespace())
         assert record.waited_for(main) is None  # it also works
+    record.calls.clear()
+    record.recorded(lambda group: None, "all_reduce")(SimpleNamespace())
     with record.asking(only=True):
+        assert record.waited_for(main) is None  # nothing is polled yet
         poll(SimpleNamespace())
         assert record.waited_for(main).number == 0
     assert record.waited_for(main) is None

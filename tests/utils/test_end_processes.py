@@ -19,7 +19,7 @@ import os, pathlib, signal, sys, time
 from ppfleetx.utils import cli, end_processes
 
 directory, how = pathlib.Path(sys.argv[1]), sys.argv[2]
-processes._LOOK_AT_PARENT_SECONDS = 0.1
+end_processes._LOOK_AT_PARENT_SECONDS = 0.1
 
 def save(number, frame):
     (directory / "saved").touch()
@@ -29,7 +29,7 @@ def save(number, frame):
 def main():
     signal.signal(signal.SIGTERM, save)
     if how == "hangs":
-        processes._SAVE_SECONDS = 0.5
+        end_processes._SAVE_SECONDS = 0.5
     (directory / "pid").write_text(str(os.getpid()))
     for _ in range(1200):
         time.sleep(0.05)

@@ -56,8 +56,8 @@ class SourceLosses(WrappedTask):
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
     """Build the task that ``Model.module`` names. If ``Compress.Distill`` is set, the task has a teacher. If
-    ``sources`` is given, the loss of each of these corpora is a metric. Raises ConfigError if there is no
-    such task, or it is not a :class:`BasicModule`.
+    ``sources`` is given, the loss of each of these corpora is a metric. Raises ConfigError, for example if
+    there is no such task or it is not a :class:`BasicModule`.
     """
     task = MODULES.make(cfg.Model.module, cfg, gives=BasicModule)
     if cfg.Compress.Distill is not None:

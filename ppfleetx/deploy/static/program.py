@@ -302,8 +302,8 @@ class GenerationProgram(nn.Layer):
         as a flat tensor.
 
         Greedy search without a repetition penalty uses prompt lookup: draft tokens from the sequence's own
-        text, at most ``max_drafts [1]``, are verified in one pass. The other arguments are those of
-        ``_decode``.
+        text, at most ``max_drafts [1]``, are verified in one pass, once there are
+        ``min_new_tokens`` tokens. The other arguments are those of ``_decode``.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]

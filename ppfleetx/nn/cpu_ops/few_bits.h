@@ -1,8 +1,9 @@
 // Products with matrices of 8 and 4 bits, for decoding on a CPU. What they compute is said in quantized.py.
 //
 // As in few_rows.h, a matrix comes in panels that are read once, from front to back, while the next piece is
-// fetched; for one row, several panels side by side, without fetching. What is read is a quarter or an eighth; the numbers are widened in registers. Every sum is taken in
-// the order of k, whatever the number of rows: a row's result does not depend on the rows beside it.
+// fetched; for one row, most panels are read several side by side. What is read is a quarter or an eighth; the
+// numbers are widened in registers. Every sum is taken in the order of k, whatever the number of rows: a row's
+// result does not depend on the rows beside it.
 
 #pragma once
 
