@@ -28,7 +28,7 @@ class Run(Protocol):
     """The part of the engine that callbacks and the writer of checkpoints may read. They must not change it.
 
     ``schedule`` (learning rate, weight decay) is None when only evaluating. ``state`` always includes the
-    step or evaluation that a callback is told about.
+    step or evaluation that is passed to a callback.
     """
 
     cfg: RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogStart:
-    """What a log writer is told when a run starts or resumes.
+    """The facts that a log writer gets when a run starts or resumes.
 
     Attributes:
         step: the number of steps done so far. A run that resumes from a checkpoint computes the later steps

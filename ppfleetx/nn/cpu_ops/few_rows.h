@@ -145,7 +145,7 @@ void AddRowsOf(const float* x, int64_t rows, int64_t size, const float* w, int64
       for (int r = 0; r < R; ++r) to[row * columns + i] += x[row * size + r] * w[r * columns + i];
 }
 
-// The same with W as it is, [size][columns], for a few rows.
+// y[rows][columns] = x[rows][size] W + b, W as it is, [size][columns]; for a few rows, on all threads.
 inline void WholeProduct(const float* x, int64_t rows, int64_t size, const float* w, const float* bias,
                          int64_t columns, float* y) {
   constexpr int kStreams = 8;
