@@ -170,7 +170,7 @@ def ours(
     from ppfleetx.generation.decode_loop import Rules, Sampler, decode, greedy
     from ppfleetx.generation.sampling_params import SamplingParams
     from ppfleetx.generation.session import DecodingSession
-    from ppfleetx.generation.speculative_decoding import decode_with_lookup
+    from ppfleetx.generation.speculative_decoding import decode_with_drafts
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         streams = [(row, 0) for row in range(len(prompts))]
@@ -178,7 +178,7 @@ def ours(
         with paddle.no_grad():
             limits = [NEW] * len(prompts)
             if most_guesses:
-                rows = decode_with_lookup(next_token, prompts, Rules(), limits, most_guesses)
+                rows = decode_with_drafts(next_token, prompts, Rules(), limits, most_guesses)
             else:
                 session = DecodingSession(next_token, prompts, use_cache=True)
                 rows = decode(session, choose, Rules(), limits)

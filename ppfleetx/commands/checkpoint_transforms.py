@@ -25,7 +25,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 if TYPE_CHECKING:
-    from ppfleetx.compress.calibration import Samples
+    from ppfleetx.compress.calibration_data import Samples
     from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
@@ -115,7 +115,7 @@ def calibration_samples(
     """
     if options.calibration is None:
         return None
-    from ppfleetx.compress.calibration import read_samples
+    from ppfleetx.compress.calibration_data import read_samples
 
     return read_samples(
         options.calibration,

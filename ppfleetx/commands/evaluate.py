@@ -20,7 +20,7 @@ from ppfleetx.config.loader import read_config
 from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
-from ppfleetx.core.engine.start_watchdog import EVALUATION_DIR, watched
+from ppfleetx.core.engine.training_watchdog import EVALUATION_DIR, watched
 from ppfleetx.data.tasks.evaluation import (
     LastWords,
     SlidingWindows,

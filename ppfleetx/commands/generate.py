@@ -24,7 +24,7 @@ from ppfleetx.config.reading.overrides import Setting
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_errors
-from ppfleetx.core.engine.start_watchdog import GENERATION_DIR, watched
+from ppfleetx.core.engine.training_watchdog import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.resilience.heartbeat import PROGRESS

@@ -16,7 +16,7 @@ from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.sections.root import data_sets
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir_of
-from ppfleetx.core.engine.start_watchdog import watch_start
+from ppfleetx.core.engine.training_watchdog import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.heartbeat import MEETING, PROGRESS
 from ppfleetx.utils.devices import expected_device, not_supported_reasons

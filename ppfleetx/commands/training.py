@@ -27,7 +27,7 @@ from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import lock_output_dir, output_dir_of
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.core.engine.start_watchdog import EVALUATION_DIR, watched
+from ppfleetx.core.engine.training_watchdog import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.module.finetune import predictions_directory, write_predictions
 from ppfleetx.data.build import build_dataloader, load_tokenizer
@@ -57,7 +57,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
         callbacks: further callbacks, called after those of ``Engine.callbacks``. Ranks may pass different
             callbacks: each rank calls only its own.
     """
-    refuse_small_weights(cfg)
+    refuse_quantized_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
     log = get_logger()
@@ -165,7 +165,7 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
     return loader.sources
 
 
-def refuse_small_weights(cfg: RunConfig) -> None:
+def refuse_quantized_weights(cfg: RunConfig) -> None:
     """Raise ConfigError if the model has quantized weights, which cannot be trained, and no adapters to train
     instead.
     """

@@ -24,7 +24,7 @@ from ppfleetx.checkpoint.paddle_tensors import dtype_of, load_model
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
 from ppfleetx.checkpoint.weights import vocab_dims, with_vocabulary
-from ppfleetx.compress.calibration import Samples
+from ppfleetx.compress.calibration_data import Samples
 from ppfleetx.compress.quantization_report import LayerReport, Report
 from ppfleetx.compress.rounding import (
     SMALLEST_SCALE,

@@ -23,7 +23,7 @@ from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.sampling_params import SamplingParams, check_ids, ended_by
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
-from ppfleetx.generation.speculative_decoding import MOST_ROWS, Assistant, ProposedRows, decode_with_lookup
+from ppfleetx.generation.speculative_decoding import MOST_ROWS, Assistant, ProposedRows, decode_with_drafts
 from ppfleetx.generation.text import NoTokenizer, Prompt, RowText, token_ids
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.utils.log import get_logger
@@ -61,7 +61,7 @@ class Batch:
         return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
 
     @property
-    def uses_lookup(self) -> bool:
+    def is_speculative(self) -> bool:
         """Whether to generate this batch by speculative decoding. If an assistant model is set, always. If
         not, prompt lookup is used if it is enabled, but only for greedy search of a few prompts, where it
         pays off.
@@ -275,8 +275,8 @@ class Generator(TextGenerator):
         self._model.eval()
         try:
             with paddle.no_grad():
-                if batch.uses_lookup:
-                    return self._decode_with_lookup(prompts, batch, texts)
+                if batch.is_speculative:
+                    return self._decode_with_drafts(prompts, batch, texts)
                 session = DecodingSession(self.next_token_model, prompts, use_cache=batch.cfg.use_cache)
                 if batch.cfg.decode_strategy == "beam_search":
                     return self._search(session, batch, texts)
@@ -304,10 +304,10 @@ class Generator(TextGenerator):
             self._assistants[place] = assistant
         return self._assistants[place]
 
-    def _decode_with_lookup(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
+    def _decode_with_drafts(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         cfg = batch.cfg
         assistant = None if cfg.assistant_model is None else self._assistant(cfg.assistant_model)
-        return decode_with_lookup(
+        return decode_with_drafts(
             self.next_token_model,
             prompts,
             self._rules(batch),

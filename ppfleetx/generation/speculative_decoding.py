@@ -96,7 +96,7 @@ LENGTHS = (3, 2)
 """The n-gram sizes to look up, largest first. Single tokens are too ambiguous."""
 
 
-def decode_with_lookup(
+def decode_with_drafts(
     model: NextTokenModel,
     prompts: Sequence[Sequence[int]],
     rules: Rules,

@@ -104,7 +104,7 @@ class LinearSpec:
     def _rows(self, work: Work) -> float:
         return work.tokens / (work.split if self.of_trunk else 1)
 
-    def weight_bytes(self, work: Work) -> float:
+    def gradient_bytes(self, work: Work) -> float:
         """Return the bytes that the gradient of ``weight`` takes on one rank. Those of ``weight`` itself are
         not included."""
         return math.prod(self._here(work)) * work.gradient_bytes
@@ -112,10 +112,10 @@ class LinearSpec:
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
         """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for the product, the exchange
         between ranks, and the addition of the bias."""
-        weights = self.weight_bytes(work)
+        gradients = self.gradient_bytes(work)
         size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
-            whole = Step(f"{writes} before the sum", size, (reads,), keeps=(reads,), weights=weights)
+            whole = Step(f"{writes} before the sum", size, (reads,), keeps=(reads,), gradients=gradients)
             part = size / work.split
             return [whole, Step(writes, part, (whole.writes,), scratch=part if self.bias else 0.0)]
         steps = []
@@ -123,9 +123,9 @@ class LinearSpec:
             steps.append(Step(f"{writes}: input", work.bytes_of(self.in_features), (reads,)))
             reads = steps[0].writes
         if not (self.bias and work.on_cpu and work.mp == 1):
-            return [*steps, Step(writes, size, (reads,), keeps=(reads,), weights=weights)]
+            return [*steps, Step(writes, size, (reads,), keeps=(reads,), gradients=gradients)]
         # On a CPU the bias is expanded to all rows by another product (`_add_bias` in nn/layers.py).
-        product = Step(f"{writes} without bias", size, (reads,), keeps=(reads,), weights=weights)
+        product = Step(f"{writes} without bias", size, (reads,), keeps=(reads,), gradients=gradients)
         return [*steps, product, Step(writes, size, (product.writes,), scratch=size, back=size, reuses=True)]
 
 
@@ -214,7 +214,7 @@ class TableSpec:
         kind, mp = ("word_embedding", Shard(0)) if self.of_words else ("position_embedding", REPLICATE)
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 
-    def weight_bytes(self, work: Work) -> float:
+    def gradient_bytes(self, work: Work) -> float:
         """Return the bytes that the gradient of the embedding table takes on one rank. Those of the table
         itself are not included."""
         rows = self.rows / work.mp if self.of_words else self.rows

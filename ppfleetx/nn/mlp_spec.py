@@ -240,12 +240,15 @@ class MoESpec:
             f"{writes}: {name}" if travels else names[at] for name, at in (("there", 1), ("back", 2))
         )
         of_experts = self.expert.tape(rows, names[2], there)
-        weights = float(self.hidden_size * self.cfg.num_experts * work.gradient_bytes)
+        gradients = float(self.hidden_size * self.cfg.num_experts * work.gradient_bytes)
         steps = [
-            Step(names[0], scores, (reads,), keeps=(reads, names[0]), scratch=scores, weights=weights),
+            Step(names[0], scores, (reads,), keeps=(reads, names[0]), scratch=scores, gradients=gradients),
             Step(names[1], sent, (reads,)),
             *([Step(there, here, (names[1],))] if travels else []),
-            *(replace(step, weights=step.weights * self.cfg.num_experts / work.ep) for step in of_experts),
+            *(
+                replace(step, gradients=step.gradients * self.cfg.num_experts / work.ep)
+                for step in of_experts
+            ),
             *([Step(back, sent, (names[2],))] if travels else []),
             Step(names[3], size, (back, names[0]), keeps=(back,)),
         ]

@@ -23,7 +23,7 @@ class Step:
         extra: memory kept for the backward pass in addition to named tensors, such as masks.
         scratch: temporary memory in the forward pass.
         back: temporary memory in the backward pass, in addition to the gradients.
-        weights: size of the gradients of the operation's parameters.
+        gradients: size of the gradients of the operation's parameters.
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
         no_values: whether the operation uses no parameters, so that sharding stage 3 need not hold their
@@ -39,7 +39,7 @@ class Step:
     extra: float = 0.0
     scratch: float = 0.0
     back: float = 0.0
-    weights: float = 0.0
+    gradients: float = 0.0
     view: bool = False
     reuses: bool = False
     no_values: bool = False
@@ -166,7 +166,7 @@ class Tape:
                 # Recomputation also produces the step's result again, which is not used.
                 backward = inner.backward_peak(first=first) + step.size - upstream
                 inside = max(inner.forward_peak(), backward)
-            moment = sum(new.values()) + step.back + step.weights * (1 + self.low_share)
+            moment = sum(new.values()) + step.back + step.gradients * (1 + self.low_share)
             peaks[step.no_values] = max(peaks[step.no_values], alive + max(moment, inside))
             if not new:  # a view, or a gradient that reuses memory
                 new = {step.reads[0]: upstream} if step.reads else {}
@@ -176,12 +176,12 @@ class Tape:
                     alive += size
             alive -= upstream
             alive -= step.extra
-            alive += step.weights if first else 0.0
+            alive += step.gradients if first else 0.0
             alive -= sum(self._sizes[name] for name in held if keepers[name] == number)
         return peaks[0], peaks[1]
 
     @cached_property
-    def weights(self) -> float:
+    def gradients(self) -> float:
         """Bytes of the gradients of all parameters that the tape's operations use. Those of the parameters
         themselves are not included."""
-        return sum(step.weights + (step.inner.weights if step.inner else 0.0) for step in self.steps)
+        return sum(step.gradients + (step.inner.gradients if step.inner else 0.0) for step in self.steps)

@@ -22,7 +22,7 @@ from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
-from ppfleetx.parallel.step_sums import StepSums
+from ppfleetx.parallel.step_metrics import StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.config.plan import ParallelPlan

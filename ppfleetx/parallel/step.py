@@ -25,7 +25,7 @@ from ppfleetx.nn.chunked_loss import ChunkedHead
 from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.step_sums import ActivationScales, ExpertLoads, StepSums
+from ppfleetx.parallel.step_metrics import ActivationScales, ExpertLoads, StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule

@@ -350,10 +350,10 @@ def _pass_peak(
         need = run.tape.backward_peak(first=first, values=values)
         # Within a run, activations shrink as gradients grow, so the peak is at the last or the first layer.
         for below, later in ((end, 0), (start, run.count - 1)):
-            here = min(most_gradients, grown + (later * run.tape.weights if first else 0.0))
+            here = min(most_gradients, grown + (later * run.tape.gradients if first else 0.0))
             if below + need + here > peak:
                 peak, grown_at_peak = below + need + here, here
-        grown += run.count * run.tape.weights if first else 0.0
+        grown += run.count * run.tape.gradients if first else 0.0
     return peak, grown_at_peak
 
 

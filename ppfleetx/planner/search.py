@@ -93,10 +93,10 @@ def search(
         plans = _in_both_orders(plans)
     plans = list(plans)
     tried = track(plans, "search", total=len(plans), unit="plan")
-    tight = [plan for plan in tried if looking.is_tight(plan)]
+    tight = [plan for plan in tried if looking.try_plan(plan)]
     for plan in tight:  # offload costs time in every step, so try it only where memory is short
         if plan.sharding > 1 and plan.sharding_stage > 1:
-            looking.is_tight(replace(plan, sharding_offload=True))
+            looking.try_plan(replace(plan, sharding_offload=True))
     best = looking.short.in_order()
     if goal == "time":
         best.sort(key=lambda prediction: prediction.likely_at_most)
@@ -112,7 +112,7 @@ class _Search:
     short: _Shortest
     found: SearchResult
 
-    def is_tight(self, plan: ParallelPlan) -> bool:
+    def try_plan(self, plan: ParallelPlan) -> bool:
         """Try ``plan`` with every micro batch size and every kind of recompute, and keep the best candidates.
         Returns whether the plan, or a candidate that is not too slow, does not fit into memory.
         """

@@ -18,7 +18,7 @@ from ppfleetx.commands.checkpoint_transforms import Quantize
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import REPORT_FILE, quantize
 from ppfleetx.commands.resolve_model import resolve_model
-from ppfleetx.commands.training import find_weights, refuse_small_weights
+from ppfleetx.commands.training import find_weights, refuse_quantized_weights
 from ppfleetx.compress.distill import load_teacher
 from ppfleetx.compress.quantize import Options, check_options, with_group
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
@@ -248,7 +248,7 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
         found = resolve_model(small, stack)
         cfg = load_config(found.config, found.overrides())
         with pytest.raises(ConfigError, match="cannot be trained"):
-            refuse_small_weights(cfg)
+            refuse_quantized_weights(cfg)
         plain = cfg.model_copy(update={"Compress": type(cfg.Compress)()})
         with pytest.raises(CheckpointError, match=r"is quantized .* cannot be trained"):
             load_generator(plain, ParallelContext.single())

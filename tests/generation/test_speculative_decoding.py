@@ -19,7 +19,7 @@ from ppfleetx.generation.decode_loop import Rules, decode, greedy
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.sampling_params import SamplingParams
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
-from ppfleetx.generation.speculative_decoding import Assistant, ProposedRows, decode_with_lookup, look_up
+from ppfleetx.generation.speculative_decoding import Assistant, ProposedRows, decode_with_drafts, look_up
 from ppfleetx.generation.text import NoTokenizer
 
 CYCLE = [4, 8, 15, 16, 23, 4, 8, 15, 16, 23, 4, 8]
@@ -71,7 +71,7 @@ def test_tokens_are_those_without_guesses(model, prompts):
             session = DecodingSession(next_token, prompts, use_cache=True)
             expected = decode(session, greedy, rules, limits)
             for most in (1, 5, 16):
-                assert decode_with_lookup(next_token, prompts, rules, limits, most) == expected
+                assert decode_with_drafts(next_token, prompts, rules, limits, most) == expected
 
 
 @pytest.mark.slow_after(4)
@@ -94,7 +94,7 @@ def test_tokens_are_those_without_an_assistant(make_model, prompts, which):
             expected = decode(session, greedy, rules, limits)
             counting.passes.clear()
             rows = ProposedRows(assistant)
-            assert decode_with_lookup(counting, prompts, rules, limits, 8, assistant=rows) == expected
+            assert decode_with_drafts(counting, prompts, rules, limits, 8, assistant=rows) == expected
     if which == "itself" and len(prompts) == 1:
         [plain] = expected
         assert len(counting.passes) < len(plain.ids)
@@ -156,7 +156,7 @@ def test_right_guesses_save_passes_and_wrong_ones_are_dropped(make_model):
     counting = Counting(model)
     with paddle.no_grad():
         # Greedy text of such a model runs into a cycle; CYCLE itself is not continued, a wrong guess.
-        [row] = decode_with_lookup(counting, [CYCLE], Rules(), [NEW], 16)
+        [row] = decode_with_drafts(counting, [CYCLE], Rules(), [NEW], 16)
     assert len(row.ids) == NEW
     assert len(counting.passes) < NEW
     assert max(counting.passes[1:]) > 2

@@ -3,7 +3,7 @@
 import paddle
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.parallel.step_sums import sum_of
+from ppfleetx.parallel.step_metrics import sum_of
 from tests.parity.training import build, micro_batches, take_step
 
 

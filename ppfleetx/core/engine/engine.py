@@ -129,7 +129,7 @@ class Engine:
         try:
             with StopRequest() as stop, self._saver.completing():
                 self._notify("on_fit_start")
-                self._watch.at_rest(self.runner)
+                self._watch.check_at_rest(self.runner)
                 if self.state.best_step == self.state.step:
                     self._saver.mark_best(self)  # an earlier process may have been killed just before this
                 self._evaluate_if_missing(eval_sets or {}, stop)
@@ -373,7 +373,7 @@ class Engine:
 
     def _save_once(self) -> None:
         if self.state.step != self._saved_step:
-            self._watch.at_rest(self.runner)
+            self._watch.check_at_rest(self.runner)
             if self._guard is not None:
                 self.state.spikes = self._guard.state()
             with PROGRESS.at(SAVING):

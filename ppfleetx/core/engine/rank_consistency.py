@@ -108,7 +108,7 @@ class Watch:
         if self._level == "full":
             check_replicas(self._ctx, _held(runner, states=True))
 
-    def at_rest(self, runner: StepRunner) -> None:
+    def check_at_rest(self, runner: StepRunner) -> None:
         """Check that ranks that hold copies of the same weights hold equal values. Called at the start and
         before each checkpoint, while no step is running. Does nothing if ``Engine.checks`` is off.
         """

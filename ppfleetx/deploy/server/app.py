@@ -35,7 +35,7 @@ from ppfleetx.deploy.server.embeddings import (
     embeddings_response,
     vectors_of,
 )
-from ppfleetx.deploy.server.jobs import Metrics
+from ppfleetx.deploy.server.messages import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.protocol import (
     AnyRequest,

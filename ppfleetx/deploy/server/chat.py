@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.sections.generation import StructuredOutputs
-from ppfleetx.deploy.server.jobs import Progress
+from ppfleetx.deploy.server.messages import Progress
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.responses import Answer, RowAnswer, chat_logprobs
 from ppfleetx.deploy.server.tools import (

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ppfleetx.deploy.server.jobs import Progress
+from ppfleetx.deploy.server.messages import Progress
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.responses import Answer, RowAnswer, TextLogprobs
 from ppfleetx.generation.decode_loop import FinishReason

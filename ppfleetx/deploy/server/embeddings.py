@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ppfleetx.deploy.server.chat import ChatPrompt
 from ppfleetx.deploy.server.completions import Prompt, prompts_of
-from ppfleetx.deploy.server.jobs import Embedded
+from ppfleetx.deploy.server.messages import Embedded
 from ppfleetx.deploy.server.protocol import JsonResponse, NotSupported, Request
 from ppfleetx.deploy.server.responses import RequestEvents
 

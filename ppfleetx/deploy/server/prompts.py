@@ -13,7 +13,7 @@ from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.deploy.server.chat import ChatPrompt, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
 from ppfleetx.deploy.server.embeddings import EmbeddingRequest, TokenizeRequest
-from ppfleetx.deploy.server.jobs import Job
+from ppfleetx.deploy.server.messages import Job
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, Request, bad_request
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.generation.generator import TextGenerator

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.jobs import Embedded, Event, Failed, Job, Metrics, Progress, Scored, Work
+from ppfleetx.deploy.server.messages import Embedded, Event, Failed, Job, Metrics, Progress, Scored, Work
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, JsonResponse, to_json
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.generation.decode_loop import FinishReason

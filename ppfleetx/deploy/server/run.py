@@ -137,7 +137,7 @@ def build_service(
     expert layers, or for layers that the model does not have.
     """
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.jobs import Metrics
+    from ppfleetx.deploy.server.messages import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
     from ppfleetx.generation.adapters import Adapters

@@ -13,7 +13,7 @@ import paddle
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.jobs import (
+from ppfleetx.deploy.server.messages import (
     Embedded,
     Event,
     Failed,

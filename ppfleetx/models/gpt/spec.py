@@ -59,14 +59,14 @@ class EmbeddingSpec:
 
     def tape(self, work: Work) -> Tape:
         size, part, ids = work.bytes_of(self.words.width), work.part_of(self.words.width), work.tokens * 8
-        steps = [Step("words", size, ("ids",), extra=2 * ids, weights=self.words.weight_bytes(work))]
+        steps = [Step("words", size, ("ids",), extra=2 * ids, gradients=self.words.gradient_bytes(work))]
         if self.multiplier != 1.0:
             steps.append(Step("words, multiplied", size, (steps[-1].writes,)))
         if self.norm is not None:
             steps += self.norm.tape(work, "words, normed", steps[-1].writes, size)
         if self.positions is not None:
             words = steps[-1].writes
-            steps.append(Step("positions", size, ("ids",), weights=self.positions.weight_bytes(work)))
+            steps.append(Step("positions", size, ("ids",), gradients=self.positions.gradient_bytes(work)))
             steps.append(Step("sum", size, (words, "positions")))
         if work.split > 1:
             steps.append(Step("part", part, (steps[-1].writes,)))
@@ -229,14 +229,14 @@ class HeadSpec:
         yield elementwise("loss", "edge", logits * (e + 4 + 4), logits * (4 + 4 + e), 4)
 
     def tape(self, work: Work, source: str) -> list[Step]:
-        logits, e, weights = self._logits(work), work.activation_bytes, self.matrix.weight_bytes(work)
+        logits, e, gradients = self._logits(work), work.activation_bytes, self.matrix.gradient_bytes(work)
         hides_padding = self.matrix.out_features != self.num_outputs
         # Temporary copies of the logits in the tensor-parallel loss, in addition to its softmax.
         loss_copies = {"cpu": 2, "plugin": 3}.get(work.kernels, 0) if work.mp > 1 else 0
         if self.loss_chunks > 1:
             copies = 1 + (e != 4) + hides_padding + loss_copies
-            return [self._loss_in_pieces(work, source, logits, copies)]
-        steps = [Step("logits", logits * e, (source,), keeps=(source,), weights=weights)]
+            return [self._chunked_loss(work, source, logits, copies)]
+        steps = [Step("logits", logits * e, (source,), keeps=(source,), gradients=gradients)]
         if e != 4:
             steps.append(Step("wide logits", logits * 4, ("logits",), back=0.0))
         if hides_padding:
@@ -249,15 +249,15 @@ class HeadSpec:
         reads = (steps[-1].writes,)
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
-    def _loss_in_pieces(self, work: Work, source: str, logits: float, copies: int) -> Step:
+    def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
         """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for head and loss, computed in
         ``Model.loss_chunks`` chunks. The forward pass then also computes the gradients of the head's input
         and weights."""
-        size, weights = work.bytes_of(self.matrix.in_features), self.matrix.weight_bytes(work)
+        size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes
         piece, elements = (
             logits / min(self.loss_chunks, work.seq_len / work.sep),
-            weights / work.gradient_bytes,
+            gradients / work.gradient_bytes,
         )
         return Step(
             "loss",
@@ -265,8 +265,8 @@ class HeadSpec:
             (source,),
             extra=size + elements * 4,
             scratch=piece * e + copies * 4.0 * piece + elements * e,
-            back=-size - (weights if e == 4 else 0.0),
-            weights=weights,
+            back=-size - (gradients if e == 4 else 0.0),
+            gradients=gradients,
         )
 
 
