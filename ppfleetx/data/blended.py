@@ -32,12 +32,11 @@ _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, and blocks that are c
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Compute which corpus each sample of a blend comes from. ``weights`` are the shares of the corpora and
-    sum to 1.
+    sum to 1. Returns, for each of ``size`` samples, the corpus (int16 [size]) and the sample's number within
+    that corpus (int64 [size]).
 
-    Returns, for each of ``size`` samples, the corpus (int16 [size]) and the sample's number within that
-    corpus (int64 [size]). Sample k is taken from the corpus with the largest ``weight * max(k, 1) - taken``,
-    where ``taken`` counts its earlier samples (the first such corpus on ties). Megatron-LM's ``helpers.cpp``
-    uses the same rule in double precision, so both produce the same order.
+    Sample k comes from the corpus with the largest ``weight * max(k, 1) - taken``, the first on ties;
+    ``taken`` counts the corpus's earlier samples. Megatron-LM's ``helpers.cpp`` produces the same order.
     """
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
@@ -45,12 +44,9 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Compute the order of a blend that takes every sample of every corpus exactly once. ``sizes`` are the
-    numbers of samples of the corpora.
-
-    Returns the same two arrays as `blending_indices`, or only their first ``size`` entries. The weights are
-    proportional to the sizes, and an exhausted corpus is skipped, as in Megatron-LM's
-    ``build_exhaustive_blending_indices``.
-    """
+    corpora's numbers of samples. Returns the two arrays of `blending_indices`, or their first ``size``
+    entries. Weights are proportional to ``sizes``, and exhausted corpora are skipped, as in Megatron-LM's
+    ``build_exhaustive_blending_indices``."""
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -76,10 +72,9 @@ def _choose(
     """Choose the corpus of each sample for ``num_blocks`` blocks of samples, the first of which begins with
     sample ``first``. ``taken`` counts the samples that each corpus has given before.
 
-    Each choice depends on the counts of all earlier choices, but the effect of a wrong count soon dies out.
-    So all blocks are computed in parallel from guessed counts, and a block is computed again until its
-    starting counts equal the final counts of the previous block. The result is exact, usually after two or
-    three rounds.
+    Each choice depends on all earlier choices, but the effect of a wrong count soon dies out. So all blocks
+    are computed in parallel from guessed counts, and again until a block's starting counts equal the final
+    counts of the previous block. The result is exact, usually after two or three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_guess_counts(weights, step) for step in steps.tolist()])
@@ -95,9 +90,8 @@ def _choose(
 
 
 def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
-    """Guess how many samples each corpus has given after ``step`` samples of a blend: integers close to
-    ``weights * step`` that sum to ``step``.
-    """
+    """Guess how many of the first ``step`` samples of a blend each corpus gives: integers close to
+    ``weights * step`` that sum to ``step``."""
     shares = weights * step
     taken = np.floor(shares)
     missing = step - int(taken.sum())
@@ -109,12 +103,9 @@ def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Apply the blending rule to several blocks of `_BLOCK_STEPS` samples in parallel. Block i begins with
-    sample ``steps[i]``. ``taken [blocks, corpora]`` counts the samples that each corpus has given before the
-    block.
-
-    Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken`` after each block. Exhausted corpora are
-    skipped. Choices after the last sample of the blend are arbitrary; the caller cuts them off.
-    """
+    sample ``steps[i]``, before which the corpora have given ``taken[i]`` samples. Exhausted corpora are
+    skipped. Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken`` after each block. Choices after
+    the last sample of the blend are arbitrary."""
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
     behind = np.empty_like(taken)
@@ -135,11 +126,9 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the number of samples in a weighted blend, and the number to prepare from each corpus.
-
-    The first is ``num_samples`` with each corpus's share rounded up. The second is slightly more than the
-    corpus's share.
-    """
+    """Return the number of samples in a weighted blend, and the number to prepare from each corpus. The first
+    is the sum of the corpora's shares of ``num_samples``, each rounded up; the others slightly exceed these
+    shares."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
@@ -166,7 +155,7 @@ class BlendOrder:
 
 
 def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """Return the order of a blend with given weights (`blending_indices`). It is cached in ``cache_dir``."""
+    """Return the order of a blend with given weights (`blending_indices`), cached in ``cache_dir``."""
     weights = list(weights)
     about = {"weights": weights, "num_samples": num_samples}
     build = partial(blending_indices, weights, num_samples)
@@ -174,9 +163,8 @@ def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) 
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """Return the order of a blend that takes every sample once (`exhaustive_indices`), limited to the first
-    ``num_samples``. It is cached in ``cache_dir``.
-    """
+    """Return the order of the first ``num_samples`` samples of a blend that takes every sample once
+    (`exhaustive_indices`), cached in ``cache_dir``."""
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
     about = {"exhaustive": sizes, "num_samples": num_samples}
     build = partial(exhaustive_indices, sizes, num_samples)
@@ -205,8 +193,7 @@ def _order(
 
 class BlendedDataset:
     """Mixes the samples of several datasets in the order of a `BlendOrder`. If ``tells_sources`` is True,
-    each sample has an array ``source_ids``, the number of its corpus.
-    """
+    each sample has an array ``source_ids``, the number of its corpus."""
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA

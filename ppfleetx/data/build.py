@@ -53,12 +53,9 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run reads from Train, Eval or Test.
-
-    Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters. Test: global batch x
-    test_iters. Megatron-LM and FleetX also multiply Eval by the number of evaluations, because there each
-    evaluation continues where the previous one stopped. Here every evaluation reads the same batches.
-    """
+    """Return the number of samples that a run reads: for Train those of all training steps, for Eval global
+    batch x eval_iters, and for Test global batch x test_iters (default: 10 x eval_iters). Unlike in
+    Megatron-LM, the evaluations of a run all read the same batches."""
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
     engine = cfg.Engine
@@ -75,11 +72,11 @@ def build_dataloader(
 ) -> DataLoader:
     """Build the data loader of ``Data.<mode>`` for one data rank. Raises the errors of `build_dataset`.
 
-    The loader of Train starts after ``consumed_samples`` and never ends: the first sample follows the last.
-    The loaders of Eval and Test read the first ``eval_iters`` (``test_iters``) global batches each time, so
-    losses are comparable. With ``sampler.drop_last: False``, they read no sample twice, and fill the last
-    batch with padding samples, whose loss mask is 0. Datasets for finetuning are always evaluated completely,
-    with the last batch filled in the same way.
+    Train starts after ``consumed_samples`` and never ends: the first sample follows the last. Eval and Test
+    read the same first ``eval_iters`` (``test_iters``) global batches each time. With
+    ``sampler.drop_last: False``, they read no sample twice, and fill the last batch with padding samples,
+    whose loss mask is 0. Datasets for finetuning are always evaluated completely, with the last batch filled
+    in the same way.
     """
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
@@ -107,8 +104,7 @@ def build_dataloader(
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
     """Build the dataset that ``Data.<mode>.dataset`` describes. Raises ConfigError if the section is missing
-    or its dataset is unknown; DataError if a corpus or file is missing, damaged or too small.
-    """
+    or its dataset is unknown, and DataError if a corpus or file is missing, damaged or too small."""
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
@@ -116,12 +112,9 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
 
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
-    """Build a dataset for pretraining from the tokenized corpora in ``Data.<mode>.dataset``; several corpora
-    are blended. Raises DataError.
-
-    With ``sampler.drop_last: False``, Eval and Test use at most one epoch, so no sample is repeated. If
-    ``Engine.run_mode`` is ``epoch``, Train uses at most ``num_train_epochs`` epochs.
-    """
+    """Build a dataset for pretraining from the tokenized corpora in ``Data.<mode>.dataset``, blended if there
+    are several. Raises DataError. With ``sampler.drop_last: False``, Eval and Test use at most one epoch. If
+    ``Engine.run_mode`` is ``epoch``, Train uses at most ``num_train_epochs`` epochs."""
     section = getattr(cfg.Data, mode)
     dataset_cfg = section.dataset
     options = SampleOptions(
@@ -146,23 +139,22 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
-    """Build a finetuning dataset of prompts and responses. Only the responses contribute to the loss."""
+    """Build a finetuning dataset of prompts and responses."""
     from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # Jinja is for finetuning alone
 
     return PromptResponseDataset(*_finetuning_inputs(cfg, mode))
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
-    """Build a finetuning dataset of conversations. Only the assistant's turns contribute to the loss."""
+    """Build a finetuning dataset of conversations."""
     from ppfleetx.data.tasks.finetuning import ChatDataset
 
     return ChatDataset(*_finetuning_inputs(cfg, mode))
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Build the finetuning dataset of a GLUE task. No labels are read for ``Test``, because most of GLUE's
-    test files have none.
-    """
+    """Build the finetuning dataset of a GLUE task. For ``Test``, no labels are read, because most test files
+    have none."""
     from ppfleetx.data.tasks.finetuning import GlueDataset
 
     dataset_cfg, tokenizer, multiple = _finetuning_inputs(cfg, mode)
@@ -172,10 +164,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return what a finetuning dataset is built from: its section of the configuration, the tokenizer, and
-    ``length_multiple``; the loader rounds the length of samples up to a multiple of the latter. Raises
-    ConfigError if no tokenizer is configured.
-    """
+    """Return the section, the tokenizer and the ``length_multiple`` (see `RecordDataset`) of a finetuning
+    dataset. Raises ConfigError if no tokenizer is configured."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -191,9 +181,8 @@ def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Token
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """Load the tokenizer that ``Data.tokenizer`` describes. Returns None if the section names no files.
-    Raises DataError, which names the key.
-    """
+    """Load the tokenizer that ``Data.tokenizer`` describes; None if the section names no files. Raises
+    DataError."""
     files = cfg.Data.tokenizer
     if files is None or (not files.given and files.name == "BPE"):
         return None
@@ -209,10 +198,8 @@ def _place(cfg: RunConfig, key: str) -> str:
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """Return the end-of-document id: ``eod_id`` of the dataset's section or, if that is not set, the
-    tokenizer's. The tokenizer is loaded only if an option of the dataset needs the id; otherwise returns
-    None.
-    """
+    """Return the end-of-document id: ``eod_id`` of the dataset's section or, if it is not set and an option
+    of the dataset needs it, the tokenizer's. Otherwise returns None."""
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id
@@ -227,10 +214,7 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
 
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     """Open the corpora named by ``Data.<mode>.dataset.input_dir``. Returns a list for each entry, because an
-    entry may be a directory of corpora.
-
-    Raises DataError, which names the key and says how to make a corpus.
-    """
+    entry may be a directory of corpora. Raises DataError."""
     section = getattr(cfg.Data, mode)
     key = section.key_of(mode, "input_dir")
     try:
@@ -271,8 +255,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
     """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out. If no
-    weights are configured, corpora shorter than one sample are left out, too.
-    """
+    weights are configured, corpora shorter than one sample are left out, too."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

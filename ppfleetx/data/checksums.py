@@ -1,8 +1,5 @@
-"""Checksums of a tokenized corpus, in a small file beside it: ``PREFIX.checksums.json``.
-
-The file has a CRC-32 of each 1 MiB block of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for a corpus of 100
-GB), and a CRC-32 of its own content. Megatron-LM and other programs that read the corpus ignore the file.
-"""
+"""Checksums of a tokenized corpus, in the file ``PREFIX.checksums.json`` beside it: a CRC-32 of each 1 MiB
+block of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of its own content."""
 
 from __future__ import annotations
 
@@ -61,8 +58,7 @@ class RunningChecksums:
 @dataclass(frozen=True)
 class Block:
     """A damaged block of a corpus file: bytes ``[first, end)`` of the file ``path`` do not match their
-    checksum.
-    """
+    checksum."""
 
     path: Path
     number: int
@@ -76,9 +72,8 @@ class Block:
 
 @dataclass(frozen=True)
 class CorpusChecksums:
-    """The contents of ``PREFIX.checksums.json``. ``files`` has the checksums of the corpus files with the
-    suffixes ``.bin`` and ``.idx``.
-    """
+    """The contents of ``PREFIX.checksums.json``. ``files`` has the checksums of the corpus files by suffix,
+    ``.bin`` and ``.idx``."""
 
     prefix: str
     files: dict[str, FileChecksums]
@@ -105,8 +100,7 @@ class CorpusChecksums:
 
     def check_sizes(self) -> None:
         """Raise DataError if a file of the corpus is missing or no longer has the length recorded with its
-        checksums.
-        """
+        checksums."""
         for suffix, sums in self.files.items():
             path = Path(f"{self.prefix}{suffix}")
             actual = file_status(path, DataError).st_size
@@ -118,9 +112,8 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Read the corpus file with this suffix block by block. Yields pairs: the bytes of a block, and a
-        `Block` if they do not match their checksum, else None.
-        """
+        """Read the corpus file with the suffix ``suffix`` block by block. Yields pairs: the bytes of a block,
+        and a `Block` if they do not match their checksum, else None."""
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:
             for number, crc in enumerate(sums.crcs):

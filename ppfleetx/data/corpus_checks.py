@@ -30,11 +30,8 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
     """Compare the corpora of the sections ``modes`` (Train, Eval, Test) with their checksums, as far as
-    ``Data.<mode>.dataset.verify`` asks for. Logs how much was compared, and which corpora have no checksums.
-
-    Raises DataError if a corpus is damaged, if the checksums belong to another corpus, or if ``verify`` is
-    ``full`` and there are no checksums.
-    """
+    ``Data.<mode>.dataset.verify`` asks for, and log what was compared. Raises DataError if a corpus does not
+    match its checksums, or if ``verify`` is ``full`` and there are none."""
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
@@ -62,11 +59,8 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 def verify_corpus(prefix: str, level: str) -> bool:
     """Compare a corpus with its checksums. Returns False if it has no checksums. Raises the errors of
-    `verify_corpora`.
-
-    With the ``level`` ``index``, compares the lengths of both files and the content of ``.idx``. With
-    ``full``, also compares the content of ``.bin``.
-    """
+    `verify_corpora`. Level ``index`` compares the lengths of both files and the content of ``.idx``; level
+    ``full`` also compares the content of ``.bin``."""
     checksums = read_checksums(prefix)
     if checksums is None:
         if level == "full":
@@ -84,8 +78,7 @@ def verify_corpus(prefix: str, level: str) -> bool:
 
 def describe(block: Block, corpus: IndexedDataset | None) -> str:
     """Describe a damaged block in a sentence. If the block is in the ``.bin`` file of ``corpus``, the
-    sentence also says which documents are damaged. ``corpus`` is None if its index cannot be read.
-    """
+    sentence also names the damaged documents. ``corpus`` is None if its index cannot be read."""
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
     sequences = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
@@ -103,9 +96,8 @@ def _opened(prefix: str) -> IndexedDataset | None:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """Look for all damage in a corpus. Returns a sentence for each damaged place, and whether the corpus has
-    checksums. Raises MissingDataError if the corpus does not exist.
-    """
+    """Look for all damage in a corpus. Returns a sentence for each damaged block or file, and whether the
+    corpus has checksums. Raises MissingDataError if the corpus does not exist."""
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
         raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
     has_checksums = checksums_path(prefix).exists()
@@ -137,11 +129,8 @@ _FEWEST_TOKENS = 1 << 18  # tokens checked in each corpus, at least
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
     """Check that the token ids of the tokenizer and the corpora are below ``Model.vocab_size``. Returns a
-    report as lines of text.
-
-    Missing files are skipped, because training may run on another machine. Raises DataError for damage or an
-    id outside the vocabulary.
-    """
+    report as lines of text. Missing files are skipped. Raises DataError for damage or an id outside the
+    vocabulary."""
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -157,9 +146,8 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says in which
-    files and lines both were configured.
-    """
+    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says where both
+    were configured."""
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:
@@ -207,12 +195,9 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
 
 
 def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
-    """Raise DataError if a corpus contains an id outside a vocabulary of ``vocab_size`` tokens.
-
-    Of a corpus with more than ``most_tokens`` tokens, only a sample at evenly spaced positions is read;
-    training checks the other ids when it reads them. Returns the highest id found (-1 if there are no
-    tokens), and the number of tokens read.
-    """
+    """Raise DataError if a corpus contains an id outside a vocabulary of ``vocab_size`` tokens. Returns the
+    highest id found (-1 if there are no tokens), and the number of tokens read. With more than
+    ``most_tokens`` tokens, only an evenly spaced sample is read; training checks the others."""
     highest, seen = -1, 0
     for first, last in _parts(corpus.num_tokens, most_tokens):
         tokens = corpus.flat(first, last)

@@ -1,5 +1,5 @@
-"""Open token corpora of both supported formats: ``.bin``/``.idx`` pairs as in Megatron-LM, and the NumPy
-files of FleetX.
+"""Open token corpora of both supported formats: ``.bin``/``.idx`` pairs as in Megatron-LM, and FleetX's NumPy
+files.
 
 FleetX wrote ``_ids.npy`` with ``_idx.npz``, or a single legacy file ``_ids.npz``. Their arrays are: ``ids``,
 the tokens of all documents, concatenated; ``lens`` (int32), the length of each sequence; ``docs`` (int64, not
@@ -36,19 +36,16 @@ _LONGEST = np.iinfo(np.int32).max  # most tokens of a sequence
 
 
 class FleetXDataset(TokenStore):
-    """Reads a token corpus in FleetX's NumPy files. ``prefix`` is their common path; it may include a file's
-    suffix.
-
+    """Reads a token corpus in FleetX's NumPy files. ``prefix`` is their common path, with or without suffix.
     ``_ids.npy`` is memory-mapped; the legacy ``_ids.npz`` is read into memory. Raises DataError if a file is
-    missing or damaged, or if the lengths do not sum to the number of tokens.
-    """
+    missing or damaged."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         text = _without_suffix(os.fspath(prefix))
         if Path(f"{text}_ids.npy").exists():
             path = Path(f"{text}_ids.npy")
-            with _damage_errors(path):
+            with _numpy_errors_as_data_error(path):
                 tokens = _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
             path = Path(f"{text}_idx.npz")
             index = _read_npz(path, ("lens",))
@@ -71,7 +68,7 @@ class FleetXDataset(TokenStore):
 def _read_npz(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:
     if not path.exists():
         raise DataError(f"{path} does not exist, and the corpus beside it needs it")
-    with _damage_errors(path), np.load(path, allow_pickle=False) as archive:
+    with _numpy_errors_as_data_error(path), np.load(path, allow_pickle=False) as archive:
         for name in required:
             if name not in archive:
                 raise DataError(f"{path} has no array {name!r}")
@@ -91,10 +88,7 @@ def _integers(array: np.ndarray, place: str) -> np.ndarray:
 
 
 @contextmanager
-def _damage_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts NumPy's errors about a damaged file into a DataError with the file's
-    name.
-    """
+def _numpy_errors_as_data_error(path: Path) -> Iterator[None]:
     file_status(path, DataError)
     try:
         yield
@@ -117,8 +111,7 @@ def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.n
 
 def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Convert a FleetX corpus to a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
-    Raises DataError if the corpus is missing or damaged, or if the pair exists and ``overwrite`` is False.
-    """
+    Raises DataError if the corpus is missing or damaged, or if the pair exists and ``overwrite`` is False."""
     source = FleetXDataset(prefix)
     refuse_to_replace(out, overwrite)
     boundaries = source.document_indices
@@ -135,9 +128,8 @@ _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 
 @os_errors(DataError)
 def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
-    """Open the token corpus at the path ``prefix``, which may include a file's suffix. If there is a
-    ``.bin``/``.idx`` pair as well as FleetX's files, the pair is used. Raises DataError.
-    """
+    """Open the token corpus at the path ``prefix``, with or without suffix. A ``.bin``/``.idx`` pair takes
+    precedence over FleetX's files. Raises DataError."""
     text = _without_suffix(os.fspath(prefix))
     has_pair = bin_path(text).exists() or idx_path(text).exists()
     if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
@@ -150,10 +142,9 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
-    """Return the corpora that one entry of ``input_dir`` names, as paths without suffix. For a directory,
-    these are all corpora in it, sorted by name; otherwise it is the entry itself. Raises MissingDataError if
-    a directory has no corpus.
-    """
+    """Return the corpora that one entry of ``input_dir`` names, as paths without suffix: the entry itself, or
+    for a directory all corpora in it, sorted by name. Raises MissingDataError if a directory has no
+    corpus."""
     text = os.fspath(entry)
     if not Path(text).is_dir():
         return [_without_suffix(text)]

@@ -1,6 +1,5 @@
-"""Samples for language modeling, cut from the part of a corpus that belongs to one split (Train, Eval or
-Test). The order is that of Megatron-LM.
-"""
+"""Samples for language modeling, cut from one split (Train, Eval or Test) of a corpus in Megatron-LM's
+order."""
 
 from __future__ import annotations
 
@@ -27,11 +26,8 @@ from ppfleetx.data.indexed_dataset import TokenStore
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
     """Divide a corpus among Train, Eval and Test. Returns the range ``[first, last)`` of sequences of each,
-    which may be empty.
-
-    The boundaries are the cumulative weights of ``split`` times ``num_sequences``, rounded half to even as in
-    Megatron-LM, so both programs split a corpus at the same sequences.
-    """
+    which may be empty. The boundaries are the cumulative weights of ``split`` times ``num_sequences``,
+    rounded half to even as in Megatron-LM."""
     shares = split_shares(split)
     weights = np.array(shares) / np.sum(shares)
     borders = [0.0]
@@ -59,7 +55,7 @@ class SampleOptions:
         reset_position_ids: whether positions restart at 0 after each end-of-document token.
         reset_attention_mask: whether a token attends only to its own document.
         eod_mask_loss: whether the loss leaves out positions whose input is the end-of-document token.
-        eod_id: id of the end-of-document token; required by the three options above.
+        eod_id: id of the end-of-document token, which the three options above require.
         vocab_size: vocabulary size without padding; a larger id is an error. None: ids are not checked.
     """
 
@@ -86,17 +82,15 @@ def index_directory(corpus: TokenStore, cache_dir: str | Path | None) -> Path:
 
 
 class GPTDataset:
-    """Samples of ``options.sequence_length`` tokens for language modeling, cut from the sequences ``[first,
-    last)`` of a corpus, in shuffled order.
+    """Samples of ``options.sequence_length`` tokens for language modeling, cut from the sequences
+    ``[first, last)`` of a corpus, in shuffled order. Raises DataError if they have too few tokens for one
+    sample.
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
         at_least: number of samples that a blend takes, if that is more; see `plan_epochs`.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
-
-    Raises:
-        DataError: the split is empty or shorter than one sample.
     """
 
     def __init__(
@@ -176,8 +170,7 @@ class GPTDataset:
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
         """Return the pieces of sequences of which sample ``index`` consists, as (sequence, first token, token
-        after the last).
-        """
+        after the last)."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()
@@ -223,10 +216,7 @@ class GPTDataset:
 
 def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
     """Make the model's inputs, labels and masks from a window of L + 1 tokens: the first L are the inputs,
-    the last L the labels.
-
-    An end-of-document token belongs to the document that it ends.
-    """
+    the last L the labels. An end-of-document token belongs to the document that it ends."""
     tokens, labels = window[:-1], window[1:]
     positions = np.arange(tokens.shape[0], dtype=np.int64)
     sample = {

@@ -4,10 +4,10 @@ sample and shuffle index.
 The sequences of a split, repeated for E epochs and shuffled (`document_index`), form one stream of tokens.
 Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so consecutive samples share one
 token. `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
-The rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``, vectorized.
+The rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``.
 
-The arrays are cached on disk under a hash of everything that determines them. If several processes build them
-at the same time, they write identical files, so it does not matter which is renamed last.
+The arrays are cached on disk under a hash of everything that determines them. Several processes may build
+them at the same time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ class EpochPlan:
     """How many epochs a run needs for the samples it asks for, and how the last epoch is shuffled.
 
     Attributes:
-        tokens_per_epoch: number of tokens of the split.
         sequence_length: number of tokens of a sample.
         num_epochs: the smallest number of epochs with enough tokens.
-        separate_final_epoch: whether the last epoch is shuffled by itself and read after all others, as in
-            Megatron-LM.
+        separate_final_epoch: whether the last epoch is shuffled by itself and read last, as in Megatron-LM.
     """
 
     tokens_per_epoch: int
@@ -82,11 +80,8 @@ def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
     """Compute how many epochs are needed for ``num_samples`` samples (None: one epoch), and whether the last
-    epoch is shuffled separately.
-
-    ``at_least`` is the number of samples that a blend takes, which may be slightly more than ``num_samples``.
-    If the epochs have fewer, the plan is made for ``at_least`` samples instead.
-    """
+    epoch is shuffled separately. If these epochs have fewer samples than ``at_least``, the number that a
+    blend takes, the plan is made for ``at_least`` samples instead."""
     assert tokens_per_epoch > 0
     assert sequence_length > 0
     if num_samples is None:
@@ -105,9 +100,8 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Return the size in bytes of the three index arrays of a split. Building them needs little extra memory,
-    so this is also roughly the memory needed.
-    """
+    """Return the size in bytes of a split's three index arrays, which is also roughly the memory to build
+    them."""
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
@@ -116,10 +110,7 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
     """Build the three index arrays for the sequences ``[first, last)`` of a corpus. ``sizes`` are the numbers
-    of tokens of all sequences in the corpus, int32.
-
-    One random generator shuffles first the documents, then the samples.
-    """
+    of tokens of all sequences in the corpus, int32."""
     # Only NumPy's legacy generator gives Megatron-LM's permutations.
     random = np.random.RandomState(seed)
     # Sizes mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
@@ -141,12 +132,12 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Compute where each sample starts in the token stream. Row k of the result says where token ``k * L``
-    is, with L the length of a sample: the index of the entry of ``document_index`` whose sequence contains
-    the token, and the token's offset within this sequence.
+    """Return where each sample starts in the token stream. Row k, for token ``k * L`` with L the length of a
+    sample, holds the position in ``document_index`` of the sequence with the token, and the token's offset in
+    it.
 
-    Empty sequences are skipped: a token lies in the first sequence that ends after it. Row 0 is an exception:
-    it is (0, 0) even if the first sequence is empty.
+    A token lies in the first sequence that ends after it, so empty sequences are skipped. Row 0 is always (0,
+    0), even if the first sequence is empty.
     """
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64
@@ -179,11 +170,9 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 
 
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
-    """Return a hash of exactly the inputs that determine the order of samples.
-
-    The number of requested samples is not included, but the number of epochs and ``separate_final_epoch``,
-    which follow from it, are. So a longer run that begins with the same samples has the same fingerprint.
-    """
+    """Return a hash of exactly the inputs that determine the order of samples. The number of samples is not
+    among them, but the epochs and ``separate_final_epoch`` that follow from it are. So a longer run that
+    begins with the same samples has the same fingerprint."""
     decisive = {
         "version": ORDER_VERSION,
         "corpus": corpus,
@@ -214,9 +203,8 @@ def load_or_build(
     call ``build`` and store its result first.
 
     Each array is stored in ``{key}-{name}.npy``. ``{key}.json`` is written last, with the length and checksum
-    of each file, and ``about`` for human readers. If the directory is not writable, a warning is logged, and
-    every process builds the arrays in memory. Raises DataError if building needs ``num_bytes`` of memory and
-    less is free.
+    of each file, and ``about`` for human readers. If the directory is not writable, the built arrays are
+    returned, with a warning. Raises DataError if less than ``num_bytes`` of memory is free for building.
     """
     stored = _load(directory, key, names)
     if stored is not None:

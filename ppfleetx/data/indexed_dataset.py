@@ -44,9 +44,7 @@ _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
 def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
-    """Whether ``boundaries`` start with 0, end with ``last`` and never decrease. Compares them in chunks, to
-    save memory.
-    """
+    """Whether ``boundaries`` start with 0, end with ``last`` and never decrease."""
     if not boundaries.shape[0] or boundaries[0] != 0 or boundaries[-1] != last:
         return False
     parts = (boundaries[first : first + _CHUNK + 1] for first in range(0, boundaries.shape[0], _CHUNK))
@@ -54,15 +52,13 @@ def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
 
 
 class TokenStore:
-    """Base class of the corpus formats: sequences of token ids, all stored one after the other in one flat
-    array.
+    """Base class of the corpus formats: sequences of token ids, concatenated in one flat array.
 
     Attributes:
         prefix: the corpus's path without suffix, as the user gave it; used in messages.
         sizes: number of tokens of each sequence, int32 [sequences].
         byte_offsets: start of each sequence in the flat array, in bytes, int64 [sequences].
         document_indices: document boundaries counted in sequences, int64 [documents + 1].
-        dtype: dtype of the stored tokens.
     """
 
     def __init__(
@@ -89,8 +85,7 @@ class TokenStore:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return tokens ``[offset, offset + length)`` of sequence ``index``, as a read-only view. Raises
-        IndexError.
-        """
+        IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
         size = int(self.sizes[index])
@@ -108,10 +103,9 @@ class TokenStore:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that identifies the corpus, computed without reading all of it. It covers sequence lengths,
-        document boundaries, total size and a few blocks of tokens; a changed token elsewhere is not noticed.
-        The path is not included, so a corpus can be moved.
-        """
+        """A hash that identifies the corpus, wherever it is stored, computed without reading all of it. It
+        covers sequence lengths, document boundaries, total size and a few blocks of tokens; a changed token
+        elsewhere is not noticed."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
         for values in (self.sizes, self.document_indices):
@@ -141,9 +135,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """Return the dtype in which Megatron-LM stores token ids for a vocabulary of ``vocab_size`` tokens
-    (without padding): uint16 if they are sure to fit, else int32.
-    """
+    """Return the dtype in which Megatron-LM stores token ids: uint16 for a vocabulary of fewer than 65,500
+    tokens (without padding), else int32."""
     small = vocab_size is not None and vocab_size < 65500
     return np.dtype("<u2") if small else np.dtype("<i4")
 
@@ -157,20 +150,16 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise DataError if the corpus ``prefix`` exists and ``overwrite`` is False. A corpus is complete, and
-    counts as existing, once it has its ``.idx`` file, which is written last.
-    """
+    """Raise DataError if the corpus ``prefix`` exists and ``overwrite`` is False. A corpus exists once it has
+    its ``.idx`` file, which is written last."""
     if idx_path(prefix).exists() and not overwrite:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
 
 
 class IndexedDataset(TokenStore):
-    """Reads a corpus in Megatron-LM's format, a ``.bin`` / ``.idx`` pair. Both files are memory-mapped, and
-    the index is checked when they are opened.
-
-    ``prefix`` is their common path; it may include a suffix. Raises DataError if a file is missing,
-    truncated, damaged or of an unsupported kind.
-    """
+    """Reads a corpus in Megatron-LM's format, a memory-mapped ``.bin`` / ``.idx`` pair. ``prefix`` is the
+    common path of both files, with or without suffix. Raises DataError if a file is missing, truncated,
+    damaged or of an unsupported kind."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -260,12 +249,12 @@ def _check_index(
 
 
 class IndexedDatasetWriter:
-    """Writes a ``.bin`` / ``.idx`` pair as a stream. The files get their final names only in `finalize`.
+    """Writes a ``.bin`` / ``.idx`` pair as a stream, and the checksums of both files. The files get their
+    final names only in `finalize`. As a context manager, calls `finalize` on success and `abort` after an
+    exception.
 
-    Also writes the checksums of both files (`ppfleetx.data.checksums`). Until the end, the index is kept in
-    memory: 4 bytes per sequence and 8 bytes per document. Used as a context manager, it calls `finalize` on
-    success and `abort` after an exception. Raises DataError if the dtype is not supported or a file cannot be
-    written.
+    Keeps the index in memory: 4 bytes per sequence and 8 bytes per document. Raises DataError if the dtype is
+    not supported or a file cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
@@ -287,32 +276,22 @@ class IndexedDatasetWriter:
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document with these ``tokens``. ``lengths`` are the numbers of tokens of the sequences
-        into which it is divided.
-        """
+        """Append one document. Its ``tokens`` are divided into sequences with these ``lengths``."""
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each. ``flat_tokens`` are all their tokens, and ``lengths``
-        the number of tokens of each document. A length of 0 adds a document without a sequence, as
-        ``add_document([], [])`` does.
-        """
+        """Append documents of one sequence each. ``flat_tokens`` are all their tokens, and ``lengths`` the
+        number of tokens of each document. A length of 0 adds a document without a sequence, as
+        ``add_document([], [])`` does."""
         lengths = np.asarray(lengths)
         filled = lengths != 0
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents, each of any number of sequences.
-
-        Args:
-            flat_tokens: tokens of all sequences, concatenated.
-            lengths: number of tokens of each sequence.
-            boundaries: for each document, the number of sequences in it and all documents before it in this
-                call.
-
-        Raises:
-            ValueError: the arguments contradict each other, or a length is negative.
-        """
+        """Append many documents, each of any number of sequences. ``flat_tokens`` are the tokens of all
+        sequences, concatenated, and ``lengths`` the number of tokens of each. ``boundaries[i]`` is the number
+        of sequences in documents 0 to i of this call. Raises ValueError if the arguments contradict each
+        other."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64)
@@ -413,9 +392,6 @@ class IndexedDatasetWriter:
 
 
 def _check_fits(values: np.ndarray, dtype: np.dtype, prefix: str) -> None:
-    """Raise DataError if a token id is out of the range of ``dtype``, because a cast would silently give
-    another id.
-    """
     if values.size == 0 or dtype.kind == "f":
         return
     if values.dtype.kind not in "iu":

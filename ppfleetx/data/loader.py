@@ -23,21 +23,18 @@ Tail = Literal["wrap", "drop", "pad"]
 class GlobalBatchSampler:
     """Divides the samples of each step among the data ranks.
 
-    With B samples per step, step k trains on positions ``consumed_samples + [k B, (k + 1) B)`` of the
-    dataset's order: its global batch. Micro batch m of data rank r has positions ``(m D + r) b + [0, b)`` of
-    the global batch, where b is the micro batch size and D the number of data ranks. So D and b do not affect
-    which samples a step trains on.
+    With B samples per step, the global batch of step k has positions ``consumed_samples + [k B, (k + 1) B)``
+    of the dataset's order. Micro batch m of data rank r has positions ``(m D + r) b + [0, b)`` of the global
+    batch, where b is the micro batch size and D the number of data ranks.
 
     Args:
         total: number of samples in the dataset.
         consumed_samples: number of samples already used. Every iteration starts after them.
         size_at: for a batch size that changes, a function from consumed samples to the size of the next step.
-            None: every step has ``global_batch_size`` samples.
-        tail: what happens at the end of the dataset. ``"wrap"``: the first sample follows the last, without
-            end. ``"drop"``: leave out the last incomplete batch. ``"pad"``: fill it with the index -1, which
-            stands for a sample with loss mask 0.
-        shuffle_seed: seed of the order. Every pass over the dataset has its own permutation, drawn from
-            (seed, number of the pass). None: the dataset's own order.
+        tail: the end of the dataset. ``"wrap"``: the first sample follows the last, without end. ``"drop"``:
+            leave out the last incomplete batch. ``"pad"``: fill it with the index `PADDING`.
+        shuffle_seed: seed of a new permutation for every pass over the dataset. None: the dataset's own
+            order.
 
     Raises:
         ConfigError: the global batch is not divisible by micro batch size x data ranks.
@@ -82,9 +79,7 @@ class GlobalBatchSampler:
         return left // self.global_batch_size if self.tail == "drop" else -(-left // self.global_batch_size)
 
     def __iter__(self) -> Iterator[list[np.ndarray]]:
-        """Iterate over the steps. Yields this data rank's micro batches of each step, as arrays of sample
-        indices, int64 [b].
-        """
+        """Yield this data rank's micro batches of each step, as arrays of sample indices, int64 [b]."""
         step, num_steps = 0, self.num_steps
         while num_steps is None or step < num_steps:
             yield self.micro_batches(step)
@@ -131,9 +126,8 @@ MicroBatch = dict[str, np.ndarray]
 
 
 def shortened(micro_batches: Sequence[MicroBatch], length: int) -> list[MicroBatch]:
-    """Return copies of micro batches in which sequences have only their first ``length`` tokens: arrays ``[b,
-    s]`` become ``[b, length]``.
-    """
+    """Return copies of micro batches cut to the first ``length`` tokens: arrays ``[b, s]`` become
+    ``[b, length]``."""
     return [
         {name: array[:, :length] if array.ndim > 1 else array for name, array in batch.items()}
         for batch in micro_batches
@@ -145,12 +139,9 @@ _PREFETCH_PER_WORKER = 2  # steps that each thread prepares in advance
 
 @runtime_checkable
 class Dataset(Protocol):
-    """The interface of datasets. Samples are numbered from 0 to ``len - 1``; the index `PADDING` (-1) gives a
-    sample without loss, which fills incomplete batches.
-
-    ``fingerprint`` is a hash of everything that determines the samples and their order. A resumed run refuses
-    a dataset with a different fingerprint.
-    """
+    """The interface of datasets. Samples are numbered from 0; the index `PADDING` (-1) gives a sample without
+    loss, which fills incomplete batches. ``fingerprint`` is a hash of everything that determines the samples
+    and their order. A resumed run refuses a dataset with another fingerprint."""
 
     fingerprint: str
 
@@ -167,8 +158,8 @@ class Dataset(Protocol):
         ``loss_mask`` float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Must be
         thread-safe.
 
-        A dataset that mixes several sources may support `Engine.log_source_loss`. It then has an attribute
-        ``sources`` with their names, and each sample has ``source_ids`` int64 [], an index into ``sources``.
+        To support `Engine.log_source_loss`, a dataset that mixes sources has an attribute ``sources`` with
+        their names, and its samples have ``source_ids`` int64 [], an index into ``sources``.
         """
 
 
@@ -180,21 +171,17 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Cut off the padding that all samples of a step have in common. The new length is that of the longest
-    sample (``lengths``), rounded up to a multiple of ``multiple``. It is the same in all micro batches,
-    because a pipeline requires it.
-    """
+    """Cut off the padding that all samples of a step have in common. All micro batches get the length of the
+    longest sample (``lengths``), rounded up to a multiple of ``multiple``; a pipeline requires equal
+    lengths."""
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)
 
 
 class DataLoader:
-    """Reads the batches of one data rank. Iterating yields the steps; each is a list of micro batches of
-    NumPy arrays.
-
-    Every iteration starts again at the sampler's first step, so every evaluation sees the same batches.
-    ``num_workers`` threads read steps in advance; with 0, steps are read in the caller's thread.
-    """
+    """Reads the batches of one data rank. Iterating yields, for each step, a list of micro batches of NumPy
+    arrays. Every iteration starts again at the sampler's first step. ``num_workers`` threads read steps in
+    advance; with 0, steps are read in the caller's thread."""
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
         self.dataset, self.sampler, self.num_workers = dataset, sampler, num_workers

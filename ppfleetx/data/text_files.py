@@ -32,9 +32,8 @@ def is_packed(path: Path) -> bool:
 
 
 def refuse_unsupported_compression(path: Path) -> None:
-    """Raise DataError if the name says that a text file has a compression that we cannot read, such as
-    ``a.jsonl.xz``. The file would otherwise be skipped because it is not UTF-8.
-    """
+    """Raise DataError if a text file's name shows a compression that we cannot read, such as
+    ``a.jsonl.xz``."""
     packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
     if packed and path.with_suffix("").suffix.lower() in _TEXT:
         raise DataError(
@@ -45,11 +44,8 @@ def refuse_unsupported_compression(path: Path) -> None:
 
 class TextFile:
     """A context manager that opens a file and reads its bytes, decompressed if the name ends in ``.gz`` or
-    ``.zst``.
-
-    If a file has several gzip members or zstandard frames, they are read as one text; each must be complete.
-    Raises DataError if the file cannot be read, is damaged or is truncated.
-    """
+    ``.zst`` (also with several gzip members or zstandard frames). Raises DataError if the file cannot be
+    read, is damaged or is truncated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,9 +110,8 @@ class TextFile:
 
 
 class _ZstdFile:
-    """Reads a zstandard file. Raises EOFError if the file is truncated, which the reader of the zstandard
-    library does not notice.
-    """
+    """Reads a zstandard file. Raises EOFError if it is truncated, which the zstandard library does not
+    notice."""
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard
@@ -141,12 +136,8 @@ class _ZstdFile:
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
-    feed).
-
-    Only a line feed ends a line; a carriage return before it is kept. ``see`` is a function that is called
-    with each block of bytes, in order, for example to hash the file. Raises the errors of `TextFile`, and
-    DataError if a line is longer than `MAX_LINE_BYTES`.
-    """
+    feed). ``see`` is called with each block of bytes, in order, for example to hash the file. Raises the
+    errors of `TextFile`, and DataError if a line is longer than `MAX_LINE_BYTES`."""
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -170,12 +161,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the JSON records of a file as pairs (number of the record's first line, bytes of the record).
-
-    Records are the nonempty lines of the file. If a ``.json`` file begins with ``[``, they are the items of
-    this array. Lines are not parsed. ``see`` is a function that is called with each block of bytes, in order,
-    for example to hash the file.
-    """
+    """Yield the JSON records of a file, unparsed, as pairs (number of the record's first line, bytes of the
+    record). Records are the nonempty lines or, if a ``.json`` file begins with ``[``, the items of this
+    array. ``see`` is called with each block of bytes, in order, for example to hash the file."""
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
@@ -219,8 +207,7 @@ def load_line(line: bytes) -> Any:
 
 def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
     """Parse a line that is a JSON object. Raises DataError if it is not; the message names ``place``, the
-    file and line, and ``wanted``, the fields that are expected.
-    """
+    file and line, and ``wanted``, the fields that are expected."""
     try:
         record = load_line(line)
     except ValueError as error:
@@ -244,9 +231,8 @@ def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> s
 
 
 def refuse_surrogates(text: str, what: str) -> None:
-    """Raise DataError if a text contains half a surrogate pair, which can be written in JSON but not in
-    UTF-8. ``what`` names the text in the message.
-    """
+    """Raise DataError if a text has a lone surrogate, which JSON can contain but UTF-8 cannot. ``what`` names
+    the text in the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,9 @@
-"""Run chat templates in Jinja, with everything that Hugging Face transformers offers to them, and with
-limits.
+"""Run chat templates in Jinja, with limits, and with everything that Hugging Face transformers offers to
+them: ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, ``generation`` blocks, ``tojson``
+without HTML escapes, ``raise_exception`` and ``strftime_now``.
 
-As documented by transformers, templates can use ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
-``continue``, ``generation`` blocks, ``tojson`` without HTML escapes, ``raise_exception`` and
-``strftime_now``. The author of a template is unknown. So Jinja's sandbox denies access to Python, and limits
-stop a template that loops forever or builds a huge text. This does not stop a determined attacker.
+Templates may come from anyone. So Jinja's sandbox denies access to Python, and limits stop endless loops and
+huge texts. This does not stop a determined attacker.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def check_call(name: str, arguments: Iterable[Any]) -> None:
-    """Raise TemplateLimitError if a template passes a very large integer to a filter or function (``name``),
-    because the result could be huge.
-    """
+    """Raise TemplateLimitError if a template passes a very large integer to the filter or function
+    ``name``."""
     for one in arguments:
         if isinstance(one, int) and abs(one) > _MAX_NUMBER:
             raise TemplateLimitError(f"it calls {name} with {one}")
@@ -105,9 +103,8 @@ class TemplateRefusedError(TemplateError):
 
 
 class CompiledTemplate:
-    """A compiled chat template. Several threads may render it at the same time. Raises jinja2.TemplateError
-    or TemplateLimitError if the source cannot be compiled.
-    """
+    """A compiled chat template, which several threads may render at the same time. Raises
+    jinja2.TemplateError or TemplateLimitError if the source cannot be compiled."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -118,11 +115,8 @@ class CompiledTemplate:
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
         """Render the template. Returns the text, and the spans of the text that are inside ``generation``
-        blocks.
-
-        Raises jinja2.TemplateError; :class:`TemplateRefusedError` if the template refuses the conversation;
-        TemplateLimitError; or any error raised by an expression in the template.
-        """
+        blocks. Raises TemplateRefusedError if the template refuses the conversation, jinja2.TemplateError,
+        TemplateLimitError, or any error of an expression in the template."""
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():
             try:
                 for piece in self._template.generate(variables):
@@ -135,9 +129,8 @@ class CompiledTemplate:
 
 
 class _GenerationBlocks(Extension):
-    """Jinja extension for ``{% generation %} ... {% endgeneration %}``. A template encloses the assistant's
-    text in these. The extension records where this text is in the output.
-    """
+    """Jinja extension for ``{% generation %} ... {% endgeneration %}``, in which templates enclose the
+    assistant's text. Records where this text is in the output."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
 
@@ -166,9 +159,7 @@ class _GenerationBlocks(Extension):
 
 class _BoundedCode(CodeGenerator):
     """Jinja code generator that replaces the operator ``~`` (concatenation) by a call of
-    ``_Environment.concatenate``, which limits the length of the result. Jinja has no other way to intercept
-    this operator.
-    """
+    ``_Environment.concatenate``, which limits the length of the result."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)
         self.write("environment.concatenate((")

@@ -1,9 +1,9 @@
-"""Chat templates, which turn a conversation into the text that a chat model was trained on.
+"""Chat templates, which turn a conversation into the text that a chat model was trained on. The text equals
+that of Hugging Face's ``apply_chat_template`` (``tests/goldens/make_hf_chats.py``).
 
-Templates are read from the same places as in Hugging Face transformers. These are ``chat_template.jinja`` in
-the tokenizer's directory, with more templates in ``additional_chat_templates/``; or else ``chat_template`` in
-``tokenizer_config.json``, which is one template or a list of named ones. The rendered text equals that of
-``apply_chat_template`` (``tests/goldens/make_hf_chats.py``).
+As in transformers, templates are read from ``chat_template.jinja`` in the tokenizer's directory, with more of
+them in ``additional_chat_templates/``, or else from ``chat_template`` in ``tokenizer_config.json``, which is
+one template or a list of named ones.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ChatTemplate:
 
     Attributes:
         source: the template in Jinja.
-        special_tokens: texts of the special tokens, by the variables that templates use: ``bos_token``,
+        special_tokens: texts of special tokens, by the template's names for them: ``bos_token``,
             ``eos_token``, ...
         place: where the template comes from, for messages.
         stops: texts that end an answer, in addition to the end tokens.
@@ -78,9 +78,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether the template itself encloses the assistant's turns in ``generation`` blocks, which show
-        where they are in the text.
-        """
+        """Whether the template itself marks the assistant's turns with ``generation`` blocks."""
         return _GENERATION.search(self.source) is not None
 
     def check(self) -> None:
@@ -105,11 +103,10 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """Render a conversation as text. With ``add_generation_prompt``, the text ends where the model is to
-        write its answer.
+        write its answer. ``variables`` are passed to the template and override the special tokens.
 
-        ``variables`` are passed to the template and override the special tokens. Raises ChatError if the
-        template refuses the conversation, fails or exceeds its limits; DataError if the source is not a valid
-        template.
+        Raises ChatError if the template refuses the conversation, fails or exceeds its limits; DataError if
+        the source is not a valid template.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
@@ -148,15 +145,13 @@ class ChatTemplate:
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
         """Render a conversation and encode the text. The tokenizer adds no BOS, because the template writes
-        it.
-        """
+        it."""
         return tokenizer.encode_prompt(self.render(messages, **options), add_special_tokens=False)
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Return a copy of a message for a template. Values that are None are dropped. The assistant's reasoning
-    is stored under all names that templates use for it.
-    """
+    """Return a copy of a message for a template, without values that are None, and with the assistant's
+    reasoning under all names that templates use for it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -168,10 +163,8 @@ def _message(message: Message) -> dict[str, Any]:
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
     """Return the tokenizer's chat template called ``name`` (None: ``default``). If the tokenizer has no
-    templates and no name is given, returns the plain template :data:`PLAIN`.
-
-    Raises ConfigError if no template has this name; DataError if the tokenizer's files are damaged.
-    """
+    templates and no name is given, returns the plain template :data:`PLAIN`. Raises ConfigError if no
+    template has this name, and DataError if the tokenizer's files are damaged."""
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
         eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}
@@ -185,11 +178,9 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """Return the chat template that the user chose: ``given`` is the name of one of the tokenizer's
-    templates, or a file. None: the tokenizer's default template, or the plain template if it has none.
-
-    Raises UserError, which names the option ``key``.
-    """
+    """Return the chat template that the user chose with the option ``key``: one of the tokenizer's templates
+    by name, or a file. None: the tokenizer's default template, or the plain template if it has none. Raises
+    UserError."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -222,14 +213,12 @@ _BEFORE, _HERE = "\ue000\uf8f0\ue001", "\ue002\uf8f1\ue003"
 def render_with_answers(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> tuple[str, list[Span]]:
-    """Render a conversation as text. Returns the text, and the span of each of the assistant's turns in it,
-    from which the loss mask is made.
+    """Render a conversation as text. Returns the text, and the span of each of the assistant's turns in it.
 
     A template with ``{% generation %}`` blocks marks the turns itself. For others, a turn is the difference
     between two renderings: one that ends with the turn, and one that ends with a generation prompt in its
-    place. Some templates write a turn differently once more turns follow (Qwen3 and DeepSeek-R1 drop the
-    reasoning). Then the turn is located in the whole conversation, by rendering it with a placeholder as its
-    content.
+    place. If a template writes the turn differently once more turns follow, as Qwen3's does, the whole
+    conversation is rendered with a placeholder as the turn's content, and the turn is found there.
 
     Raises the errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
     """
@@ -300,8 +289,7 @@ class _Turns:
 
     def _without_end_of_text(self, text: str) -> str:
         """Remove the end-of-text token from the end of ``text``, because some templates write it only after
-        the last turn.
-        """
+        the last turn."""
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:
@@ -311,10 +299,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the position in ``text`` after the generation prompt, or after the longest beginning of it
-        that ``text`` contains. ``text`` is what the template writes before the content of an answer; it may
-        continue after the generation prompt.
-        """
+        """Return where the generation prompt ends in ``text``, which the template writes before the content
+        of an answer. If ``text`` contains only a prefix of the generation prompt, returns the end of the
+        longest one."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

@@ -26,11 +26,9 @@ from ppfleetx.utils.progress_bar import ProgressBar
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Concatenate the corpora ``prefixes`` to a new corpus ``out``.
-
-    Raises DataError if there is no input, an input is damaged, dtypes differ, ``out`` is one of the inputs,
-    or ``out`` exists and ``overwrite`` is False.
-    """
+    """Concatenate the corpora ``prefixes`` to a new corpus ``out``. Raises DataError if there is no input, an
+    input is damaged, dtypes differ, ``out`` is one of the inputs, or ``out`` exists and ``overwrite`` is
+    False."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")
@@ -51,9 +49,7 @@ def merge(
 
 def _verified_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
     """Read the ``.bin`` file of a corpus block by block, and advance the progress bar. If the corpus has
-    checksums, raises DataError at the first damaged block; the ``.idx`` file is verified before the first
-    block.
-    """
+    checksums, raises DataError before the first damaged block, or at once if the ``.idx`` file is damaged."""
     checksums = read_checksums(prefix)
     if checksums is None:
         with opened(bin_path(prefix), DataError) as file:
@@ -75,9 +71,8 @@ _CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """Return the main figures of a corpus, such as its numbers of documents and tokens, as values that can be
-    written as JSON. Raises DataError.
-    """
+    """Return the main figures of a corpus, such as its numbers of documents and tokens, in types that JSON
+    can represent. Raises DataError."""
     corpus = open_tokens(prefix)
     sizes = corpus.sizes
     return {

@@ -1,6 +1,5 @@
 """Encode a text corpus to a token corpus with several processes. Documents keep their order, and the memory
-needed does not depend on the size of the corpus.
-"""
+needed does not depend on the size of the corpus."""
 
 from __future__ import annotations
 
@@ -45,15 +44,13 @@ _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 @dataclass
 class ChunkResult:
-    """What a worker process returns for one chunk of the corpus: the encoded documents, and the documents it
-    skipped. Arrays are stored as bytes, which are cheap to send between processes.
-
-    A key is a field of the JSON documents; each key has its own output.
+    """What a worker process returns for one chunk of the corpus, with arrays as bytes, which are cheap to
+    send.
 
     Attributes:
-        tokens: for each key, the tokens of all documents in the dtype of the output.
-        lengths: for each key, the number of tokens of each document, int32.
-        num_seen: number of lines, paragraphs or files in the chunk.
+        tokens: the tokens of all documents in the output's dtype, for each key (field of the JSON documents).
+        lengths: the number of tokens of each document, int32, for each key.
+        num_seen: number of documents in the chunk, skipped ones included.
         skipped: number of skipped documents, by kind of problem.
         places: positions (from 0) of the first skipped documents, by kind of problem.
     """
@@ -80,13 +77,12 @@ class ChunkResult:
 
 
 class _Skip(Exception):  # noqa: N818 - control flow within this file
-    """Raised inside a worker to skip a document. The message is the kind of problem, such as "not UTF-8"."""
+    """Raised in a worker to skip a document. The message is the kind of problem, such as "not UTF-8"."""
 
 
 class ChunkEncoder:
     """The function that worker processes apply to each chunk: encodes the texts in the fields ``keys`` of all
-    documents. With ``append_eod``, each nonempty text gets an end-of-document token at its end.
-    """
+    documents. With ``append_eod``, each nonempty text gets an end-of-document token at its end."""
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool, dtype: np.dtype
@@ -164,9 +160,7 @@ def _num_bytes(text: str) -> int:
 
 
 class Problems:
-    """Counts the documents that were skipped, by kind of problem, and remembers where the first few of each
-    kind are.
-    """
+    """Counts the skipped documents by kind of problem, and remembers where the first few of each kind are."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -180,11 +174,9 @@ class Problems:
         return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
-        """Add the skipped documents of one chunk. Chunks must be added in the order of the corpus.
-
-        Raises DataError if ``strict`` is set and a document was skipped. Also raises DataError if very many
-        documents in a row were skipped, because the file is then probably not of the expected kind.
-        """
+        """Add the skipped documents of one chunk, in the order of the corpus. Raises DataError if ``strict``
+        is set and a document was skipped, or if very many documents in a row were skipped, because the file
+        is then probably of another kind."""
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped
@@ -224,12 +216,11 @@ _function: Callable[[Any], Any] | None = None  # set in each worker by _start_wo
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
-    """Context manager that applies ``function`` to all ``items`` in worker processes. It gives an iterator
-    over ``(item, function(item))``, in the order of ``items``.
+    """Context manager that applies ``function`` to all ``items`` in worker processes, or with ``workers=1``
+    in this process. It gives an iterator over ``(item, function(item))``, in the order of ``items``.
 
-    The function is sent to each worker only once. With ``workers=1``, everything runs in this process.
-    Workers end when the context is left or this process is killed. If a worker dies, the iterator raises
-    DataError.
+    The function is sent to each worker only once. Workers end when the context is left or this process is
+    killed. If a worker dies, the iterator raises DataError.
     """
     if workers == 1:
         yield ((item, function(item)) for item in items)
@@ -273,13 +264,11 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     # Ctrl-C reaches the whole process group, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    # If the parent is killed, a worker would otherwise wait for work forever.
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this worker process when the process ``parent`` ends. Otherwise, after the parent is killed, the
-    worker would wait for work forever.
-    """
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -292,13 +281,11 @@ def _work(item: Any) -> Any:
 
 @dataclass
 class Report:
-    """The result of `preprocess`: what was written, and what was skipped.
+    """The result of `preprocess`.
 
     Attributes:
-        num_documents: number of documents written.
         num_tokens: number of tokens in all outputs, including end-of-document tokens.
         num_text_bytes: length of the texts in UTF-8.
-        problems: the documents that were skipped.
         seconds, cpu_seconds: wall-clock time, and CPU time of all processes.
         outputs: the written corpora, as paths without suffix.
     """
@@ -325,9 +312,8 @@ class Report:
 
 
 def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
-    """Return the path of the output corpus for each of ``keys``, the fields of the JSON documents that are
-    encoded. The paths have no suffix and are named as in Megatron-LM: ``{output_prefix}_{key}_document``.
-    """
+    """Return the output corpus, as a path without suffix, for each of ``keys`` (fields of the JSON
+    documents). Paths are named as in Megatron-LM: ``{output_prefix}_{key}_document``."""
     return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
 
 
@@ -344,13 +330,13 @@ def preprocess(
     max_document_bytes: int = MAX_LINE_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
-    """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``. Each of ``keys`` is
-    a field of the JSON documents and gets its own output. Plain text counts as the field "text".
+    """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``, one for each of
+    ``keys``, the fields of the JSON documents. Plain text counts as the field "text". Documents keep their
+    order.
 
-    Documents keep their order. Documents that are empty, not text, or longer than ``max_document_bytes`` are
-    skipped, counted and reported; with ``strict``, the first one raises an error. A run that fails or is
-    interrupted leaves no files. Raises DataError for bad input, an existing output, no documents, or a worker
-    that died.
+    Documents that are empty, not text, or longer than ``max_document_bytes`` are skipped, counted and
+    reported; with ``strict``, the first one raises an error. A run that fails or is interrupted leaves no
+    files. Raises DataError for bad input, an existing output, no documents, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

@@ -1,6 +1,5 @@
-"""Make a small corpus of real text, for examples and tests, from the source files of the Python standard
-library. Every machine has these.
-"""
+"""Make a small corpus of real text, for examples and tests, from the source files of Python's standard
+library."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ def stdlib_files() -> list[Path]:
 def write_stdlib_corpus(
     output: str | os.PathLike[str], seed: int = 1234, *, overwrite: bool = False
 ) -> tuple[int, int]:
-    """Write the source files of the Python standard library to a JSON lines file (fields ``path`` and
-    ``text``). They are shuffled, so that any part of the file is a fair sample.
+    """Write the source files of the Python standard library, shuffled, to a JSON lines file with the fields
+    ``path`` and ``text``. Files that are empty or not UTF-8 are skipped. The same interpreter and seed give
+    the same file.
 
-    Empty files and files that are not UTF-8 are skipped. The same interpreter and seed give the same file.
-    Returns the number of documents, and the size of their texts in bytes. Raises DataError if the file exists
-    and ``overwrite`` is False, or if it cannot be written.
+    Returns the number of documents, and the size of their texts in bytes. Raises DataError if the file cannot
+    be written, or exists and ``overwrite`` is False.
     """
     output = Path(output)
     if output.exists() and not overwrite:

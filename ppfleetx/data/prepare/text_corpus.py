@@ -1,6 +1,5 @@
 """Read text corpora as a stream of chunks for worker processes. A corpus is JSON lines (also .gz, .zst),
-plain text, or folders of such files.
-"""
+plain text, or folders of such files."""
 
 from __future__ import annotations
 
@@ -29,13 +28,9 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """How to find the ends of documents (lines or paragraphs) in a block of bytes.
-
-    Attributes:
-        first, last: functions that return the offset behind the first or last delimiter in the block; 0 if
-            there is none.
-        overlap: number of bytes of a delimiter that may be at the end of the previous block.
-    """
+    """How to find the ends of documents (lines or paragraphs) in a block of bytes. ``first`` and ``last``
+    return the offset behind the first or last delimiter; 0 if there is none. At most ``overlap`` bytes of a
+    delimiter may be in the previous block."""
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]
@@ -57,13 +52,9 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Regroup the blocks of a file, which are cut at arbitrary bytes, into pieces that are cut only at the
-    ends of documents.
-
-    A piece has many short documents, or one document that spans several blocks. A document longer than
-    ``max_bytes`` is skipped, and None is yielded in its place. At most ``max_bytes`` plus one block are kept
-    in memory.
-    """
+    """Regroup the blocks of a file, which are cut at arbitrary bytes, into pieces that are cut at the ends of
+    documents. Yields None in place of a document longer than ``max_bytes``. At most ``max_bytes`` plus one
+    block are kept in memory."""
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
     num_pending = 0
@@ -95,10 +86,8 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Split ``piece``, one or more whole documents, into parts of at most ``max_bytes``: first single
-    documents, until the rest is short enough, then the rest. Yields None in place of a document longer than
-    ``max_bytes``.
-    """
+    """Split ``piece``, one or more whole documents, at ends of documents into parts of at most ``max_bytes``.
+    Yields None in place of a longer document."""
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -108,7 +97,7 @@ def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes 
 
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
-    """Split text into paragraphs at blank lines. Paragraphs have no line ends around them."""
+    """Split text into paragraphs at blank lines, and remove the line ends around them."""
     # Text that was cut after one blank line can start with more blank lines.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
@@ -124,8 +113,7 @@ _BOM = b"\xef\xbb\xbf"
 @dataclass(frozen=True)
 class Source:
     """One file of a text corpus. ``kind`` says what a document is in this file: a JSON line, a line, a
-    paragraph between blank lines, or the whole file.
-    """
+    paragraph between blank lines, or the whole file."""
 
     path: Path
     kind: Kind
@@ -137,9 +125,8 @@ class Chunk:
     """A part of a text corpus that one worker process encodes at a time.
 
     Attributes:
-        data: whole documents of one file. None in two cases. If ``kind`` is "file", each of ``paths`` is a
-            document, and the worker reads them itself. With another kind, the chunk stands for one document
-            that is too long.
+        data: whole documents of one file. None if ``kind`` is "file": the worker reads ``paths`` itself, one
+            document each. For another kind, None stands for one document that is too long.
         num_disk_bytes: size on disk, compressed if the file is, for the progress bar.
     """
 
@@ -156,14 +143,13 @@ def find_sources(
     suffixes: Sequence[str] = (),
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
-    """List the files of a corpus in the order in which they are encoded. ``inputs`` are files and folders.
-    The files of a folder are sorted by path; with ``suffixes``, only those whose names end in one of these
-    are taken.
+    """List the files of a corpus in the order in which they are encoded. ``inputs`` are files and folders;
+    the files of a folder are sorted by path. ``suffixes`` limits folders to files with these endings. Hidden
+    files and folders and ``__pycache__`` are skipped.
 
     ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) have one JSON object per line. All other files are
-    plain text, which ``split_on`` divides into documents. Hidden files, hidden folders and ``__pycache__``
-    are skipped. Raises DataError if an input does not exist, has an unsupported compression, or contains no
-    files.
+    plain text, which ``split_on`` divides into documents. Raises DataError if an input does not exist, has an
+    unsupported compression, or contains no files.
     """
     sources = []
     for entry in map(Path, inputs):
@@ -205,12 +191,9 @@ def _kind_of(path: Path, split_on: str) -> Kind:
 
 
 def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
-    """Read a corpus in order, in chunks of about ``CHUNK_BYTES``. Raises DataError.
-
-    A document larger than ``CHUNK_BYTES`` is a chunk of its own. A document longer than
-    ``max_document_bytes`` becomes a chunk without data, which the worker counts as skipped. The limit does
-    not apply to an uncompressed file that is one document.
-    """
+    """Read a corpus in order, in chunks of about ``CHUNK_BYTES``; a larger document is a chunk of its own. A
+    document longer than ``max_document_bytes`` becomes a chunk without data, unless it is an uncompressed
+    file. Raises DataError."""
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:
@@ -245,17 +228,15 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """Read a whole file, decompressed. Returns None if it is compressed and expands to more than
-    ``max_document_bytes``.
-    """
+    """Read a whole file, decompressed. Returns None if a compressed file expands to more than
+    ``max_document_bytes``."""
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 
 
 def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
-    """Split a chunk into its documents, as bytes: lines, paragraphs or files. Empty documents are included.
-    Yields None in place of a document longer than the chunk's ``max_document_bytes``.
-    """
+    """Split a chunk into its documents, as bytes: lines, paragraphs or files, including empty ones. Yields
+    None in place of a document longer than the chunk's ``max_document_bytes``."""
     if chunk.kind == "file":
         for path in chunk.paths:
             content = read_file(path, chunk.max_document_bytes)
@@ -274,11 +255,8 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus, one per document, for training a tokenizer. In JSON documents, the text is
-    in the field ``key``. Documents that are not valid JSON or UTF-8 are skipped.
-
-    Raises DataError if a file cannot be read, is damaged or is of another kind, or if there is no text at
-    all.
-    """
+    in the field ``key``. Documents that are not valid JSON or UTF-8 are skipped. Raises DataError if a file
+    is damaged or of another kind, or if there is no text at all."""
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

@@ -1,9 +1,8 @@
-"""Convert the WikiText benchmark to token corpora. Each section of an article becomes a document of ordinary
-text.
+"""Convert the WikiText benchmark (Merity et al., 2016) to token corpora of ordinary text.
 
-The published files put spaces around every punctuation mark, write one paragraph per line, and mark headings
-with ``=`` (Merity et al. 2016). Here headings are dropped, the spaces before punctuation are removed, and the
-paragraphs below a heading become one document, called a passage.
+The published files put spaces around punctuation marks, write one paragraph per line, and mark headings with
+``=``. Here headings and the spaces before punctuation are removed, and the paragraphs below a heading become
+one document, called a passage.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ _ENDINGS = ("tokens", "raw")
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What was written for one split of WikiText (train, valid or test).
-
-    ``passages`` is the number of documents. ``windows`` is the number of samples of ``length + 1`` tokens,
-    where consecutive samples share one token.
-    """
+    """What was written for one split of WikiText (train, valid or test). ``passages`` is the number of
+    documents, and ``windows`` the number of samples of ``length + 1`` tokens, where consecutive samples share
+    one token."""
 
     split: str
     prefix: str
@@ -67,11 +64,8 @@ def prepare_wikitext(
 ) -> list[SplitReport]:
     """Convert the splits of WikiText in ``source`` to corpora
     ``output_dir/{train,valid,test}/wikitext.{bin,idx}``. ``source`` is the published zip file, or a folder
-    with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).
-
-    ``length`` is the sequence length of the model. Raises DataError if there is nothing to read, a file is
-    not WikiText, or a corpus exists and ``overwrite`` is False.
-    """
+    with ``wiki.{train,valid,test}.tokens`` (or ``.raw``). ``length`` is the model's sequence length. Raises
+    DataError if ``source`` is not WikiText, or if a corpus exists and ``overwrite`` is False."""
     found = _find(source)
     prefixes = {split: output_dir / split / "wikitext" for split in found}
     for prefix in prefixes.values():

@@ -1,8 +1,7 @@
-"""Evaluation of a model on text files, in two ways: perplexity in sliding windows, and prediction of last
-words (cloze).
+"""Evaluation of a model on text files, by perplexity in sliding windows or prediction of last words (cloze).
 
-For both, a file becomes a sequence of :class:`Window`. :func:`window_batches` divides the windows into
-batches for the data ranks. The number of ranks does not change which tokens are scored, or their contexts.
+Both divide a file into :class:`Window` objects, which :func:`window_batches` batches for the data ranks. The
+number of ranks does not change which tokens are scored, or their contexts.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ def _literal(*pairs: tuple[str, str]) -> list[_Rule]:
 
 
 def _inside(opening: str, closing: str) -> _Rule:
-    """Make a rule that removes the spaces just inside each pair of these brackets or quotes: ``( a )``
-    becomes ``(a)``.
-    """
+    """Make a rule that removes the spaces just inside a pair of brackets or quotes: ``( a )`` becomes
+    ``(a)``."""
 
     def apply(text: str) -> str:
         # Not a regular expression, which would scan to the end of the text for each unclosed bracket.
@@ -83,8 +81,7 @@ def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
 
 def detokenizer_of_file(path: str) -> DetokenizerName:
     """Choose the detokenizer for an evaluation file by its name: ``wikitext`` if the name contains ``wiki``,
-    ``ptb`` if it contains ``ptb``, else ``none``.
-    """
+    ``ptb`` if it contains ``ptb``, else ``none``."""
     name = PurePath(path).name.lower()
     if "wiki" in name:
         return "wikitext"
@@ -115,11 +112,9 @@ class SlidingWindows:
     the first, exactly once.
 
     The first window scores ``max_seq_len`` tokens. Each later window begins ``stride`` tokens after the
-    previous one, and scores only the ``stride`` tokens that are new in it. So each of these has a context of
-    at least ``max_seq_len - stride`` tokens. The last window may be shorter.
-
-    ``num_words`` is the number of words in the file; ``detokenizer`` names the rules that were applied to the
-    text.
+    previous one, and scores only its last ``stride`` tokens, with a context of at least
+    ``max_seq_len - stride`` tokens. ``num_words`` is the number of words in the file; ``detokenizer`` names
+    the rules that were applied to it.
     """
 
     def __init__(
@@ -144,10 +139,9 @@ class SlidingWindows:
 
 
 class LastWords:
-    """The windows of a cloze evaluation: each is one text, whose last word is to be predicted. Long texts
-    come first, so that the texts of a batch have similar lengths. ``order`` has the original index of each
-    text.
-    """
+    """The windows of a cloze evaluation. Each is one text, whose last word (without ``cloze_strict``: last
+    token) is to be predicted. Long texts come first, so that the texts of a batch have similar lengths.
+    ``order`` has the original index of each text."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
         self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
@@ -172,9 +166,8 @@ def window_batches(
     (int64) and ``loss_mask`` (float32), each ``[b, s]``.
 
     b is ``batch_size``, or less in the last batch, and is the same on all ranks. s is the length of the
-    rank's longest window in the batch, rounded up to a multiple of ``multiple_of``. Shorter windows are
-    padded on the right. If a rank has too few windows for the last batch, rows of padding are added. Padding
-    has a loss mask of 0.
+    rank's longest window in the batch, rounded up to a multiple of ``multiple_of``. Shorter windows and
+    missing rows are padding, with a loss mask of 0.
     """
     for start in range(0, len(windows), batch_size * data_size):
         rows = min(batch_size, -(-(len(windows) - start) // data_size))
@@ -200,17 +193,15 @@ def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch
 
 
 def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
-    """Read the file ``Offline_Eval.eval_path`` and divide it into windows. Raises ConfigError; or DataError,
-    which names the line.
-    """
+    """Read the file ``Offline_Eval.eval_path`` and divide it into windows. Raises ConfigError for a wrong
+    option, and DataError, with the line, for a wrong file."""
     text = read_text(cfg)
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
     """Return the text of the file ``Offline_Eval.eval_path``, decompressed and without a byte order mark.
-    Raises ConfigError; its message says in which file and line the key was set (``place``).
-    """
+    Raises ConfigError, which names ``place``, the file and line where the key was set."""
     name = cfg.eval_path
     if name is None:
         what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"
@@ -241,8 +232,7 @@ def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) ->
 
 def count_words(text: str) -> int:
     """Count the words of a text for its word-level perplexity. Words are what single spaces separate; a line
-    end does not separate words.
-    """
+    end does not separate words."""
     return len(text.strip().split(" "))
 
 
@@ -261,9 +251,8 @@ def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> Last
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
-    """Make the window for one text, in which the last word is scored. If the text is too long, the beginning
-    is cut off.
-    """
+    """Make the window for one text. It scores the last word or, without ``cloze_strict``, the last token. The
+    beginning of a long text is cut off."""
     words = text.split()
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")

@@ -1,7 +1,7 @@
 """Datasets for finetuning, with one sample per record of a file: GLUE examples, prompts with responses, or
 conversations.
 
-Samples are padded on the right to ``max_seq_len`` with the end-of-document token. Attention is causal, so no
+Samples are padded on the right to ``max_seq_len`` with the end-of-document token; attention is causal, so no
 real token attends to padding. The loader cuts off positions that are padding in all samples of a step.
 
 A conversation has one of these forms; the last two may also have ``system``, the system message:
@@ -52,10 +52,8 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
     """Parse a line of JSON that is a conversation in any of the supported forms. Returns a dictionary with
-    ``messages``, at least one of them from the assistant, and other keys such as ``tools``.
-
-    Raises DataError, which names ``place``, the file and line.
-    """
+    ``messages``, at least one of them from the assistant, and other keys such as ``tools``. Raises DataError,
+    which names ``place``."""
     wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
     record = load_object(line, place, wanted)
     if not is_conversation(record):
@@ -115,8 +113,7 @@ class RecordDataset:
     """Base class of the finetuning datasets.
 
     Attributes:
-        length_multiple: all samples of a step have the length of the longest one, rounded up to a multiple of
-            this.
+        length_multiple: samples of a step have the length of the longest, rounded up to a multiple of this.
         fingerprint: a hash of everything that determines the samples.
     """
 
@@ -163,12 +160,9 @@ class RecordDataset:
 
 
 class GlueDataset(RecordDataset):
-    """Examples of a GLUE task, for finetuning a model as a classifier.
-
-    An example starts with the tokenizer's own prefix (BOS or nothing). Two sentences are separated by the
-    end-of-document token: ``a <|endoftext|> b``. If an example is too long, tokens are removed at the end of
-    the longer sentence.
-    """
+    """Examples of a GLUE task, for finetuning a model as a classifier. An example starts with the tokenizer's
+    own prefix (BOS or nothing). Two sentences are written as ``a <|endoftext|> b``. If an example is too
+    long, tokens are removed at the end of the longer sentence."""
 
     def __init__(
         self,
@@ -188,12 +182,9 @@ class GlueDataset(RecordDataset):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return example ``index``. `PADDING` gives an example whose loss mask is 0.
-
-        The arrays are ``tokens`` int64 [s], ``lengths`` int64 [] (number of real tokens), ``labels`` int64 []
-        (float32 for a regression; 0 if there are no labels), ``loss_mask`` float32 [], ``sample_ids`` int64
-        [].
-        """
+        """Return example ``index``. `PADDING` gives an example whose loss mask is 0. The arrays are
+        ``tokens`` int64 [s], ``lengths`` int64 [] (number of real tokens), ``labels`` int64 [] (float32 for a
+        regression; 0 if there are no labels), ``loss_mask`` float32 [], ``sample_ids`` int64 []."""
         ids = self.encode(self.texts[max(index, 0)])
         label = 0 if self.labels is None else self.labels[max(index, 0)]
         return {
@@ -217,9 +208,8 @@ class GlueDataset(RecordDataset):
 
 
 def longest_first(sizes: Sequence[int], room: int) -> list[int]:
-    """Truncate one or two texts, given by their numbers of tokens, to ``room`` tokens in total. Tokens are
-    removed from the longer text first. Returns the new sizes.
-    """
+    """Return the numbers of tokens of one or two texts after truncating them to ``room`` tokens in total.
+    Tokens are removed from the longer text first."""
     if sum(sizes) <= room:
         return list(sizes)
     if len(sizes) == 1:
@@ -236,13 +226,13 @@ def longest_first(sizes: Sequence[int], room: int) -> list[int]:
 class PromptResponseDataset(RecordDataset):
     """Prompts with responses, for finetuning a language model with a loss on the responses only.
 
-    A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). Prompt
-    and response are tokenized separately; special tokens in their texts become their ids. The end-of-document
-    token counts in the loss.
+    A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). The loss
+    includes the end-of-document token. Prompt and response are tokenized separately; special tokens in their
+    texts become their ids.
 
-    If a sample is too long, tokens are removed at the beginning of the prompt, but not BOS, until only one
-    token is left before the response. If that is not enough, the end of the response is cut off. If the
-    prompt has no token, the sample begins with the end-of-document token.
+    If a sample is too long, the beginning of the prompt is removed, but not BOS. At least one token stays
+    before the response; if necessary, the end of the response is cut off. If nothing precedes the response,
+    the sample begins with the end-of-document token.
 
     Raises DataError, with file and line, if the file is missing or a line is not an object with two texts.
     """
@@ -293,8 +283,7 @@ def record_file(cfg: DatasetConfig) -> Path:
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
     """Read a file of records as pairs (prompt, response), from the fields with these names. Returns the pairs
-    and a hash of the file. Raises DataError.
-    """
+    and a hash of the file. Raises DataError."""
     pairs, digest = [], blake2b(digest_size=16)
     for number, line in read_records(path, digest.update):
         pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
@@ -313,8 +302,7 @@ class ChatDataset(RecordDataset):
     """Conversations, for finetuning a language model with a loss on the assistant's turns only.
 
     The chat template writes BOS and the end of each turn. If a conversation is too long, its oldest turns are
-    left out, but not the system message. If a single question with its answer is still too long, the end is
-    cut off.
+    left out, but not the system message; the end of a single question and answer is cut off.
 
     Raises DataError, with file and line, if the file is missing or a record is not a conversation with an
     answer; ConfigError if the template does not exist.
@@ -336,10 +324,9 @@ class ChatDataset(RecordDataset):
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample of conversation ``index``, with the same arrays as ``PromptResponseDataset``.
-        `PADDING` gives a sample whose loss mask is 0. Raises DataError, with file and line, if the chat
-        template refuses the conversation.
-        """
+        """Return the sample of conversation ``index``, with the arrays of `PromptResponseDataset`. `PADDING`
+        gives a sample whose loss mask is 0. Raises DataError if the chat template refuses the
+        conversation."""
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"
         record = read_conversation(line, place)

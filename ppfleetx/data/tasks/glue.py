@@ -24,8 +24,7 @@ _BINARY = ("0", "1")
 
 @dataclass(frozen=True)
 class GlueTask:
-    """A GLUE task and the layout of its TSV files. Fields are separated by tabs; quotes have no special
-    meaning.
+    """A GLUE task and the layout of its TSV files, in which quotes have no special meaning.
 
     Attributes:
         title: GLUE's name of the task, used for the submission file.
@@ -33,10 +32,10 @@ class GlueTask:
         labels: the possible labels, in the order of the classes; empty for a regression, whose label is a
             number from 0 to 5.
         headerless: column numbers by column header, for files without a header line.
-        has_bad_rows: whether the official train and dev files have rows with a wrong number of fields; these
-            are skipped.
-        original: for each part (train, dev, test), the file in the original data set from which GLUE made the
-            task. It is read if there is no ``{part}.tsv``.
+        has_bad_rows: whether to skip rows with a wrong number of fields, which the official train and dev
+            files have.
+        original: the files of the original data set by part (train, dev, test), read if there is no
+            ``{part}.tsv``.
     """
 
     name: str
@@ -53,10 +52,8 @@ class GlueTask:
         return not self.labels
 
     def file_name(self, part: str) -> str:
-        """Return the name of the file of predictions for one part of the task, as GLUE requires for a
-        submission: ``SST-2.tsv`` or ``MNLI-mm.tsv``. If the part is not a test set, the name includes it:
-        ``SST-2.dev.tsv``.
-        """
+        """Return the name of the submission file for one part of the task, as GLUE requires: ``SST-2.tsv`` or
+        ``MNLI-mm.tsv``. A part that is not a test set adds its name: ``SST-2.dev.tsv``."""
         half = {"matched": "-m", "mismatched": "-mm"}.get(part.partition("_")[2], "")
         kind = part.partition("_")[0]
         return f"{self.title}{half}.tsv" if kind == "test" else f"{self.title}{half}.{kind}.tsv"
@@ -112,13 +109,8 @@ _HIGHEST_SCORE = 5.0
 
 @dataclass(frozen=True)
 class GlueExamples:
-    """The examples in one file of a GLUE task.
-
-    Attributes:
-        texts: one or two sentences of each example.
-        labels: the class number of each example, or its score in a regression; None if labels were not read.
-        digest: a hash of the file.
-    """
+    """The examples in one file of a GLUE task: one or two ``texts`` each. ``labels`` are class numbers, or
+    scores in a regression; None if they were not read. ``digest`` is a hash of the file."""
 
     path: Path
     texts: list[tuple[str, ...]]
@@ -129,11 +121,8 @@ class GlueExamples:
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
     """Read one part of a GLUE task: ``{directory}/{part}.tsv`` or, if there is none, the file of the original
-    data set. Most test files have no labels; read them with ``with_labels=False``.
-
-    Raises DataError, with file and line, if the file is missing, is not UTF-8 or has no labels, or if a line
-    has a wrong number of fields or an unknown label.
-    """
+    data set. Most test files need ``with_labels=False``. Raises DataError, with file and line, if the file is
+    missing or not UTF-8, or if a line has a wrong number of fields or no valid label."""
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
     rows = _rows(path, digest.update)
@@ -222,9 +211,7 @@ _ACCURACY_AND_F1 = ("MRPC", "QQP")
 
 
 def require_libraries() -> None:
-    """Raise DataError if scikit-learn or scipy, which GLUE's metrics need, is not installed. Does not import
-    them.
-    """
+    """Raise DataError if scikit-learn or scipy, which GLUE's metrics need, is not installed."""
     missing = [name for name in ("sklearn", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
@@ -234,11 +221,9 @@ def require_libraries() -> None:
 
 
 def glue_metrics(task: str, outputs: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
-    """Compute the official metrics of a GLUE task, each between -1 and 1. A correlation that is undefined,
-    because all predictions are equal, counts as 0.
-
-    ``outputs`` are the model's class scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``.
-    """
+    """Compute the official metrics of a GLUE task, each between -1 and 1. ``outputs`` are the model's class
+    scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``. A correlation that is undefined,
+    because all predictions are equal, counts as 0."""
     truth = np.asarray(labels)
     if task == "STSB":
         return _correlations(outputs[:, 0], truth)

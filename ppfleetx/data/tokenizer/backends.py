@@ -1,19 +1,17 @@
 """The two libraries that encode text for a tokenizer: ``tiktoken`` if it gives the same ids, else
 ``tokenizers``.
 
-tiktoken is faster, but works differently. A tokenizer like GPT-2's has a list of merges, which are *pairs of
-tokens*: neighbors x and y are joined only if the pair (x, y) is listed. tiktoken has one rank per token, and
-joins x and y whenever the *bytes* of x + y are a token. Both give the same ids if the merges encode the bytes
-of each token, alone, as that one token.
+tiktoken is faster, but works differently. A tokenizer like GPT-2's lists *pairs of tokens*: neighbors x and y
+are joined only if the pair (x, y) is listed. tiktoken joins x and y whenever the *bytes* of x + y are a
+token. Both give the same ids if the merges encode the bytes of each token, alone, as that one token.
 
 Proof: suppose tiktoken joins x and y to a token T although (x, y) is not listed. No merge has crossed the
 ends of x + y so far. So the merges encode the bytes of T alone through the same steps, reach (x, y) and stop.
 Then T alone is not encoded as T.
 
-To check this for a token made from the pair (x, y), `live_ranks` undoes merges step by step, and looks
-whether a merge across the boundary between x and y would have come first. A token that the merges do not
-produce from its own bytes alone is dropped: by the same argument, they do not produce it in any text. If two
-listed pairs build the same token, only one of them ever occurs.
+To check a token made from the pair (x, y), `live_ranks` undoes merges step by step, and looks whether a merge
+across the boundary between x and y would have come first. If so, the merges do not produce the token in any
+text, by the same argument, and it is dropped.
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Convert merges to tiktoken's ranks. Returns ``{token: index in merges}``, in the order of the merges,
-    for every token that the merges can produce. Single bytes are not included.
-
-    Returns None if a pair is listed before the merge that makes one of its halves. Such a merge applies out
-    of order, which ranks cannot express.
-    """
+    """Convert merges to tiktoken's ranks: ``{token: index in merges}``, in the order of the merges, for every
+    token that the merges can produce, except single bytes. Returns None if a pair is listed before the merge
+    that makes one of its halves, because ranks cannot express this."""
     rank: dict[bytes, int] = {}
     halves: dict[bytes, tuple[bytes, bytes]] = {}
     pair_rank: dict[tuple[bytes, bytes], int] = {}
@@ -69,8 +64,7 @@ def _is_crossed(
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
     """Whether the merges, when they encode the bytes ``left + right`` alone, join tokens across the boundary
-    between ``left`` and ``right``. If so, they do not produce the token ``left + right``.
-    """
+    between ``left`` and ``right``. If so, they do not produce the token ``left + right``."""
     # Undo merges, the latest first. `left` and `right` are then the tokens at the boundary, and `left_end`
     # and `right_end` are the ranks of the merges that consumed them. Merges of equal rank apply from left to
     # right: a crossing merge comes after a merge that consumes the left token, and before a merge that
@@ -128,8 +122,7 @@ class Unsupported(Exception):  # noqa: N818 - control flow between the two engin
 
 def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | TokenizersEngine:
     """Choose the library that encodes for a tokenizer: tiktoken if it gives the same ids, else the slower
-    ``tokenizers``, with a warning. ``definition`` is the content of ``tokenizer.json``.
-    """
+    ``tokenizers``, with a warning. ``definition`` is the content of ``tokenizer.json``."""
     try:
         return TiktokenEngine(definition, place)
     except Unsupported as reason:
@@ -140,11 +133,8 @@ def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | Tok
 
 
 class TokenizersEngine:
-    """Encodes text with any tokenizer, through Hugging Face ``tokenizers``.
-
-    `TiktokenEngine` has the same methods, except `decode`: it handles only byte-level tokens, which
-    `Tokenizer` itself decodes.
-    """
+    """Encodes text with any tokenizer, through Hugging Face ``tokenizers``. `TiktokenEngine` has the same
+    methods, except `decode`: `Tokenizer` itself decodes byte-level tokens."""
 
     name = "tokenizers"
 
@@ -174,16 +164,14 @@ class TokenizersEngine:
 
     def identity(self, written: dict[str, Any]) -> Any:
         """Return those parts of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
-        fingerprint. ``written`` is the file's content.
-        """
+        fingerprint. ``written`` is the file's content."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text to token ids. With ``special``, special tokens in the text become their ids.
-        ``continues`` says that the text follows another text, so no space is added before it. Raises
-        UnicodeEncodeError for a lone surrogate.
-        """
+        """Encode a text to token ids. With ``special``, special tokens in the text become their ids. With
+        ``continues``, the text follows another text, so no space is added before it. Raises
+        UnicodeEncodeError for a lone surrogate."""
         text.encode("utf-8")  # tokenizers' own error for a lone surrogate is unclear
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
@@ -193,9 +181,8 @@ class TokenizersEngine:
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text, and mark the tokens that have characters in ``spans``, pairs (first character,
-        character after the last). Returns n token ids, int64 ``[n]``, and for each whether it is marked, bool
-        ``[n]``.
-        """
+        character after the last). Returns n token ids, int64 ``[n]``, and whether each is marked, bool
+        ``[n]``."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
@@ -349,8 +336,7 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
 
 def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray | None]:
     """Return tiktoken's rank of each token, and the id of each rank (None if ids and ranks are equal).
-    ``model`` is the ``model`` entry of a ``tokenizer.json``. Raises Unsupported.
-    """
+    ``model`` is the ``model`` entry of a ``tokenizer.json``. Raises Unsupported."""
     vocab: dict[str, int] = model["vocab"]
     id_of = {token_to_bytes(token): token_id for token, token_id in vocab.items()}
     id_of.pop(None, None)
@@ -374,11 +360,8 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
     """Return the tokens of the vocabulary that no merge makes. With ``ignore_merges``, such a token is used
-    only if it equals a whole piece (word) of the split text.
-
-    tiktoken uses whole pieces in the same way, but would also join two neighbors into such a token. Raises
-    Unsupported if that could happen.
-    """
+    only if it equals a whole piece (word) of the split text. Raises Unsupported if tiktoken could also join
+    two neighbors into one of them."""
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:
         if len(split_by_ranks(token, live)) == 2:

@@ -1,7 +1,5 @@
 """Read and write the files of a tokenizer: ``tokenizer.json``, or GPT-2's ``vocab.json`` and ``merges.txt``.
-
-In memory, both are a *definition*: a dictionary with the content of a ``tokenizer.json``.
-"""
+In memory, both are a *definition*: a dictionary with the content of a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -68,11 +66,9 @@ class TokenizerFiles:
     """The contents of a tokenizer's files.
 
     Attributes:
-        definition: the content of ``tokenizer.json``.
-        has_definition: whether there is a ``tokenizer.json``. If not, ``definition`` was made from
-            ``vocab.json`` and ``merges.txt``.
-        side_texts: the texts of other files in the directory, such as ``tokenizer_config.json``
-            (`SIDE_FILES`), by name.
+        definition: the content of ``tokenizer.json``, or one made from ``vocab.json`` and ``merges.txt``.
+        has_definition: whether there is a ``tokenizer.json``.
+        side_texts: the texts of other files (`SIDE_FILES`), such as ``tokenizer_config.json``, by name.
     """
 
     definition: dict[str, Any]
@@ -82,11 +78,8 @@ class TokenizerFiles:
 
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     """Read a tokenizer's files. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a
-    ``merges.txt``.
-
-    Other files, such as ``tokenizer_config.json``, are read only if ``path`` is a directory. Raises DataError
-    if there is no tokenizer or its files are damaged.
-    """
+    ``merges.txt``. Other files, such as ``tokenizer_config.json``, are read only from a directory. Raises
+    DataError if there is no tokenizer or its files are damaged."""
     path = Path(path)
     try:
         path.stat()
@@ -149,9 +142,8 @@ def _how_to_make(directory: Path) -> str:
 def read_vocab_and_merges(
     vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Read GPT-2's pair of files, and return the content of an equivalent ``tokenizer.json``. If the
-    vocabulary has ``<|endoftext|>``, it becomes a special token. Raises DataError.
-    """
+    """Read GPT-2's pair of files, and return the content of an equivalent ``tokenizer.json``, in which
+    ``<|endoftext|>`` is a special token if the vocabulary has it. Raises DataError."""
     vocab = read_json(Path(vocab_path), error=DataError)
     lines = _read_text(Path(merges_path), _MAX_MERGES_BYTES).split("\n")
     merges = []
@@ -209,15 +201,16 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
     """Return the contents of the files to write for a tokenizer, by name, so that
-    ``AutoTokenizer.from_pretrained`` loads the same tokenizer.
+    ``AutoTokenizer.from_pretrained`` loads the same tokenizer. ``eod`` is the end-of-document token; None if
+    the vocabulary has none.
 
-    These are ``tokenizer.json`` and the files that were read beside it; if there was no
-    ``tokenizer_config.json``, one is made. For a tokenizer like GPT-2's, ``vocab.json`` and ``merges.txt``
-    are added. ``eod`` is the end-of-document token; None if the vocabulary has none.
+    These are ``tokenizer.json``, the files that were read beside it, a ``tokenizer_config.json`` if there was
+    none, and for a tokenizer like GPT-2's ``vocab.json`` and ``merges.txt``. A tokenizer read without
+    ``tokenizer.json``, but with ``tokenizer_config.json``, is written without it, too.
     """
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
-    if _is_like_gpt2(definition):
+    if _has_only_vocab_and_merges(definition):
         merges = "".join(f"{left} {right}\n" for left, right in merge_pairs(model))
         files[VOCAB_FILE] = json.dumps(model["vocab"], ensure_ascii=False)
         files[MERGES_FILE] = f"#version: 0.2\n{merges}"
@@ -233,19 +226,15 @@ def _made_config(eod: str | None) -> str:
     return json.dumps(config, indent=2)
 
 
-def _is_like_gpt2(definition: dict[str, Any]) -> bool:
-    """Whether vocabulary and merges alone determine the tokenizer, so that GPT-2's two files can represent
-    it.
-    """
+def _has_only_vocab_and_merges(definition: dict[str, Any]) -> bool:
     pre_tokenizer = definition.get("pre_tokenizer") or {}
     is_plain = pre_tokenizer.get("type") == "ByteLevel" and not definition.get("normalizer")
     return is_plain and definition["model"]["type"] == "BPE"
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges of a BPE model as pairs of tokens. Files store a merge as a pair or as the text "left
-    right".
-    """
+    """Return the merges of a BPE model as pairs of tokens. Files store a merge as a pair or as "left
+    right"."""
     return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
 
 
@@ -259,9 +248,6 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return ``definition``, the content of a ``tokenizer.json``, after checking it. Raises DataError if it
-    is damaged, for example if two tokens share an id or a merge is not in the vocabulary.
-    """
     try:
         _check(definition)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -2,9 +2,8 @@
 suffixes.
 
 transformers adds tokens from ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``
-to those in ``tokenizer.json``, and some of its tokenizer classes replace parts of that file.
-`as_transformers` gives the same ids as ``AutoTokenizer`` of transformers 5 for GPT-2 and Llama;
-``tests/data/tokenizer/test_tokenizer_hf.py`` compares them.
+to those in ``tokenizer.json``, and some of its classes replace parts of that file. `as_transformers` gives
+the same ids as transformers 5 for GPT-2 and Llama (``tests/data/tokenizer/test_tokenizer_hf.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ Token = dict[str, Any]
 @dataclass(frozen=True)
 class SideFiles:
     """The files beside a ``tokenizer.json``, such as ``tokenizer_config.json``: their texts by name.
-    ``place`` is their directory, for messages.
-    """
+    ``place`` is their directory, for messages."""
 
     texts: Mapping[str, str]
     place: str = "the tokenizer"
@@ -56,10 +54,7 @@ class SideFiles:
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
         """Return the special tokens that have a name in transformers, such as ``bos_token``. If two files
         name the same token, ``special_tokens_map.json`` takes precedence over ``tokenizer_config.json``.
-
-        ``defaults`` are the texts that the tokenizer class of transformers uses for names that the files do
-        not set.
-        """
+        ``defaults`` are the tokenizer class's texts for names that the files do not set."""
         config = self.read(CONFIG)
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
         values: dict[str, Any] = {**defaults, **config, **of_map}
@@ -69,9 +64,8 @@ class SideFiles:
 
     @property
     def class_name(self) -> str:
-        """The tokenizer class that the files name, as in transformers, but without the ending ``Fast``. Empty
-        if they name none.
-        """
+        """The tokenizer class that the files name, as in transformers, but without the ending ``Fast``; empty
+        if they name none."""
         name = self.read(CONFIG).get("tokenizer_class")
         return name.removesuffix("Fast") if isinstance(name, str) else ""
 
@@ -81,9 +75,8 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The end tokens in ``generation_config.json``: its ``eos_token_id`` is one id or a list. Empty if it
-        is not set. Raises DataError.
-        """
+        """The end tokens that ``eos_token_id`` of ``generation_config.json`` names; empty if it is not set.
+        Raises DataError."""
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
         if not all(type(one) is int and one >= 0 for one in ids):
@@ -94,9 +87,8 @@ class SideFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name; the standard template is called ``default``. If there is a
-        ``chat_template.jinja``, it takes precedence over ``tokenizer_config.json``. Raises DataError.
-        """
+        """The chat templates by name; the standard template is called ``default``. A ``chat_template.jinja``
+        takes precedence over ``tokenizer_config.json``. Raises DataError."""
         if CHAT_TEMPLATE in self.texts:
             return {"default": self.texts[CHAT_TEMPLATE]}
         given = self.read(CONFIG).get("chat_template")
@@ -123,11 +115,9 @@ class SideFiles:
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
         """Return the tokens that transformers adds to a vocabulary, in the order in which it adds them.
-
         ``added`` are the added tokens of ``tokenizer.json``, which count only if ``tokenizer_config.json``
         has no ``added_tokens_decoder``. ``named`` are the special tokens that have a name, such as
-        ``bos_token``. Raises DataError.
-        """
+        ``bos_token``. Raises DataError."""
         config, (extra, former) = self.read(CONFIG), self._unnamed_special_tokens()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
@@ -149,12 +139,9 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens that have no name such as ``bos_token``, in two lists.
-
-        The second has those under the legacy key ``additional_special_tokens`` of
-        ``special_tokens_map.json``, and is empty if another key or file has a list of such tokens. The first
-        has those from all other keys and files.
-        """
+        """Return the special tokens without a name such as ``bos_token``, in two lists. The second has those
+        under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, which count only if
+        no other key or file lists such tokens. The first has all others."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -211,12 +198,11 @@ class TransformersTokenizer:
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
     """Complete a tokenizer from the files beside it, as transformers does. ``definition`` is the content of
-    its ``tokenizer.json`` and is not modified.
+    its ``tokenizer.json`` and is not modified. Raises DataError if a file is damaged.
 
-    The ids that are added around a text come from the post-processor in ``tokenizer.json``. If there is no
-    such file (``is_file`` is False, because ``definition`` was made from ``vocab.json`` and ``merges.txt``),
-    they come from ``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json``. Raises DataError if a
-    file is damaged.
+    The ids around a text come from the post-processor. If ``definition`` was made from ``vocab.json`` and
+    ``merges.txt`` (``is_file`` is False), they come from ``add_bos_token`` and ``add_eos_token`` in
+    ``tokenizer_config.json``.
     """
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
@@ -248,11 +234,8 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
     """Add special or ordinary ``tokens`` to ``table``, a dictionary from the text of each added token to its
-    entry.
-
-    Ids are chosen as in the ``tokenizers`` library: a token that is in ``table`` or ``vocab`` keeps its id,
-    others get the next free one.
-    """
+    entry. As in the ``tokenizers`` library, a token that is in ``table`` or ``vocab`` keeps its id, and
+    others get the next free one."""
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:
         content = token["content"]
@@ -269,9 +252,8 @@ def _is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 
 def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
-    """Change a tokenizer as the class ``LlamaTokenizer`` of transformers 5 does: it keeps only vocabulary,
-    merges and post-processor of the file, and replaces the rest.
-    """
+    """Return a tokenizer as the class ``LlamaTokenizer`` of transformers 5 makes it from ``definition``: with
+    the same vocabulary, merges and post-processor, and everything else replaced."""
     config = side.read(CONFIG)
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"
@@ -293,9 +275,8 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
 
 
 def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
-    """Apply the option ``add_prefix_space`` of ``tokenizer_config.json`` (``wanted``) to a tokenizer that
-    splits text like GPT-2's. Other tokenizers are not changed.
-    """
+    """Return ``definition`` with ``add_prefix_space`` set to ``wanted``, the value in
+    ``tokenizer_config.json``. Tokenizers that do not split text like GPT-2's are returned unchanged."""
     cutting = definition.get("pre_tokenizer") or {}
     if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
         return definition
@@ -304,8 +285,7 @@ def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any
 
 def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the ``post_processor`` of a ``tokenizer.json`` adds before and after a text. Raises
-    DataError if it is damaged or of an unknown kind.
-    """
+    DataError if it is damaged or of an unknown kind."""
     kind = processor.get("type") if isinstance(processor, dict) else None
     if processor is None or kind == "ByteLevel":
         return (), ()

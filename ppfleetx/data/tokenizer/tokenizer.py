@@ -1,9 +1,6 @@
-"""Convert text to token ids and back, with a tokenizer read from a directory.
-
-Byte-level BPE is encoded by ``tiktoken`` with the tokenizer's own merges, several times faster than by
-``tokenizers`` and with the same ids (`ppfleetx.data.tokenizer.backends` explains why). Other tokenizers are
-encoded by ``tokenizers``. Nothing is downloaded.
-"""
+"""Convert text to token ids and back, with a tokenizer read from a directory. Nothing is downloaded.
+Byte-level BPE is encoded by ``tiktoken`` if it gives the same ids (`ppfleetx.data.tokenizer.backends`), and
+all else by the slower ``tokenizers``."""
 
 from __future__ import annotations
 
@@ -44,20 +41,15 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class ByteStreamDecoder:
-    """Decodes the ids of a byte-level tokenizer one by one. Holds back the bytes of an incomplete character.
-
-    The returned texts, including that of `finish`, are together equal to the result of `Tokenizer.decode` for
-    all ids at once. ``table`` has the bytes of each id; ids in ``skipped`` produce no text.
-    """
+    """Decodes the ids of a byte-level tokenizer one by one, and holds back the bytes of an incomplete
+    character. ``table`` has the bytes of each id; ids in ``skipped`` produce no text."""
 
     def __init__(self, table: Mapping[int, bytes], skipped: Collection[int]) -> None:
         self._table, self._skipped = table, skipped
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """Decode the next id. Returns the text that is complete now and was not returned before; it may be
-        empty.
-        """
+        """Decode the next id. Returns the text that is complete now, and may be empty."""
         return "" if token_id in self._skipped else self._bytes.decode(self._table.get(token_id, b""))
 
     def finish(self) -> str:
@@ -66,12 +58,9 @@ class ByteStreamDecoder:
 
 
 class TextStreamDecoder:
-    """Decodes ids one by one for tokenizers in which the text of a token depends on earlier tokens, as in
-    SentencePiece. There, the first token loses its leading space, and a character may consist of several byte
-    tokens, ``<0xE4><0xBD><0xA0>``.
-
-    Works like `ByteStreamDecoder`. ``after`` are the ids that precede those to decode, such as the prompt.
-    """
+    """Decodes ids one by one for tokenizers such as SentencePiece, in which the text of a token depends on
+    earlier tokens. ``after`` are the ids before those to decode, such as the prompt. Methods as in
+    `ByteStreamDecoder`."""
 
     def __init__(
         self,
@@ -111,17 +100,17 @@ class TextStreamDecoder:
 
 
 class Tokenizer:
-    """Converts text to token ids and back, as described by a tokenizer's files.
+    """Converts text to token ids and back, as described by a tokenizer's files. There are three ways to
+    encode:
 
-    There are three ways to encode. `encode` treats everything as plain text: ``<|endoftext|>`` is encoded
-    like any other characters, and no token is added at either end. It is used to prepare corpora.
-    `encode_prompt` does the same as Hugging Face's ``AutoTokenizer`` with the same directory: special tokens
-    in the text become their ids, and the post-processor adds its own tokens, such as BOS.
-    `encode_continuation` encodes a text that follows a prompt.
+    - `encode` treats everything as plain text, ``<|endoftext|>`` included, and adds no token. Corpora use it.
+    - `encode_prompt` equals Hugging Face's ``AutoTokenizer``: special tokens in the text become their ids,
+      and the post-processor adds its own tokens, such as BOS.
+    - `encode_continuation` encodes a text that follows a prompt.
 
-    ``eod_token`` is the token that ends a document; it also serves as padding. None: use the ``eos_token`` of
-    the files or, if they name none, ``<|endoftext|>``. Raises DataError if the files are damaged, or if
-    neither tiktoken nor ``tokenizers`` can encode with them.
+    ``eod_token`` ends documents and serves as padding. None: the ``eos_token`` of the files or, if they name
+    none, ``<|endoftext|>``. Raises DataError if the files are damaged, or if neither tiktoken nor
+    ``tokenizers`` can encode with them.
     """
 
     def __init__(
@@ -187,9 +176,7 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether each token stands for fixed bytes. If not, the text of a token depends on the tokens before
-        it.
-        """
+        """Whether each token stands for fixed bytes, whatever tokens precede it."""
         return self._engine.is_byte_level
 
     # ---- vocabulary
@@ -205,7 +192,7 @@ class Tokenizer:
 
     @cached_property
     def eod_id(self) -> int:
-        """The id of the end-of-document token. Raises DataError if the vocabulary lacks this token."""
+        """The id of the end-of-document token. Raises DataError if the vocabulary lacks it."""
         token_id = self._ids.get(self.eod_token)
         if token_id is None:
             others = ", ".join(self._special) or "none"
@@ -235,9 +222,8 @@ class Tokenizer:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text: the end-of-document token, and the ``eos_token_id`` of
-        ``generation_config.json``.
-        """
+        """The ids that end a generated text: the end-of-document token, and ``eos_token_id`` of
+        ``generation_config.json``."""
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
@@ -253,11 +239,8 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 of everything that determines the ids of a text: vocabulary, merges, special tokens,
-        splitting rules.
-
-        It is the same for ``vocab.json`` with ``merges.txt`` as for an equivalent ``tokenizer.json``. Tokens
-        that `encode_prompt` adds around a text are not included.
-        """
+        splitting rules. It is the same for ``vocab.json`` with ``merges.txt`` as for an equivalent
+        ``tokenizer.json``. Tokens that `encode_prompt` adds around a text are not included."""
         written = self._files.definition
         vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
         of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
@@ -272,41 +255,34 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode ``text`` as plain text: special tokens in it are not recognized, and no token is added. Like
-        all methods that encode, raises DataError for a lone surrogate, which UTF-8 cannot represent.
-        """
+        all methods that encode, raises DataError for a lone surrogate, which UTF-8 cannot represent."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Encode ``text`` as plain text, like `encode`, to an integer array (uint32 or int64). This is faster
-        than a list.
-        """
+        """Encode ``text`` like `encode`, but to an integer array (uint32 or int64), which is faster than a
+        list."""
         return self._encode(text, special=False, continues=False)
 
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
         """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
-
         With ``add_special_tokens``, `prefix_ids` and `suffix_ids` are added around the text. With
         ``parse_special_tokens``, special tokens in the text become their ids, unless ``split_special_tokens``
-        is set in the tokenizer's directory.
-        """
+        is set in the tokenizer's directory."""
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_continuation(self, text: str) -> list[int]:
         """Encode a text that follows another text, such as a response after a prompt. Neither a token nor a
-        space is added before it.
-        """
+        space is added before it."""
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens that have characters in ``spans``, for example in the
-        assistant's turns of a chat. Special tokens in the text become their ids; no token is added around it.
-
-        ``spans`` are pairs (first character, character after the last). Returns n token ids, int64 ``[n]``,
-        and for each whether it is marked, bool ``[n]``.
-        """
+        """Encode a text, and mark the tokens that have characters in ``spans``, pairs (first character,
+        character after the last), such as the assistant's turns of a chat. Special tokens in the text become
+        their ids; no token is added. Returns n token ids, int64 ``[n]``, and whether each is marked, bool
+        ``[n]``."""
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 
@@ -318,9 +294,8 @@ class Tokenizer:
     # ---- ids to text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of the text of a token. They are empty for an id outside the vocabulary, which a
-        model with a padded vocabulary may produce.
-        """
+        """Return the bytes of the text of a token; empty for an id outside the vocabulary, such as vocabulary
+        padding."""
         return self._bytes.get(token_id, b"")
 
     @cached_property
@@ -349,8 +324,7 @@ class Tokenizer:
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> ByteStreamDecoder | TextStreamDecoder:
         """Return a decoder for ids that arrive one by one. ``after`` are the ids that precede them, such as
-        the prompt; they can affect how the text begins.
-        """
+        the prompt; they can affect how the text begins."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)
@@ -376,9 +350,8 @@ def from_section(cfg: TokenizerConfig) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise DataError if a tokenizer has more ids than a model with a vocabulary of ``vocab_size``. It may
-    have fewer.
-    """
+    """Raise DataError if a tokenizer has more ids than ``vocab_size``, the model's vocabulary. It may have
+    fewer."""
     count = tokenizer.vocab_size
     if count > vocab_size:
         raise DataError(
@@ -396,12 +369,11 @@ def train_tokenizer(
     special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer on ``texts``, which are read once and not stored. The same texts
-    always give the same tokenizer.
+    always give the same tokenizer. Raises DataError if ``vocab_size`` is too small or there is no text.
 
-    Ids are assigned as in GPT-2: first the 256 bytes, then the merges in the order learned, then the special
-    tokens. The first special token is the end-of-document token. There are fewer than ``vocab_size`` ids if,
-    at some point, no pair of neighbors occurs at least ``min_frequency`` times. Raises DataError if
-    ``vocab_size`` is too small or there is no text.
+    Ids are those of the 256 bytes, then of the merges in the order learned, then of the special tokens, as in
+    GPT-2. The first special token is the end-of-document token. There are fewer than ``vocab_size`` ids if no
+    more pairs of neighbors occur ``min_frequency`` times.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
