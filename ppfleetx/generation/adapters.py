@@ -19,11 +19,8 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear
 
 
 class Adapters:
-    """Holds named LoRA adapters for one model and applies them on demand (:meth:`using`).
-
-    Without an active adapter, the model computes what the base model computes. Tensor-parallel models are not
-    supported.
-    """
+    """Holds named LoRA adapters for one model and applies them on demand (:meth:`using`). Without an active
+    adapter, the model computes what the base model computes. Tensor-parallel models are not supported."""
 
     def __init__(self, model: NextTokenModel) -> None:
         self._model = model
@@ -34,12 +31,9 @@ class Adapters:
         return tuple(self._branches)
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
-        """Add an adapter called ``name``.
-
-        ``tensors`` are the float32 LoRA matrices ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each
-        linear layer X. The product of the two is multiplied by ``scale``. Raises CheckpointError if the
-        adapter is for expert layers, or for layers that the model does not have.
-        """
+        """Add an adapter called ``name``: the float32 LoRA matrices ``X.lora.a [in, rank]`` and
+        ``X.lora.b [rank, out]`` of each linear layer X, whose product is multiplied by ``scale``. Raises
+        CheckpointError if it is for expert layers, or for layers that the model does not have."""
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")
@@ -71,8 +65,7 @@ class Adapters:
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
         """Context manager: inside, forward passes of the model include the adapter ``name`` (None: no
-        adapter).
-        """
+        adapter)."""
         if name is None:
             yield
             return

@@ -4,11 +4,10 @@ With N beams and E end tokens, each step considers the max(2, 1 + E) N likeliest
 Among the first N of these, those that end become results. The first N that do not end are the next beams.
 Results are ranked by log-probability / length ** length_penalty.
 
-Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. In each
-step the groups advance one after the other. A token's score drops by ``diversity_rate`` for each beam of an
-earlier group that took the token in this step, and the reduced score accumulates. The results of all groups
-are ranked in one list. These are the rules of ``num_beam_groups`` and ``diversity_penalty`` in transformers
-4, except that a finished group there still counts as N beams that take the padding token.
+Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N, which advance
+one after the other in each step. A token's score drops by ``diversity_rate`` for each beam of an earlier
+group that took the token in this step, and the reduced score accumulates. Unlike in transformers 4, a
+finished group no longer counts. The results of all groups are ranked in one list.
 
 Shape letters: b prompts, N beams per group, V vocabulary size.
 """
@@ -64,12 +63,9 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """Find the ``num_results`` best continuations of every prompt of ``session``.
-
-    Returns the continuations of the first prompt, best first, then those of the second, and so on. ``rules``
-    are applied to log-probabilities instead of logits. ``max_new_tokens`` has one limit per prompt, at least
-    1.
-    """
+    """Find the ``num_results`` best continuations of every prompt of ``session``. Returns those of the first
+    prompt, best first, then those of the second, and so on. ``rules`` are applied to log-probabilities.
+    ``max_new_tokens`` has one limit per prompt, at least 1."""
     assert 1 <= num_results <= options.num_beams
     assert options.num_beams % options.num_groups == 0
     logits = session.next_logits()
@@ -107,12 +103,9 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all unfinished groups of beams by one token.
-
-    The first group of every prompt is advanced first, then the second group of every prompt, and so on.
-    ``log_probs [groups * N, V]`` are the log-probabilities of the next token of each beam; a group has N
-    beams. ``step`` is the number of tokens generated so far.
-    """
+    """Advance all unfinished groups of beams by one token: the first group of every prompt, then the second,
+    and so on. ``log_probs [groups * N, V]`` are those of the next token of each beam, with N beams per group.
+    ``step`` is the number of tokens generated so far."""
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
     taken: dict[int, list[int]] = {group.prompt: [] for group in active}
@@ -169,11 +162,8 @@ def _results(groups: Sequence[_Group], count: int) -> list[Row]:
 
 @dataclass
 class _Group:
-    """One group of beams of one prompt.
-
-    ``ids`` and ``scores [N]`` are the tokens and scores of the N active beams; ``finished`` are the results
-    so far.
-    """
+    """One group of beams of one prompt. ``ids`` and ``scores [N]`` are the tokens and scores of the N active
+    beams, and ``finished`` the results so far."""
 
     prompt: int
     number: int

@@ -1,7 +1,6 @@
-"""The key/value cache of a batch of sequences (rows).
+"""The key/value cache of a batch of sequences (rows). A column of the cache is one position.
 
-A column of the cache is one position. Shape letters: b rows, g key/value heads, n columns in use, k columns
-allocated, d head size.
+Shape letters: b rows, g key/value heads, n columns in use, k columns allocated, d head size.
 """
 
 from __future__ import annotations
@@ -21,12 +20,8 @@ Layers = dict[int, Pair]
 
 class GrowingCache:
     """A key/value cache to which each forward pass appends the same number of columns for every row of the
-    batch.
-
-    Implements the protocol :class:`~ppfleetx.nn.attention.KeyValueCache`. Spare columns are allocated in
-    advance, so most passes only write the new columns. Copying all keys and values in every pass would take a
-    sixth of a pass's time for a batch of 8 on a CPU.
-    """
+    batch. Implements the protocol :class:`~ppfleetx.nn.attention.KeyValueCache`. Spare columns are allocated
+    in advance, so most passes copy no old keys and values."""
 
     def __init__(self) -> None:
         self._layers: Layers = {}  # [b, g, k, d], contiguous; unused columns hold finite numbers
@@ -41,9 +36,9 @@ class GrowingCache:
         layer then calls :meth:`update`.
 
         Args:
-            visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.
-                The causal mask applies as well. In the first pass, :meth:`update` ignores this, because
-                attention then masks padding itself.
+            visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to,
+                in addition to the causal mask. In the first pass, :meth:`update` ignores it, because
+                attention masks padding itself.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         self._past, self.length = self.length, self.length + num_new
@@ -54,48 +49,39 @@ class GrowingCache:
         self._row_lengths = row_lengths
 
     def row_lengths(self) -> paddle.Tensor:
-        """The number of tokens of each row, ``[b, 1]`` int64. Part of the ``KeyValueCache`` protocol."""
+        """The number of tokens of each row, ``[b, 1]`` int64."""
         lengths = self._visible.sum(axis=1) if self._row_lengths is None else self._row_lengths
         return paddle.to_tensor(lengths.astype(np.int64)[:, None])
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
-        """Allocate the tensors of :meth:`memory` in the first pass. Needed only for the operator that
-        computes all layers at once. Layers that run one by one need no such call.
-        """
+        """Allocate the tensors of :meth:`memory` in the first pass. Only the operator that computes all
+        layers at once needs this call."""
         shape = [rows, groups, self.length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append ``key`` and ``value`` of the new positions to the cache of one layer. Both are [rows,
-        key/value heads, new positions, head size].
-
-        Returns the layer's keys and values, and the additive attention mask; None: only the causal mask
-        applies. Part of the ``KeyValueCache`` protocol.
-        """
+        """Append the ``key`` and ``value`` of new positions, [rows, key/value heads, new positions, head
+        size], to the cache of one layer. Returns the layer's keys and values, and the additive attention
+        mask; None if the causal mask is enough."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             return key, value, None
         keys, values = self._layers[layer_index]
-        self._write(keys, key)
-        self._write(values, value)
+        self._write_new_columns(keys, key)
+        self._write_new_columns(values, value)
         return keys, values, self._penalty(window, keys.shape[2])
 
     @property
     def follows(self) -> bool:
-        """Whether the cache held columns before the current pass, that is, whether this is not the first
-        pass.
-        """
+        """Whether the cache held columns before the current pass; False in the first pass."""
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
         """The keys of layer 0, its values, the keys of layer 1, and so on, for an operator that computes all
-        layers at once. Each is [rows, key/value heads, allocated positions, head size].
-
-        The tensors have room for the new positions, which the operator fills. In the first pass,
-        :meth:`begin` must be called before.
-        """
+        layers at once and writes the new positions. Each is [rows, key/value heads, allocated positions, head
+        size]. In the first pass, call :meth:`begin` before."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:
@@ -103,8 +89,7 @@ class GrowingCache:
 
     def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
         """The additive attention mask for a layer with a sliding window of ``window`` positions (None: no
-        window). Returns None if the causal mask is enough.
-        """
+        window). Returns None if the causal mask is enough."""
         if window is None and self._visible.all():
             return None
         return self._penalty(window, self.memory()[0].shape[2])
@@ -123,15 +108,12 @@ class GrowingCache:
         for index, (key, value) in self._layers.items():
             self._layers[index] = (key.index_select(rows, axis=0), value.index_select(rows, axis=0))
 
-    def _write(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
-        """Write the keys or values ``new`` of the new positions into ``memory``. Uses a scatter, because it
-        is faster than slice assignment here. Shapes are [rows, key/value heads, positions, head size].
-        """
+    def _write_new_columns(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
         rows, groups, num_columns, size = memory.shape
         if self._places is None:
             first = np.arange(rows * groups)[:, None] * num_columns
             self._places = paddle.to_tensor((first + np.arange(self._past, self.length)).flatten())
-        # A reshaped tensor shares the memory.
+        # A reshaped tensor shares the memory, and a scatter is faster here than slice assignment.
         paddle.scatter_(memory.reshape([-1, size]), self._places, new.reshape([-1, size]))
 
     def _make_room(self) -> None:
@@ -145,9 +127,8 @@ class GrowingCache:
 
 
 def _lengthened(held: paddle.Tensor, length: int, room: int) -> paddle.Tensor:
-    """Return the first ``length`` columns (positions) of keys or values ``held``, followed by ``room``
-    columns of zeros. Shapes are [rows, key/value heads, columns, head size].
-    """
+    """Return the first ``length`` positions of the keys or values ``held`` [rows, key/value heads, positions,
+    head size], followed by ``room`` positions of zeros."""
     rows, groups, _, size = held.shape
     zeros = paddle.zeros([rows, groups, room, size], dtype=held.dtype)
     return paddle.concat([held[:, :, :length], zeros], axis=2)

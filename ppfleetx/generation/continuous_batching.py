@@ -28,8 +28,8 @@ class JoinableCache(GrowingCache):
     """A key/value cache to which sequences (rows) of any length can be added.
 
     All rows have the same number of columns. A short row has unused columns on its left, and rejected draft
-    tokens leave unused columns in the middle. The cache does not know which columns are in use: the caller
-    passes this to each forward pass as an attention mask.
+    tokens leave unused columns in the middle. The caller passes an attention mask that hides them to each
+    forward pass.
     """
 
     def forget_first(self, columns: int) -> None:
@@ -43,8 +43,7 @@ class JoinableCache(GrowingCache):
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
         """Fill an empty cache with ``rows`` copies of one cached sequence: the first ``columns`` positions of
-        its keys and values, ``layers``.
-        """
+        its keys and values, ``layers``."""
         index = paddle.zeros([rows], dtype="int64")
         self._layers = {
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
@@ -53,9 +52,8 @@ class JoinableCache(GrowingCache):
         self.length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
-        """Return a copy of the keys and values of one row at the columns (positions) ``columns``. For each
-        layer, both are [1, key/value heads, number of columns, head size].
-        """
+        """Return a copy of the keys and values of one row at the positions ``columns``. For each layer, both
+        are [1, key/value heads, number of columns, head size]."""
         index = paddle.to_tensor(columns)
         return {
             layer: tuple(held[row : row + 1].index_select(index, axis=2) for held in pair)
@@ -63,9 +61,7 @@ class JoinableCache(GrowingCache):
         }
 
     def keep_columns(self, columns: np.ndarray) -> None:
-        """Keep only some columns (positions) of the cache: those numbered ``columns[i]`` in row i, in this
-        order. The number of columns is the same for all rows.
-        """
+        """Keep only the columns (positions) ``columns[i]`` of each row i, in this order."""
         indices = [paddle.to_tensor(row) for row in columns]
         for layer, pair in self._layers.items():
             key, value = (
@@ -76,9 +72,7 @@ class JoinableCache(GrowingCache):
         self.length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
-        """Append the rows of another cache to this one. Rows are aligned on the right, so all end at the same
-        column.
-        """
+        """Append the rows of another cache to this one. All rows end at the same column."""
         columns = max(self.length, other.length)
         for layer, theirs in other._layers.items():
             mine = self._layers.get(layer, ())
@@ -92,9 +86,8 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """Return the first ``length`` columns (positions) of keys or values ``tensor``, padded on the left with
-    zeros to ``columns`` columns. Shapes are [rows, key/value heads, columns, head size].
-    """
+    """Return the first ``length`` positions of the keys or values ``tensor`` [rows, key/value heads,
+    positions, head size], padded on the left with zeros to ``columns`` positions."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape
@@ -103,12 +96,12 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 
 
 class ContinuousBatch:
-    """A batch of sequences (rows) that new prompts can join at any step; computes the next-token logits.
+    """A batch of sequences (rows) that new prompts can join at any step; computes the next-token logits. Each
+    row gets the logits it would get alone, up to float rounding.
 
-    Each row gets the logits it would get alone, up to float rounding. ``prefixes`` keeps keys and values of
-    earlier rows, so a prompt that starts with the same tokens needs not compute them again. With LongRoPE, a
-    row that grows longer than the model's ``switch_length`` is recomputed, because its cached keys have the
-    rotary angles of short rows.
+    ``prefixes`` keeps keys and values of earlier rows for prompts that start with the same tokens. A row that
+    grows longer than LongRoPE's ``switch_length`` is recomputed, because its cached keys have other rotary
+    angles.
     """
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
@@ -123,10 +116,8 @@ class ContinuousBatch:
 
     @property
     def max_drafts(self) -> int:
-        """The maximum number of draft tokens per row in the next pass. There is a limit only for LongRoPE
-        models: a row must not exceed ``switch_length``, where the rotary angles change, in the middle of a
-        pass.
-        """
+        """The maximum number of draft tokens per row in the next pass. Only LongRoPE models have a limit: a
+        row must not exceed ``switch_length``, where the rotary angles change, in the middle of a pass."""
         switch = self._model.switch_length
         if switch is None:
             return sys.maxsize
@@ -134,17 +125,15 @@ class ContinuousBatch:
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> None:
         """Add ``copies[i]`` identical rows for each ``prompts[i]``. The next call of :meth:`next_logits` runs
-        each prompt once, however many copies it has.
-        """
+        each prompt once."""
         assert all(prompts), "a row starts from at least one token"
         for prompt, count in zip(prompts, copies, strict=True):
             self._newcomers.append((list(prompt), count))
             self.history += [list(prompt) for _ in range(count)]
 
     def next_logits(self) -> paddle.Tensor:
-        """Compute the logits ``[b, V]`` float32 for the next token of each row. Old rows run one pass over
-        their last token, and new rows run over their prompts.
-        """
+        """Compute the logits ``[b, V]`` float32 for the next token of each row. Old rows run their last
+        token, and new rows their prompts."""
         parts = []
         if len(self._visible):
             parts.append(self._step([()] * len(self._visible)))
@@ -153,12 +142,12 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def logits_with_drafts(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Run each row's last token and its draft tokens in one pass (speculative decoding).
+        """Run each row's last token and its draft tokens in one pass (speculative decoding). The draft tokens
+        do not become part of the row; call :meth:`append` with the accepted ones.
 
         Returns logits ``[1 + s, b, V]`` float32, where s is the largest number of draft tokens of a row, at
-        most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token. For a
-        row with fewer drafts, the logits at the end are meaningless. The draft tokens do not become part of
-        the row; call :meth:`append` with the accepted ones.
+        most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token.
+        Logits after missing draft tokens are meaningless.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         assert max(map(len, drafts)) <= self.max_drafts
@@ -166,10 +155,8 @@ class ContinuousBatch:
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Replace the tokens of every row by ``rows``, and return the next-token logits ``[b, V]`` float32.
-
-        Used by a draft model, whose rejected tokens are replaced by the target model's. Only tokens after the
-        part that old and new row have in common are run.
-        """
+        Only tokens after the common prefix of old and new row are run. A draft model uses this to replace
+        rejected tokens."""
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -246,9 +233,8 @@ class ContinuousBatch:
         )
 
     def _recompute_switched(self, lengths: np.ndarray) -> None:
-        """Recompute the rows that have crossed LongRoPE's ``switch_length``: their cached keys have the
-        angles for the old length. ``lengths [b]`` are the new lengths.
-        """
+        """Recompute the rows that have crossed LongRoPE's ``switch_length``, because their cached keys have
+        the rotary angles of short rows. ``lengths [b]`` are the new lengths."""
         is_long = self._are_long(lengths)
         turned = (is_long != self._is_long) & self._visible.any(axis=1)
         self._is_long = is_long
@@ -297,8 +283,7 @@ class ContinuousBatch:
 
     def _run_prompts(self, group: SeededPrompts, copies: Sequence[int]) -> paddle.Tensor:
         """Run a group of new prompts that start with the same cached prefix, and add ``copies[i]`` rows of
-        prompt i to the batch. Returns the logits ``[sum(copies), V]``.
-        """
+        prompt i to the batch. Returns the logits ``[sum(copies), V]``."""
         cache, lengths = JoinableCache(), np.array([len(prompt) for prompt in group.prompts])
         if group.length:
             cache.seed(group.layers, group.length, len(group.prompts))
@@ -320,9 +305,8 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run the model on the new tokens of several sequences, ``rows``, and add their keys and values to
-        ``cache``. At the start, ``cache`` holds a prefix that all these sequences share. ``lengths`` are the
-        lengths of the sequences, prefix included.
+        """Run the new tokens ``rows`` of several sequences, and append their keys and values to ``cache``,
+        which holds a prefix that all of them share. ``lengths`` are the sequences' lengths, prefix included.
 
         Returns the logits ``[b, V]`` after the last token of each sequence, and the cached positions that it
         may attend to, bool [b, positions].

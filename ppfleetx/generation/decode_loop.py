@@ -1,6 +1,6 @@
-"""The decoding loop of greedy search and sampling. (Beam search has its own.)
+"""The decoding loop of greedy search and sampling. Beam search has its own.
 
-Shape letters: b rows (sequences of the batch), V vocabulary size.
+Shape letters: b sequences of the batch, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ class Rules:
     """The rules that change logits before a token is chosen, and the tokens that end a sequence.
 
     Attributes:
-        end_ids: tokens that end a sequence.
         min_new_tokens: number of new tokens before an end token is allowed.
         options: the options of the logit processors, such as the repetition penalty.
-        forced_bos_id: the first new token; None: it is chosen like any other token.
-        forced_eos_id: the last token of a sequence that reaches its length limit; None: it is chosen like any
-            other token.
+        forced_bos_id: the first new token; None: any token.
+        forced_eos_id: the last token of a sequence that reaches its length limit; None: any token.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -47,9 +45,8 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether the rules could change the next logits of a sequence. If not, greedy search need not apply
-        them. ``num_new`` is the sequence's number of new tokens so far, ``limit`` the most it may get.
-        """
+        """Whether these rules can change the logits for the next token of a sequence that has ``num_new`` new
+        tokens, of at most ``limit``. If not, greedy search need not apply the rules."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)
@@ -96,11 +93,10 @@ def decode(
         session: holds the prompts; sequences that end are removed from it.
         choose: chooses the next tokens from the logits, after ``rules`` were applied.
         max_new_tokens: the limit of new tokens of each prompt, at least 1.
-        copies: number of continuations per prompt. Each prompt is run once. The continuations of prompt i are
-            results ``i * copies`` to ``(i + 1) * copies - 1``.
+        copies: number of continuations per prompt; the model runs a prompt only once. The continuations of
+            prompt i are results ``i * copies`` to ``(i + 1) * copies - 1``.
         on_token: callback for each new token; returns whether the sequence ends there.
-        num_top: number of alternatives to list with each token's log-probability. None: do not compute
-            log-probabilities.
+        num_top: number of alternatives to list with each token's log-probability. None: do not compute these.
     """
     logits = session.next_logits()
     if copies > 1:
@@ -142,11 +138,11 @@ def process(
     rules: Rules,
 ) -> paddle.Tensor:
     """Apply ``rules`` to ``logits [b, V]``: first the logit processors, then the minimum length, then forced
-    tokens.
+    tokens. Beam search passes log-probabilities instead of logits.
 
-    Beam search passes log-probabilities instead of logits. ``num_new`` is the number of new tokens of each
-    row so far, and ``limits [b]`` the most they may get. ``tokens`` is a function that returns the token ids
-    of each row, prompt included; it is called only if a processor needs them.
+    ``num_new`` is the number of new tokens of each row so far, and ``limits [b]`` the most they may get.
+    ``tokens`` returns the token ids of each row, prompt included; it is called only if a processor needs
+    them.
     """
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
@@ -167,9 +163,7 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 class Sampler:
     """Chooses tokens at random. The random numbers of a sequence depend only on the seed and on its entry in
-    ``streams``, (prompt index, number of the continuation), so its result does not depend on the rest of the
-    batch.
-    """
+    ``streams``: (prompt index, number of the continuation)."""
 
     def __init__(
         self,

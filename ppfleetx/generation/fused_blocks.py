@@ -1,8 +1,5 @@
 """Run all transformer blocks of a model in one C++ operation on a CPU, if the operation supports the layers.
-
-In decoding, launching about thirty small operations per block takes much of the time that remains after
-reading the weights.
-"""
+This saves the launch of about thirty small operations per block."""
 
 from __future__ import annotations
 
@@ -34,11 +31,8 @@ available."""
 
 class FusedBlocks:
     """All transformer blocks and the final norm of a model as one C++ operation with a key/value cache. The
-    layers must satisfy :func:`can_fuse`.
-
-    ``takes_prompts`` says whether prompts run in this operation as well as single tokens. Only models with
-    low-bit weights do so; for float32 weights, MKL is faster on prompts.
-    """
+    layers must satisfy :func:`can_fuse`. ``takes_prompts`` says whether the operation also runs prompts; with
+    float32 weights it does not, because MKL is faster."""
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         *self._blocks, self._final_norm = layers
@@ -50,10 +44,9 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """Return the model's weights in the memory layout for a pass of ``num_rows`` new tokens after
-        ``num_columns`` cached positions. None if the pass is too large for the operation, or memory is too
-        small for another copy of the weights.
-        """
+        """Return the model's weights in the layout for a pass of ``num_rows`` new tokens after
+        ``num_columns`` cached positions. None if the pass is too large for the operation, or another copy of
+        the weights does not fit into memory."""
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
             return None
@@ -71,10 +64,9 @@ class FusedBlocks:
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions ``position_ids
-        [b, s]``, and update ``cache``. Returns None, without running, if ``hidden`` is not float32 on a CPU,
-        or if :meth:`weights` returns None for this pass.
-        """
+        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions
+        ``position_ids [b, s]``, and update ``cache``. Returns None, without running, if ``hidden`` is not
+        float32 on a CPU, or if :meth:`weights` returns None for this pass."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -101,18 +93,15 @@ class FusedBlocks:
         penalty: paddle.Tensor | None,
         memory: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the C++ operation (:func:`ppfleetx.nn.cpu_ops.fused_blocks.run`) with these weights and cache
-        tensors. Computes the rotary angles that it needs from ``position_ids``.
-        """
+        """Run the C++ operation with these weights and cache tensors, and with the rotary angles at
+        ``position_ids``."""
         angles = self.angles(position_ids)
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
         """Collect all weights of the blocks in the layout of the C++ operation.
-
-        ``add_linear(weights, layer)`` adds the matrix of one linear layer, or returns False if the matrix is
-        not available. Then this method returns None.
-        """
+        ``add_linear(weights, layer)`` adds the matrix of one linear layer; if it returns False because there
+        is none, this method returns None."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
@@ -126,9 +115,8 @@ class FusedBlocks:
 
 
 def fused_blocks_of(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """Build the one-operation form of a model's blocks and final norm. Returns None if the operator is not
-    compiled or does not support the layers.
-    """
+    """Make the `FusedBlocks` for a model's blocks and final norm. Returns None if the operator is not
+    compiled or does not support the layers."""
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -136,9 +124,8 @@ def fused_blocks_of(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
-    """Whether the C++ operator supports the architecture of these layers: blocks, then the final norm. Does
-    not check how the matrices are stored (float32 or quantized).
-    """
+    """Whether the C++ operator supports the architecture of ``layers``: blocks, then the final norm. How
+    matrices are stored (float32 or quantized) is not checked."""
     *blocks, final_norm = layers
     if not blocks or type(final_norm) is not FinalNorm or final_norm.multiplier != 1.0:
         return False

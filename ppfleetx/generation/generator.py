@@ -39,7 +39,7 @@ class Batch:
     Attributes:
         default_seed: the seed to use if ``cfg.seed`` is None.
         first_prompt: the index of the batch's first prompt in the caller's list.
-        max_new_tokens: limit of new tokens of each prompt.
+        max_new_tokens: limit of new tokens for each prompt.
     """
 
     cfg: GenerationConfig
@@ -62,10 +62,9 @@ class Batch:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether to generate this batch by speculative decoding. If an assistant model is set, always. If
-        not, prompt lookup is used if it is enabled, but only for greedy search of a few prompts, where it
-        pays off.
-        """
+        """Whether to generate this batch by speculative decoding. An assistant model is always used if there
+        is one. Prompt lookup, if it is enabled, is used only for greedy search of a few prompts, where it
+        pays off."""
         cfg = self.cfg
         if cfg.assistant_model is not None:
             return True
@@ -82,17 +81,15 @@ class Batch:
         return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
 
     def exponentials(self, vocab_size: int) -> np.ndarray:
-        """The random numbers for sampling all steps, ``[rows, steps, n]`` float32, drawn from Exp(1). Each
-        step of a row needs n of them (`race_size`).
-        """
+        """The random numbers for sampling all steps, ``[rows, steps, n]`` float32, drawn from Exp(1). A step
+        of one row needs n numbers (`race_size`)."""
         steps = max(self.max_new_tokens)
         streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]
         return np.stack([stream.numbers(0, steps) for stream in streams])
 
     def uniforms(self) -> np.ndarray:
-        """Random numbers in [0, 1), ``[rows, steps]`` float32, for sampling with programs that were exported
-        in the older format 2.
-        """
+        """Random numbers in [0, 1), ``[rows, steps]`` float32, for sampling with programs exported in the
+        older format 2."""
         steps = max(self.max_new_tokens)
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 
@@ -123,10 +120,8 @@ class Generation:
 
 class TextGenerator(ABC):
     """Base class of generators. It encodes prompts, checks length limits and decodes texts; subclasses
-    generate the tokens of one batch.
-
-    ``max_positions`` limits the length of a prompt plus its continuation, in tokens.
-    """
+    generate the tokens of one batch. ``max_positions`` limits the length of a prompt plus its
+    continuation."""
 
     takes_assistant = False
     """Whether this generator supports `Generation.assistant_model`."""
@@ -148,14 +143,14 @@ class TextGenerator(ABC):
         prompt.
 
         Args:
-            prompts: texts (encoded by `Tokenizer.encode_prompt`) or lists of token ids. An empty prompt is
-                replaced by the BOS token or, without BOS, the end-of-document token.
+            prompts: texts (encoded by `Tokenizer.encode_prompt`) or lists of token ids. An empty prompt
+                becomes the BOS token or, without BOS, the end-of-document token.
             seed: the seed if ``cfg.seed`` is None.
             on_text: callback for each new piece of text.
-            batch_rows: number of sequences to generate in one batch. All continuations of a prompt are in the
-                same batch, even if there are more. Results do not depend on this, except for float rounding.
-            first_prompt: the index of the first of ``prompts`` in a larger list. Random numbers depend on a
-                prompt's index.
+            batch_rows: number of sequences in one batch, but at least all continuations of one prompt.
+                Results do not depend on this, except for float rounding.
+            first_prompt: the index of the first of ``prompts`` in a larger list, on which random numbers
+                depend.
 
         Raises:
             ConfigError: an option does not fit the model or the prompts.
@@ -190,18 +185,15 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that end a continuation: those that ``cfg`` names or, if it names none, those of the
-        tokenizer's files. Stop tokens of ``cfg`` are added.
-        """
+        """The tokens that end a continuation: those that ``cfg`` names or else those of the tokenizer's
+        files, plus the stop tokens of ``cfg``."""
         check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
         return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         """Generate all continuations of a batch of prompts: those of the first prompt, then those of the
-        second, and so on. ``texts`` has a `RowText` for each continuation, in this order; this method gives
-        it every token of the continuation.
-        """
+        second, and so on. Every token must be fed to the `RowText` in ``texts`` of its continuation."""
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
@@ -223,12 +215,9 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """Return the maximum number of new tokens of prompt ``number``, so that prompt and continuation fit
-        into the model's positions.
-
-        If ``max_dec_len`` does not fit, its default value is reduced, and a value set by the user raises
-        ConfigError.
-        """
+        """Return the maximum number of new tokens of prompt ``number`` that fit into the model's positions. A
+        default ``max_dec_len`` is reduced to fit; one set by the user that does not fit raises
+        ConfigError."""
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
@@ -244,12 +233,11 @@ class TextGenerator(ABC):
 
 class Generator(TextGenerator):
     """Generates text with a model in this process. Create it after the model's weights are loaded, because it
-    may copy some of them.
+    may copy some of them. Raises DataError if the tokenizer has ids outside the model's vocabulary.
 
     Without a tokenizer, prompts and results are token ids. All ranks of a tensor-parallel ``vocab_group``
     must call `generate` with the same prompts at the same time, and get the same results. ``load_assistant``
-    loads the draft model that ``Generation.assistant_model`` names. Raises DataError if the tokenizer has ids
-    outside the model's vocabulary.
+    loads the draft model ``Generation.assistant_model``.
     """
 
     def __init__(
@@ -318,9 +306,8 @@ class Generator(TextGenerator):
         )
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Run beam search on a batch. Text is given to ``on_text`` only at the end, because beams can change
-        until then.
-        """
+        """Run beam search on a batch. ``on_text`` gets the text only at the end, because beams can change
+        until then."""
         cfg = batch.cfg
         options = BeamOptions(
             cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate

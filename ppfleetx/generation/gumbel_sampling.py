@@ -1,13 +1,11 @@
 """Reproducible sampling with the Gumbel-max trick.
 
 Each token with probability p gets a time E / p, where E is drawn from Exp(1), and the token with the smallest
-time is selected. This samples each token with its probability. Rounding changes the result only if two times
-are almost equal, whereas inverse-CDF sampling is sensitive to errors in the cumulative sums.
-``docs/generation.md`` gives the frequency of such changes, which does not depend on the vocabulary size.
+time is selected. Rounding changes the result only if two times are almost equal (``docs/generation.md`` gives
+the frequency), whereas inverse-CDF sampling is sensitive to errors in the cumulative sums.
 
-A draw has two rounds, so that a few hundred random numbers are enough for any vocabulary: first select a
-block of `BLOCK` consecutive ids, then a token in the block. Sums are computed in float64, so all devices get
-the same result.
+A draw first selects a block of `BLOCK` consecutive ids, then a token in the block, so a few hundred random
+numbers are enough for any vocabulary. Sums are computed in float64, so all devices get the same result.
 
 Shape letters: b rows, V vocabulary size, n random numbers per draw.
 """
@@ -24,29 +22,23 @@ _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
 
 def race_size(vocab_size: int) -> int:
-    """The number of random numbers needed to sample one token (n). Sampling first selects a block of the
-    vocabulary and then a token in it, so there is one number for each block, and one for each position in a
-    block.
-    """
+    """Return the number n of random numbers needed to sample one token: one for each block of the vocabulary,
+    and one for each position in a block."""
     return BLOCK + -(-vocab_size // BLOCK)
 
 
 class RandomStream:
-    """The random numbers for sampling one sequence. They are a function of the seed, the prompt's index, the
-    number of the continuation, and the step.
-
-    They are computed on the host from the raw output of Philox 4x64-10, which NumPy keeps stable. So they do
-    not depend on the device, on other sequences of the batch, or on NumPy's version.
-    """
+    """The random numbers for sampling one sequence. They depend only on the seed, the prompt's index, the
+    number of the continuation, and the step, not on the device or NumPy's version: they come from the raw
+    output of Philox 4x64-10."""
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
         self._key, self._size = _key(seed, prompt, copy), race_size(vocab_size)
         self._philox, self._step = np.random.Philox(key=self._key), 0
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
-        """The random numbers for ``num_steps`` steps, the first of which is ``step``: ``[num_steps, n]``
-        float32, drawn from Exp(1), all above 0. Each step needs n numbers (`race_size`).
-        """
+        """The random numbers for ``num_steps`` steps from ``step`` on, ``[num_steps, n]`` float32, drawn from
+        Exp(1), all above 0. Each step needs n numbers (`race_size`)."""
         counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)
@@ -68,21 +60,17 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Sample one token per row with the Gumbel-max trick. Returns token ids ``[b]`` int64.
-
-    Args:
-        weights: unnormalized probabilities ``[b, V]`` float32; a token with weight 0 is never drawn.
-        exponentials: ``[b, n]`` float32: the n random numbers of this step from each row's `RandomStream`.
-    """
+    """Sample one token per row with the Gumbel-max trick. ``weights [b, V]`` float32 are unnormalized
+    probabilities, and ``exponentials [b, n]`` float32 the n random numbers of this step from each row's
+    `RandomStream`. Returns token ids ``[b]`` int64, never of a token with weight 0."""
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
-        return paddle.to_tensor(_draw_on_host(weights.numpy(), exponentials.numpy()))
+        return paddle.to_tensor(_draw_with_numpy(weights.numpy(), exponentials.numpy()))
     return draw_by_operations(weights, exponentials)
 
 
 def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Compute the same as :func:`draw` with Paddle operations only, so that it runs on any device and can be
-    exported.
-    """
+    """Compute the same as :func:`draw` with Paddle operations only, for any device and for exported
+    programs."""
     vocab_size = weights.shape[-1]
     num_blocks = -(-vocab_size // BLOCK)
     missing = num_blocks * BLOCK - vocab_size
@@ -98,8 +86,7 @@ def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> p
     return (block * BLOCK + place).clip(max=vocab_size - 1)
 
 
-def _draw_on_host(weights: np.ndarray, exponentials: np.ndarray) -> np.ndarray:
-    """Compute the same as :func:`draw` with NumPy, which is faster on a CPU."""
+def _draw_with_numpy(weights: np.ndarray, exponentials: np.ndarray) -> np.ndarray:
     rows, vocab_size = weights.shape
     missing = -vocab_size % BLOCK
     if missing:

@@ -1,9 +1,8 @@
 """Prefix caching: reuse the keys and values of earlier sequences for prompts that start with the same tokens.
+This saves time in chats, which repeat the system message and all earlier turns in each turn.
 
-This saves time in chats, which share a system message and repeat all earlier turns in each turn. Keys and
-values of a prefix do not depend on later tokens, up to float rounding. (With LongRoPE, they also depend on
-whether the sequence is longer than the model's switch length.) The cache holds a limited number of positions
-and evicts the least recently used sequences.
+Keys and values of a prefix do not depend on later tokens, up to float rounding, except that LongRoPE uses
+other factors for long sequences. The cache evicts the least recently used sequences.
 """
 
 from __future__ import annotations
@@ -29,13 +28,9 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SeededPrompts:
-    """New prompts that start with the same cached prefix and run as one batch.
-
-    Attributes:
-        prompts: the token ids of each prompt, prefix included.
-        length: the length of the prefix in tokens.
-        layers: cached keys and values of each layer, for at least ``length`` positions.
-    """
+    """New prompts that start with the same cached prefix and run as one batch. ``prompts`` are the token ids
+    of each, prefix included. ``layers`` are cached keys and values for at least the ``length`` positions of
+    the prefix."""
 
     prompts: list[Sequence[int]]
     length: int = 0
@@ -47,13 +42,9 @@ class SeededPrompts:
 
 
 class PrefixStore:
-    """The prefix cache: an LRU store of the keys and values of earlier sequences.
-
-    Attributes:
-        max_tokens: the maximum number of positions in the store.
-        num_tokens: the number of positions in the store now.
-        num_reused: total number of prompt positions whose keys and values were taken from the store.
-    """
+    """The prefix cache: an LRU store of the keys and values of earlier sequences. It holds ``num_tokens``
+    positions, at most ``max_tokens``. ``num_reused`` counts the prompt positions that were taken from the
+    store so far."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.num_tokens, self.num_reused = max_tokens, 0, 0
@@ -63,12 +54,8 @@ class PrefixStore:
         self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
     ) -> list[SeededPrompts]:
         """Divide new prompts into groups that start with the same cached prefix and can run as one batch. A
-        group has consecutive prompts, so their order is kept.
-
-        Args:
-            are_long: for each prompt, whether it uses LongRoPE's factors for long sequences; None for models
-                without LongRoPE.
-        """
+        group has consecutive prompts. ``are_long`` says which prompts use LongRoPE's factors for long
+        sequences."""
         kinds = are_long or [False] * len(prompts)
         found = [
             (prompt, *self._longest_prefix(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)
@@ -88,13 +75,10 @@ class PrefixStore:
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values ``layers`` of a sequence, ``tokens``, which has at most ``max_tokens``
-        tokens. It replaces stored sequences that are its prefixes. Evicts the least recently used sequences
-        to make room. For each layer, keys and values are
-        [1, key/value heads, number of tokens, head size].
-
-        ``is_long`` says whether the sequence uses LongRoPE's factors for long sequences.
-        """
+        """Store the keys and values ``layers`` of the sequence ``tokens``, which has at most ``max_tokens``;
+        for each layer, [1, key/value heads, number of tokens, head size]. Drops stored prefixes of the
+        sequence, and the least recently used sequences to make room. ``is_long``: whether it uses LongRoPE's
+        factors for long sequences."""
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces entries that are its prefixes.
         self._entries = [
@@ -108,10 +92,8 @@ class PrefixStore:
 
     def _longest_prefix(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
         """Find the longest cached prefix of a prompt. Returns its length, and the keys and values of the
-        stored sequence that has it.
-
-        The prompt's last token is never part of the prefix, because the model must run it to get logits.
-        """
+        stored sequence that starts with it. The prefix never includes the prompt's last token, which the
+        model must run to get logits."""
         array = np.array(prompt[:-1], np.int64)
         lengths = [_num_reusable(one, array, is_long) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)

@@ -1,8 +1,7 @@
 """Operations on the logits or probabilities of the next token: penalties, temperature, top-k, top-p and
-others. Results are as in Hugging Face transformers.
+others, as in Hugging Face transformers. All except :func:`typical` also work in exported programs.
 
-All except :func:`typical` also work in exported programs. Shape letters: b rows (sequences of the batch), V
-vocabulary size, m candidate tokens.
+Shape letters: b rows (sequences of the batch), V vocabulary size, m candidate tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ SMALLEST = 1e-6
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
     """Apply the repetition penalty (Keskar et al., 2019) to ``logits [b, V]``. ``history`` are the token ids
-    of each row so far, int64 [b, length].
-
-    The logit of a token that has occurred is divided by ``penalty`` if positive, and multiplied by it if
-    negative. The number of occurrences does not matter.
-    """
+    of each row so far, int64 [b, length]. The logit of a token that has occurred, however often, is divided
+    by ``penalty`` if positive, and multiplied by it if negative."""
     seen = paddle.take_along_axis(logits, history, axis=1)
     seen = paddle.where(seen < 0, seen * penalty, seen / penalty)
     return paddle.put_along_axis(logits, history, seen, axis=1)
@@ -37,9 +33,8 @@ def forbid(logits: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
 
 
 def is_any_of(tokens: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """For each of the token ids ``tokens``, whether it is one of ``ids``. Both are flat tensors. Returns
-    bool, in the shape of ``tokens``.
-    """
+    """Whether each of the token ids ``tokens`` is one of ``ids``. Both are flat tensors. Returns bool, in the
+    shape of ``tokens``."""
     return (tokens.unsqueeze(-1) == ids).any(-1)
 
 
@@ -61,12 +56,12 @@ def candidates(
     min_p: float = 0.0,
     typical_p: float = 1.0,
 ) -> paddle.Tensor:
-    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits [b, V]``.
+    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits [b, V]``. Returns
+    unnormalized probabilities ``[b, V]``, which are 0 for tokens that are filtered out.
 
-    Returns unnormalized probabilities ``[b, V]``, which are 0 for tokens that are filtered out. Top-k keeps
-    the k likeliest tokens (0: all). Top-p keeps the smallest set of likeliest tokens whose probabilities,
-    normalized after top-k, sum to at least p; at least one token (Holtzman et al., 2020). Min-p keeps tokens
-    with at least ``min_p`` times the largest probability (Nguyen et al., 2024). For typical-p, see
+    Top-k keeps the k likeliest tokens (0: all). Top-p keeps the smallest set of likeliest tokens, at least
+    one, whose probabilities, normalized after top-k, sum to at least p (Holtzman et al., 2020). Min-p keeps
+    tokens with at least ``min_p`` times the largest probability (Nguyen et al., 2024). For typical-p, see
     :func:`typical`.
     """
     temperature, top_p = max(temperature, SMALLEST), max(top_p, SMALLEST)
@@ -86,11 +81,9 @@ def candidates(
 
 
 def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
-    """Apply locally typical sampling (Meister et al., 2022) to unnormalized probabilities ``[b, V]``.
-
-    Sorts tokens by the distance of their information (-log p) from the entropy of the distribution. Keeps the
-    nearest ones until their probabilities sum to ``mass``, and sets the others to 0.
-    """
+    """Apply locally typical sampling (Meister et al., 2022) to unnormalized probabilities ``[b, V]``. Keeps
+    the tokens whose information (-log p) is nearest to the entropy of the distribution until they sum to
+    ``mass``, and sets the others to 0."""
     given = weights.numpy()
     probabilities = given.astype(np.float64) / given.sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -105,21 +98,17 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Arrange ``probabilities [b, m]`` of m candidate tokens by token id, ``[b, vocab_size]``. ``ids [b, m]``
-    are the candidates' ids; other tokens get 0.
-
-    Sampling then goes through tokens in the order of ids. In the order of probabilities, rounding could swap
-    two almost equally likely tokens.
-    """
+    """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as
+    ``[b, vocab_size]``; other tokens get 0. In the order of probabilities, rounding could swap two almost
+    equally likely tokens and change the sample."""
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return the ``count`` largest values in each row of a matrix, in descending order, and their column
-    indices.
-    """
-    if not _is_on_host(values):
+    indices."""
+    if not _numpy_can_read(values):
         return paddle.topk(values, count, axis=-1)
     # NumPy's argpartition is several times faster than Paddle's CPU kernel, which sorts whole rows.
     array = values.numpy()
@@ -141,21 +130,16 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
 
 
 def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to the probabilities of m candidate tokens ``[b, m]`` that are already in descending order:
-    once they sum to ``top_p``, the rest of the row becomes 0.
-    """
+    """Apply top-p to the probabilities ``[b, m]`` of candidate tokens in descending order: once they sum to
+    ``top_p``, the rest of the row becomes 0."""
     return paddle.where(_sum_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
     """Apply top-p to probabilities ``[b, V]`` in the order of token ids. Among equally likely tokens at the
-    limit, lower ids are kept.
-
-    There are four implementations: our C++ operator; NumPy if the operator is not compiled; a sort on GPUs;
-    and :mod:`ppfleetx.deploy.static.sampling` for exported programs, which cannot use NumPy. Tests verify
-    that all keep the same tokens.
-    """
-    if _is_on_host(probabilities):
+    limit, lower ids are kept. Tests compare four implementations: our C++ operator; NumPy if it is not
+    compiled; a sort on GPUs; and :mod:`ppfleetx.deploy.static.sampling` for exported programs."""
+    if _numpy_can_read(probabilities):
         if cpu_ops.are_available():
             return cpu_ops.nucleus(probabilities, paddle.full([1], top_p, "float32"))
         # Paddle's CPU sort of two rows takes longer than a whole step of a small model.
@@ -167,11 +151,8 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """Apply top-p to one row of probabilities ``[V]`` with NumPy.
-
-    Instead of sorting the whole row, puts the probabilities into buckets by size, and sorts only the bucket
-    in which the sum reaches ``top_p``.
-    """
+    """Apply top-p to one row of probabilities ``[V]`` with NumPy. Instead of sorting the row, puts the
+    probabilities into buckets by size, and sorts only the bucket in which the sum reaches ``top_p``."""
     top_p = _in_float32(top_p)
     # Bucket by exponent and the top 8 fraction bits. The order is right because no number is negative.
     bucket = probabilities.view(np.int32) >> 15
@@ -193,20 +174,16 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return the smallest probability that top-p keeps in each row, and the number of probabilities it keeps,
-    ``[b, 1]`` each.
-
-    The probabilities of m candidate tokens, ``[b, m]``, must be in descending order and sum to at least
-    ``top_p``.
-    """
+    ``[b, 1]`` each. ``falling [b, m]`` are the probabilities of candidate tokens in descending order, which
+    sum to at least ``top_p``."""
     count = (_sum_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
     """Set all but the ``count`` largest values in each row of ``probabilities [b, V]`` to 0. ``smallest`` is
-    the smallest of these; if too many values equal it, those with the lowest ids are kept. ``count`` and
-    ``smallest`` are ``[b, 1]``.
-    """
+    the smallest of these; if several values equal it, those with the lowest ids are kept. ``count`` and
+    ``smallest`` are ``[b, 1]``."""
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):
@@ -217,22 +194,17 @@ def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: padd
 
 
 def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
-    """For each value in a row, the sum of the values before it (exclusive cumulative sum), in float64. All
-    implementations of top-p use this sum, so they keep the same tokens.
-    """
+    """For each value in a row, the sum of the values before it, in float64. All implementations of top-p use
+    this sum, so they keep the same tokens."""
     cumulative = falling.astype("float64").cumsum(-1)
     return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
 
 
 def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """Round ``top_p`` to float32, as the C++ operator and exported programs do, so that all keep the same
-    tokens. For a tensor, which is in float32 already, the result is a tensor with dtype float64.
-    """
+    """Round the number ``top_p`` to float32, as the C++ operator and exported programs do, so that all keep
+    the same tokens. A tensor ``top_p`` is in float32 already, and is only cast to float64."""
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 
-def _is_on_host(tensor: paddle.Tensor) -> bool:
-    """Whether NumPy can read ``tensor``: it is in CPU memory and has values, because no program is being
-    exported.
-    """
+def _numpy_can_read(tensor: paddle.Tensor) -> bool:
     return paddle.in_dynamic_mode() and tensor.place.is_cpu_place()

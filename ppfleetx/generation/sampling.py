@@ -1,4 +1,4 @@
-"""Sample next tokens for a batch whose rows (sequences) have different options, and score the tokens of a
+"""Sample next tokens for a batch whose sequences (rows) have different options, and score the tokens of a
 text.
 
 Shape letters: b rows, V vocabulary size without padding.
@@ -25,10 +25,9 @@ class RowChoice:
     """The inputs for choosing the next token of one sequence.
 
     Attributes:
-        options: the sampling options.
         tokens: the sequence so far.
-        exponentials: the random numbers of this step from the sequence's `RandomStream`, a flat array; None
-            if ``temperature`` is 0.
+        exponentials: this step's random numbers from the sequence's `RandomStream`, flat; None at temperature
+            0.
         forbidden: ids that may not be chosen, such as end tokens before the minimum length.
     """
 
@@ -61,11 +60,8 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 @dataclass(frozen=True)
 class TokenScore:
     """The log-probability of a token, and the likeliest tokens at its position. Sampling options, such as
-    temperature, do not affect these.
-
-    ``logprob`` is None for the first token of a text, which nothing precedes. ``top`` lists (token id,
-    log-probability) in descending order.
-    """
+    temperature, do not affect these. ``logprob`` is None for the first token of a text. ``top`` lists (token
+    id, log-probability) in descending order."""
 
     token: int
     logprob: float | None
@@ -74,8 +70,7 @@ class TokenScore:
 
 def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
     """Compute the log-probability of ``tokens[i]`` in row i of ``logits [b, V]``, and the ``num_top``
-    likeliest tokens of that row.
-    """
+    likeliest tokens of that row."""
     scores = log_probabilities(logits)
     chosen = paddle.take_along_axis(scores, paddle.to_tensor(np.array(tokens)[:, None]), axis=1)
     own = chosen.flatten().numpy().tolist()
@@ -111,11 +106,8 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
 def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """Split the tokens of a text into chunks for one forward pass each, to limit memory.
-
-    Yields (index of the chunk's first token, number of its tokens, then the arguments for
-    :meth:`NextTokenModel.with_cache`).
-    """
+    """Split the tokens of a text into chunks, one forward pass each, to limit memory. Yields the index of a
+    chunk's first token, its number of tokens, and four arguments for :meth:`NextTokenModel.with_cache`."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

@@ -36,11 +36,9 @@ it."""
 
 
 class Grammar:
-    """A grammar for structured output, such as a JSON schema: says which tokens may come next. Sequences with
-    the same grammar can share one object.
-
-    ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if the grammar is invalid.
-    """
+    """A grammar for structured output, such as a JSON schema, which says which tokens may come next.
+    Sequences can share it. ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if
+    the grammar is invalid."""
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
         from llguidance import LLMatcher
@@ -55,12 +53,9 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for the structured output that the user asked for (``form``). A complete output
-        ends with one of ``end_ids``.
-
-        Raises ConfigError if llguidance is missing or does not support the grammar, or if there is no
-        tokenizer or no end token.
-        """
+        """Build the grammar for structured output. A complete output ends with one of ``end_ids``. Raises
+        ConfigError if llguidance is missing or does not support the grammar ``form``, or if there is no
+        tokenizer or end token."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):
@@ -73,9 +68,8 @@ class Grammar:
         return cls(_grammar(form), _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
-        """Whether each token of the vocabulary may come next, ``[V]`` bool. ``new`` are the tokens that the
-        sequence has after its prompt.
-        """
+        """Whether each token of the vocabulary may come next, ``[V]`` bool, after the generated tokens
+        ``new``."""
         matcher = self._matchers.pop(new[:-1], None) if new else None
         if matcher is None:
             matcher = self._start.deep_copy()
@@ -121,11 +115,8 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
 @dataclass(frozen=True)
 class SamplingParams:
     """The options of ``TokenOptions`` that act on logits, with texts (such as bad words) converted to token
-    ids.
-
-    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` determine the distribution to sample
-    from (:func:`ppfleetx.generation.processors.candidates`). The other options change the logits before that.
-    """
+    ids. Temperature, top-k, top-p, min-p and typical-p determine the distribution to sample from
+    (:func:`ppfleetx.generation.processors.candidates`). The others change the logits before that."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -146,8 +137,8 @@ class SamplingParams:
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> SamplingParams:
         """Make the sampling parameters from the options of a ``Generation`` section or a server request.
-        Raises ConfigError if an option does not fit the tokenizer, or needs a library that is not installed.
-        """
+        Raises ConfigError if an option does not fit the tokenizer, or needs a library that is not
+        installed."""
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
         words = [one for word in options.bad_words for one in _bad_word_sequences(word, tokenizer)]
         for key, ids in (
@@ -174,12 +165,9 @@ PLAIN = SamplingParams()
 
 
 def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndarray | None) -> paddle.Tensor:
-    """Choose the next token for each row of ``logits [b, V]``, to which the processors were applied: the
-    likeliest at temperature 0, else a sample.
-
-    ``exponentials [b, n]`` are the n random numbers of this step from each row's `RandomStream`, or None at
-    temperature 0.
-    """
+    """Choose the next token for each row of the processed ``logits [b, V]``: the likeliest at temperature 0,
+    else a sample. ``exponentials [b, n]`` are the n random numbers of this step from each row's
+    `RandomStream`, or None at temperature 0."""
     if options.temperature == 0.0:
         return logits.argmax(-1)
     weights = candidates(
@@ -215,9 +203,8 @@ def ended_by(
 def _bad_word_sequences(
     word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> list[tuple[int, ...]]:
-    """The token sequences to forbid for one of the ``bad_words``: the tokens of the word without a space
-    before it and, if they differ, those with a space. A word given as token ids is used as it is.
-    """
+    """Return the token sequences that forbid one of the ``bad_words``: the tokens of the word without a space
+    before it and, if they differ, with a space. A word given as token ids is used as it is."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (
@@ -263,17 +250,14 @@ def _penalize_repetition(logits: paddle.Tensor, factor: float, rows: Sequence[Ro
 
 
 def _penalize_presence(logits: paddle.Tensor, amount: float, rows: Sequence[RowTokens]) -> paddle.Tensor:
-    return logits - amount * paddle.to_tensor(np.minimum(_counts(rows, logits.shape[-1]), 1.0))
+    return logits - amount * paddle.to_tensor(np.minimum(_generated_counts(rows, logits.shape[-1]), 1.0))
 
 
 def _penalize_frequency(logits: paddle.Tensor, amount: float, rows: Sequence[RowTokens]) -> paddle.Tensor:
-    return logits - amount * paddle.to_tensor(_counts(rows, logits.shape[-1]))
+    return logits - amount * paddle.to_tensor(_generated_counts(rows, logits.shape[-1]))
 
 
-def _counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
-    """Count how often each token of the vocabulary occurs among the generated tokens of each row, ``[b, V]``
-    float32.
-    """
+def _generated_counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
     counts = [np.bincount(np.asarray(row.new, np.int64), minlength=vocab_size) for row in rows]
     return np.stack(counts).astype(np.float32)
 

@@ -24,17 +24,15 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 class NextTokenModel:
     """Wraps a model for generation: computes logits only for the last position, or the last few positions, of
-    each sequence.
-
-    Logits exclude vocabulary padding, so only ids below ``vocab_size`` can be chosen. Tensor-parallel ranks
-    of ``vocab_group`` must call every method at the same time; all get the same logits.
+    each sequence, and without vocabulary padding. Tensor-parallel ranks of ``vocab_group`` must call every
+    method at the same time; all get the same logits.
 
     Attributes:
         head_matrix: for a tied head, a copy of its weights ``[h, V]``, as integers if quantized. Later
             changes of the model's weights do not affect it. None if the head is not tied.
         small_head: the quantized head with its scales, if the head is tied and quantized.
-        switch_length: with LongRoPE, the length above which a sequence uses other rotary angles, so that its
-            cached keys become invalid. None for other models.
+        switch_length: the length above which LongRoPE changes a sequence's rotary angles, so that its cached
+            keys become invalid. None for other models.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
@@ -75,8 +73,8 @@ class NextTokenModel:
         Args:
             visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
                 padding on the left may be hidden.
-            num_last: return the logits after the last ``num_last`` positions, ``[num_last * b, V]``: all rows
-                at the earliest position, then all rows at the next.
+            num_last: return the logits of the last ``num_last`` positions, ``[num_last * b, V]``: all rows at
+                the earliest position, then all rows at the next.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         *_, head = self.model.stages
@@ -95,8 +93,7 @@ class NextTokenModel:
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
         """Compute the hidden states ``[s, b, h]`` before the head for new tokens ``[b, s]``. The arguments
-        are those of :meth:`with_cache`.
-        """
+        are those of :meth:`with_cache`."""
         state = (tokens, position_ids)
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
@@ -105,9 +102,8 @@ class NextTokenModel:
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Context manager: inside, layers run one by one, so their forward hooks are called. The operator
-        that fuses all layers would skip the hooks.
-        """
+        """Context manager: inside, layers run one by one, so that their forward hooks are called. The
+        operator that fuses all layers would skip the hooks."""
         self._layer_by_layer = True
         try:
             yield
@@ -116,9 +112,8 @@ class NextTokenModel:
 
     def _run_trunk(self, state: tuple[paddle.Tensor, ...], cache: GrowingCache) -> paddle.Tensor:
         """Run embedding, blocks and final norm, and return the hidden states ``[s, b, h]`` before the head.
-        Blocks and norm run as one fused operator if there is one that supports this pass, but not when
-        gradients are enabled or inside :meth:`layer_by_layer`.
-        """
+        Blocks and norm run as one fused operator if it supports this pass, except with gradients or inside
+        :meth:`layer_by_layer`."""
         position_ids = state[1]
         embedding, *rest, _ = self.model.stages
         state = embedding(state, cache)
@@ -159,12 +154,9 @@ def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad token ids of prompts to the length n of the longest one. Returns the array ``[b, n]`` int64,
-    and the number of padding tokens of each prompt, ``[b]`` int64.
-
-    The padding repeats the prompt's first token, so that the repetition penalty sees no additional tokens.
-    The model does not attend to padding.
-    """
+    """Left-pad the token ids of prompts to the length n of the longest one. Returns the array ``[b, n]``
+    int64, and the number of padding tokens of each prompt, ``[b]`` int64. The padding repeats the prompt's
+    first token, so the repetition penalty sees no other tokens."""
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
     rows = [
@@ -176,11 +168,10 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 class DecodingSession:
     """A batch of sequences (rows) that all grow by one token per step, for greedy search, sampling and beam
-    search.
+    search. With ``use_cache=False``, every step runs all tokens again.
 
     Prompts are padded on the left. Rows do not attend to padding, and positions count from the first real
-    token, so each row gets the logits it would get alone. With ``use_cache=False``, every step runs all
-    tokens again.
+    token, so each row gets the logits it would get alone.
     """
 
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:

@@ -1,11 +1,10 @@
 """Speculative decoding for greedy search. Draft tokens come from a smaller assistant model, or from the
 sequence's own text (prompt lookup decoding, Saxena, 2023). One forward pass of the model verifies several of
-them.
+them. Wrong draft tokens are dropped, so the result equals greedy search, up to float rounding.
 
-Prompt lookup works because text repeats: it finds an earlier occurrence of the last few tokens, and the
-tokens that followed there often follow again. For few sequences, reading the weights takes most of the time
-of a pass, so verifying several positions costs little more than computing one. Wrong draft tokens are
-dropped, so the result equals greedy search, up to float rounding.
+Prompt lookup proposes the tokens that followed an earlier occurrence of the last few tokens. For few
+sequences, a pass spends most of its time reading weights, so verifying several positions costs little more
+than computing one.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
 
 class Assistant:
     """A small draft model for speculative decoding, which proposes tokens by greedy search. ``max_positions``
-    is the longest sequence it can process; longer ones get no proposals.
-    """
+    is the longest sequence it can process."""
 
     def __init__(self, model: NextTokenModel, max_positions: int, tokenizer: Tokenizer | NoTokenizer) -> None:
         self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
 
     def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
-        """Raise ConfigError unless ``tokenizer``, that of the model to be assisted, gives the same token ids
-        as the assistant's tokenizer.
-        """
+        """Raise ConfigError unless the assistant's tokenizer gives the same ids as ``tokenizer``, that of the
+        model."""
         if isinstance(tokenizer, NoTokenizer) or isinstance(self._tokenizer, NoTokenizer):
             raise ConfigError(
                 "both models need a tokenizer: their token ids must mean the same",
@@ -59,11 +56,9 @@ class ProposedRows:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Draft up to ``counts[i]`` tokens that follow the sequence ``rows[i]``, with the assistant model.
-
-        The sequences must be those of the previous call, in the same order, each now with its accepted
-        tokens. Rejected proposals are dropped from the assistant's cache.
-        """
+        """Draft up to ``counts[i]`` tokens after the sequence ``rows[i]``, with the assistant model. If a
+        sequence is too long for the assistant, no sequence gets tokens. The sequences are those of the
+        previous call, in the same order, each now with its accepted tokens."""
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
         if most < 1:
@@ -107,11 +102,8 @@ def decode_with_drafts(
     on_token: OnToken | None = None,
 ) -> list[Row]:
     """Generate tokens for each prompt by greedy search with speculative decoding. Results are those of
-    :func:`~ppfleetx.generation.decode_loop.decode`.
-
-    The draft tokens come from ``assistant`` or, if that is None, from the sequence's own text. ``max_drafts``
-    limits the draft tokens of a sequence in one forward pass.
-    """
+    :func:`~ppfleetx.generation.decode_loop.decode`. Draft tokens come from ``assistant`` or, if that is None,
+    from the sequence's own text. ``max_drafts`` limits the draft tokens of a sequence in one forward pass."""
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
     rows = [
@@ -137,15 +129,14 @@ def decode_with_drafts(
             count = worthwhile([row.draft() for row in rows])
         else:
             drafts = assistant.propose([row.history for row in rows], [row.width for row in rows])
-            count = max(row.hold(own) for row, own in zip(rows, drafts, strict=True))
+            count = max(row.set_drafts(own) for row, own in zip(rows, drafts, strict=True))
         count = min(count, batch.max_drafts)
         logits = batch.logits_with_drafts([row.first_drafts(count) for row in rows])
 
 
 class _DraftedRow:
     """A sequence during speculative decoding, with its draft tokens. It gets more draft tokens per pass while
-    they are accepted, and fewer otherwise.
-    """
+    they are accepted, and fewer otherwise."""
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, max_drafts: int) -> None:
         self.result, self._number, self.history = result, number, list(prompt)
@@ -154,12 +145,9 @@ class _DraftedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Add the new tokens of this sequence, which is row ``i`` of the batch: the accepted draft tokens and
-        the next token after these. Returns the new tokens.
-
-        ``logits [1 + s, b, V]`` are those after the row's last token, then after each of its s draft tokens;
-        ``likeliest`` is their argmax.
-        """
+        """Append and return the new tokens of this sequence, row ``i`` of the batch: the accepted draft
+        tokens, and the next token after these. ``logits [1 + s, b, V]`` are those after the row's last token,
+        then after each of its s draft tokens; ``likeliest`` is their argmax."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -183,13 +171,11 @@ class _DraftedRow:
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
 
     def draft(self) -> int:
-        """Look up draft tokens in the sequence's own text, and set them for the next pass (:meth:`hold`).
-        Returns the number found.
-        """
-        return self.hold(look_up(np.array(self.history), self.width).tolist())
+        """Look up draft tokens in the sequence's own text, and set them for the next pass. Returns their
+        number."""
+        return self.set_drafts(look_up(np.array(self.history), self.width).tolist())
 
-    def hold(self, drafts: list[int]) -> int:
-        """Set the draft tokens that the next pass will verify. Returns their number."""
+    def set_drafts(self, drafts: list[int]) -> int:
         self._drafts = drafts
         return len(drafts)
 
@@ -203,21 +189,16 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """The number of tokens to draft in the next pass: twice as many as in this pass if all drafts were
-    accepted (``all_right``), otherwise as many as were accepted, at least 1.
-
-    ``width`` is the number wanted in this pass, ``right`` the number accepted, and ``most`` the limit.
-    :func:`ppfleetx.deploy.static.sampling.next_width` computes the same for tensors.
-    """
+    """Return the number of tokens to draft in the next pass: twice ``width``, this pass's number, if all
+    drafts were accepted (``all_right``); otherwise ``right``, the number accepted, but at least 1. ``most``
+    is the limit. :func:`ppfleetx.deploy.static.sampling.next_width` computes the same for tensors."""
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """The number of draft tokens per sequence to verify in one pass, chosen for the most tokens per second.
-
-    ``counts [b]`` are the draft tokens available for each sequence. A pass computes the same number of
-    positions for all sequences, even those with fewer drafts, so the largest count is not always the best.
-    """
+    """Return the number of draft tokens per sequence to verify in one pass, for the most tokens per second.
+    It can be less than the largest of ``counts [b]``, the draft tokens of each sequence, because a pass
+    computes the same number of positions for all sequences."""
 
     def rate(most: int) -> float:
         tokens = len(counts) + _TRUST * sum(min(count, most) for count in counts)
@@ -227,12 +208,9 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def look_up(history: np.ndarray, count: int) -> np.ndarray:
-    """Find draft tokens for a sequence in its own token ids, ``history``: the ``count`` tokens that followed
-    the last earlier occurrence of its final n-gram.
-
-    If fewer than ``count`` tokens follow, they are repeated. Returns an empty array if the n-gram has not
-    occurred before.
-    """
+    """Find draft tokens for a sequence in its own token ids ``history``: the ``count`` tokens that followed
+    the last earlier occurrence of its final n-gram. If fewer tokens follow, they are repeated. Returns an
+    empty array if the n-gram has not occurred before."""
     for length in LENGTHS:
         if count < 1 or len(history) <= length:
             continue

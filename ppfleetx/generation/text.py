@@ -17,12 +17,10 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Convert a user's prompts to a list. Also returns whether a single prompt was given.
-
-    A prompt is a text or a list, array or tensor of token ids. Accepts one prompt, a list of prompts, or a
-    matrix of token ids with one prompt per row. Raises DataError for anything else.
-    """
-    given = _without_arrays(given)
+    """Convert a user's prompts to a list, and return whether a single prompt was given. A prompt is a text or
+    a list, array or tensor of token ids; several are a list, or a matrix with one prompt per row. Raises
+    DataError for anything else."""
+    given = _arrays_to_lists(given)
     if isinstance(given, str):
         return [given], True
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | dict):
@@ -33,8 +31,7 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
     return [one if isinstance(one, str) else token_ids(one) for one in listed], False
 
 
-def _without_arrays(given: Any) -> Any:
-    """Convert a tensor or an array to a list, and return anything else unchanged."""
+def _arrays_to_lists(given: Any) -> Any:
     if hasattr(given, "numpy"):  # a tensor
         given = given.numpy()
     return given.tolist() if isinstance(given, np.ndarray) else given
@@ -51,10 +48,9 @@ def as_texts(given: Any) -> list[str]:
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """Return the token ids of a prompt as a list of integers. Accepts a list, array or tensor; raises
-    DataError for anything else.
-    """
-    prompt = _without_arrays(prompt)
+    """Return a prompt of token ids (a list, array or tensor) as a list of integers. Raises DataError for
+    anything else."""
+    prompt = _arrays_to_lists(prompt)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | dict):
         raise DataError(f"a prompt is a text or token ids, not {shown(prompt)}")
     ids = list(prompt)
@@ -69,8 +65,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     """The UTF-8 bytes of a token's text. SentencePiece's space symbol U+2581 becomes a space, and a byte
-    token such as ``<0xE4>`` that byte.
-    """
+    token such as ``<0xE4>`` that byte."""
     value = tokenizer.token_bytes(token)
     if tokenizer.is_byte_level:
         return value
@@ -79,11 +74,8 @@ def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class NoTokenizer:
-    """Takes the place of the tokenizer for a model that has none. Prompts and results are then token ids, and
-    all texts are empty.
-
-    Sequences end only at the length limit, unless ``Generation.eos_token_id`` is set.
-    """
+    """Takes the place of the tokenizer for a model that has none: prompts and results are token ids, and all
+    texts are empty. Sequences end only at the length limit, unless ``Generation.eos_token_id`` is set."""
 
     place = "the model's vocabulary"
     prefix_ids = end_ids = ()
@@ -92,7 +84,6 @@ class NoTokenizer:
         self.vocab_size = vocab_size
 
     def encode_prompt(self, text: str) -> NoReturn:
-        """Always raises ConfigError, because a text prompt cannot be encoded without a tokenizer."""
         raise ConfigError(
             "the model has no tokenizer: give token ids in place of texts, or name a tokenizer with "
             "Data.tokenizer.dir",
@@ -101,9 +92,6 @@ class NoTokenizer:
 
     @property
     def start_id(self) -> NoReturn:
-        """Always raises DataError: an empty prompt would start with this token, but without a tokenizer it is
-        unknown.
-        """
         raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
 
     def stream_decoder(self, **_options: Any) -> NoTokenizer:
@@ -117,11 +105,9 @@ class NoTokenizer:
 
 
 class RowText:
-    """Decodes the generated tokens of one sequence one by one, up to the first stop string.
-
-    ``prompt`` are the token ids before the generated ones, which can affect how the text begins. ``emit`` is
-    called with each piece of text, as soon as the piece cannot become part of a stop string.
-    """
+    """Decodes the generated tokens of one sequence one by one, up to the first stop string. ``prompt`` are
+    the token ids before the generated ones, which can affect how the text begins. ``emit`` is called with
+    each piece of text that cannot become part of a stop string."""
 
     def __init__(
         self,
@@ -144,7 +130,7 @@ class RowText:
         return self._ended
 
     def finish(self) -> str:
-        """End the text: emit what was held back. Returns the whole generated text."""
+        """Emit the text that was held back, and return the whole generated text."""
         if not self._ended:
             self._held += self._decoder.finish()
             self._release()
@@ -155,19 +141,17 @@ class RowText:
 
     def _release(self) -> None:
         """Emit the pending text, except a suffix that could be the beginning of a stop string. If there is a
-        complete stop string, emit only the text before it.
-        """
+        complete stop string, emit only the text before it."""
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self._send(self._held[: min(found)])
             self._held, self._ended = "", True
             return
-        safe = len(self._held) - self._possible_start()
+        safe = len(self._held) - self._length_of_possible_stop()
         self._send(self._held[:safe])
         self._held = self._held[safe:]
 
-    def _possible_start(self) -> int:
-        """The length of the longest suffix of the pending text that is a prefix of a stop string."""
+    def _length_of_possible_stop(self) -> int:
         return max(
             (
                 size
