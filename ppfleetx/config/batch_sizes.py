@@ -1,7 +1,6 @@
 """Derive the batch sizes that a configuration does not give from those that it gives.
 
-Sizes count sequences: global, per optimizer step of the whole job; local, per step of one data-parallel rank;
-micro, per forward pass. global = local x data_size; local = micro x accumulate_steps; data_size = dp x
+Sizes count sequences: global = local x data_size, local = micro x accumulate_steps. data_size = dp x
 sharding.
 """
 
@@ -21,8 +20,7 @@ _RAMP = "Global.rampup_batch_size"
 
 @dataclass(frozen=True)
 class Ramp:
-    """A schedule in which the global batch size or the sequence length grows in equal stages, like
-    Megatron-LM's ``--rampup-batch-size``.
+    """Growth of the batch size or the sequence length in stages (Megatron-LM's ``--rampup-batch-size``).
 
     Attributes:
         start: the size of the first steps.
@@ -38,7 +36,7 @@ class Ramp:
 
     @property
     def sizes(self) -> range:
-        """The batch sizes or lengths of the ramp in ascending order, without the final one, ``full``."""
+        """The sizes or lengths of the ramp in ascending order, without ``full``."""
         return range(self.start, self.full, self.increment)
 
     @property
@@ -47,7 +45,7 @@ class Ramp:
         return self.start < self.full and (self.full - self.start) % self.increment == 0
 
     def size_at(self, consumed: int) -> int:
-        """The size of a step that begins when the run has consumed ``consumed`` sequences."""
+        """The batch size or length in a step that begins after ``consumed`` sequences."""
         if consumed >= self.samples:
             return self.full
         return self.start + self.increment * (consumed * len(self.sizes) // self.samples)
@@ -55,8 +53,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch sizes of a training step in sequences: of the whole job, of one data-parallel rank, and of
-    one forward pass.
+    """The batch sizes in sequences: of the whole job, of a data-parallel rank, and of a forward pass.
 
     Attributes:
         accumulate_steps: the number of micro batches per data-parallel rank.
@@ -72,13 +69,11 @@ class BatchPlan:
     lengths: Ramp | None = None
 
     def size_at(self, consumed: int) -> int:
-        """The number of sequences in a step that begins when the run has consumed ``consumed`` sequences."""
+        """The number of sequences in a step that begins after ``consumed`` sequences."""
         return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """The total number of sequences that the run has consumed after ``steps`` more steps, if it has
-        consumed ``consumed`` now.
-        """
+        """The number of sequences that the run will have consumed after ``steps`` more steps."""
         while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
             consumed += self.ramp.size_at(consumed)
             steps -= 1
@@ -94,10 +89,9 @@ def resolve_batch(
     data_size: int,
     ramp: tuple[int, int, int] | None = None,
 ) -> BatchPlan:
-    """Derive all batch sizes from the ones that are set.
+    """Derive all batch sizes, in sequences, from the ones that are set.
 
     Args:
-        global_size, local_size, micro_size, accumulate_steps: the configured values; None if unset.
         data_size: number of data-parallel ranks, dp x sharding.
         ramp: the first three values of a :class:`Ramp` for a growing batch; None: the size is constant.
 
@@ -123,8 +117,10 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
-    """Check Megatron-LM's rules for a growing batch. The increments must lead exactly to the full size, and
-    each size must be a multiple of ``per_pass``, the sequences of one forward pass on all ranks.
+    """Check Megatron-LM's rules for a growing batch.
+
+    The increments must lead exactly to the full size, and each size must be a multiple of ``per_pass``, the
+    sequences of one forward pass on all ranks.
     """
     if not ramp.reaches_full:
         raise RuleError(

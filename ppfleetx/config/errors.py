@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Commands print one message without a traceback and exit with code 2.
+"""Errors that a user can fix. Commands print the message without a traceback, and exit with code 2.
 
 Code that reads a configuration raises ConfigError for any mistake in it.
 """
@@ -25,10 +25,7 @@ _short.maxdict, _short.maxlevel, _short.maxlong = 6, 3, 40
 
 
 def shown(value: Any) -> str:
-    """Format ``value`` for an error message like ``repr``, but no longer than a line or two.
-
-    A long text ends in ``...`` and its length. Long lists and mappings show only their first items.
-    """
+    """Format ``value`` for an error message like ``repr``, but shortened to a line or two."""
     if isinstance(value, PurePath):
         value = str(value)
     if isinstance(value, str) and len(value) > _MAX_TEXT:
@@ -37,9 +34,7 @@ def shown(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """Format a dotted key for an error message: control characters are escaped, and the middle of a long key
-    is left out.
-    """
+    """Format a dotted key for an error message, with control characters escaped and a long key shortened."""
     text = key if key.isprintable() else repr(key)[1:-1]
     return text if len(text) <= _MAX_KEY else f"{text[: _MAX_KEY - 40]}...{text[-37:]}"
 
@@ -50,9 +45,7 @@ class UserError(ValueError):
 
 @contextmanager
 def naming(option: str, value: object) -> Iterator[None]:
-    """Context manager that puts ``option = value:`` in front of the message of a CheckpointError raised
-    inside, so that the user sees which option named the checkpoint.
-    """
+    """Context manager that puts ``option = value:`` in front of the message of a CheckpointError."""
     try:
         yield
     except CheckpointError as error:
@@ -68,9 +61,7 @@ class DeviceError(RuntimeError):
 
 
 class PeerEndedError(RuntimeError):
-    """Another process of the job has ended, so this one cannot continue. The other process reports
-    the cause.
-    """
+    """Another process of the job has ended, so this one cannot continue."""
 
 
 class ConfigError(UserError):
@@ -107,13 +98,11 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Corpus, index or tokenizer files are missing, damaged or too small, or texts or token ids
-    are unusable.
-    """
+    """Corpus, index or tokenizer files, texts or token ids are missing, damaged or unusable."""
 
 
 class MissingDataError(DataError):
-    """The data that the user named do not exist at all, as opposed to being damaged."""
+    """The data that the user named do not exist."""
 
 
 class CheckpointError(UserError):

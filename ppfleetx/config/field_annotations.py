@@ -16,15 +16,13 @@ from ppfleetx.config.registry import Registered
 
 @cache
 def field_types(section: type[Section]) -> dict[str, Any]:
-    """Map each field of the class ``section`` to its annotation (including ``Annotated`` parts), in order of
-    declaration.
-    """
+    """Map each field of the class ``section`` to its annotation, including ``Annotated`` parts."""
     hints = get_type_hints(section, include_extras=True)
     return {name: hints[name] for name in section.model_fields}
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union type; any other type is returned alone."""
+    """The alternatives of a union type; for another type, the type alone."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(part for arg in get_args(annotation) for part in members(arg))
     return (annotation,)
@@ -35,7 +33,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section class that a field with this annotation may hold; None if it holds only values."""
+    """The section class that a field with this annotation may hold, or None."""
     for part in members(annotation):
         if isinstance(part, type) and issubclass(part, Section):
             return part
@@ -43,9 +41,7 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 
 def item_type(annotation: Any) -> Any:
-    """The type of a list's items or of a mapping's values, if the annotation allows a list or a mapping;
-    otherwise None.
-    """
+    """The type of a list's items or a mapping's values; None if the annotation allows neither."""
     for part in members(annotation):
         if get_origin(part) is tuple:
             return get_args(part)[0]
@@ -55,9 +51,7 @@ def item_type(annotation: Any) -> Any:
 
 
 def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
-    """The type of the field that ``path`` leads to, key by key from the section ``root``; None if there is no
-    such field.
-    """
+    """The type of the field at ``path`` below the section ``root``; None if there is no such field."""
     annotation: Any = root
     for part in path:
         section = section_in(annotation)
@@ -73,9 +67,7 @@ def is_mapping(annotation: Any) -> bool:
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether a field with this annotation accepts only strings (or null) as single values. An unquoted
-    ``007`` in YAML is then kept as text.
-    """
+    """Whether a field accepts only strings (or null) as single values, so that ``007`` in YAML stays text."""
     scalars = []
     for part in members(annotation):
         bare = _bare(part)
@@ -87,9 +79,7 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Describe in words which values a field with this annotation accepts, such as ``an integer of at least
-    1, or null``.
-    """
+    """Describe the values that a field of this type accepts: ``an integer of at least 1, or null``."""
     words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
     if type(None) in members(annotation):
         words.append("null")
@@ -120,7 +110,7 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
 
     Args:
         path: the parts of the unknown key, e.g. ``["Model", "num_layer"]``.
-        section: the innermost known section on the path. It has no field with the name of the last part.
+        section: the innermost known section on the path.
         root: the section that the path starts from.
     """
     prefix = ".".join(path[:-1])
@@ -140,7 +130,7 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
 
 @cache
 def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
-    """The dotted names of all keys below the section ``root``, including the names of sections."""
+    """The dotted names of all keys and sections below the section ``root``."""
     keys: list[str] = []
     for name, annotation in field_types(root).items():
         keys.append(prefix + name)
@@ -158,7 +148,5 @@ def names_of_others() -> dict[str, str]:
 
 
 def our_key(name: str) -> str | None:
-    """Find the ppfleetx key for another toolkit's option, such as ``tensor_parallel_size`` or
-    ``--Tensor-Parallel-Size``; None if unknown.
-    """
+    """Find the ppfleetx key for another toolkit's option, such as ``--Tensor-Parallel-Size``, or None."""
     return names_of_others().get(name.strip("-").replace("-", "_").lower())

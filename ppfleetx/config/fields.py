@@ -1,7 +1,7 @@
-"""The base class of all configuration sections, and the types of their fields.
+"""The base class of all configuration sections, and the strict types of their fields.
 
-The types are strict: an integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``. Each type carries a
-:class:`Says`, the description of its values for error messages, ``docs/config.md`` and tests.
+An integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``. Each type carries a :class:`Says`, the
+description of its values for error messages, ``docs/config.md`` and tests.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MAX_RANKS = 2**20
 
 
 class Section(BaseModel):
-    """A section of the configuration. Its fields are typed, unknown keys are errors, and its values cannot
-    change after loading.
+    """A section of the configuration, with typed fields. Unknown keys are errors, and values are immutable.
 
-    The string below each field documents the field; ``docs/config.md`` is generated from these strings.
+    The string below each field documents it, and becomes its text in ``docs/config.md``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def violations(self) -> Iterator[RuleError]:
-        """Yield an error for each rule that the values of this section break together. Subclasses override
-        this; loading raises the first error.
+        """Yield an error for each rule that the section's values break together; loading raises the first.
+
+        Subclasses override it.
         """
         return iter(())
 
@@ -47,9 +47,8 @@ class Section(BaseModel):
 class RuleError(ValueError):
     """Configuration values that are valid one by one but do not fit together.
 
-    ``keys`` are the dotted keys of these values within the section that raises the error; the most likely
-    wrong one is first. The loader turns this error into a ``ConfigError`` that shows the value and place of
-    each key.
+    ``keys`` are their dotted keys within the section that raises the error, the most likely wrong one first.
+    The loader turns this error into a ``ConfigError`` with the value and place of each key.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:
@@ -65,18 +64,14 @@ class Says:
 
 
 def _float_from_text(value: Any) -> Any:
-    """Validator that turns the string ``'2e-5'`` into a number. YAML 1.1 reads such a number without a dot as
-    a string.
-    """
+    """Validator that turns text such as ``'2e-5'``, which is no number in YAML 1.1, into a number."""
     if isinstance(value, str) and FLOAT_TEXT.fullmatch(value.strip()):
         return float(value)
     return value
 
 
 def _never(value: Any) -> Any:
-    """Validator that turns 0 and negative numbers into None. FleetX uses them for "never" in keys that give
-    an interval.
-    """
+    """Validator that turns 0 and less, FleetX's "never" in keys of intervals, into None."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return None if is_number and value <= 0 else value
 
@@ -92,7 +87,7 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """Validator that refuses booleans. Otherwise ``True`` would be accepted where 1 is one of the choices."""
+    """Validator that refuses booleans, which would pass as 0 and 1 where these are choices."""
     if isinstance(value, bool):
         raise ValueError("(a boolean is not a number)")
     return value

@@ -1,5 +1,4 @@
-"""Rewrite keys and values of PaddleFleetX configurations that ppfleetx has renamed, with one warning each,
-and refuse features that ppfleetx lacks.
+"""Rewrite PaddleFleetX's renamed keys and values, with one warning each, and refuse what ppfleetx lacks.
 
 In the tables below, ``*`` in a key matches any name.
 """
@@ -93,12 +92,11 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 
 
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Rewrite FleetX's old keys and values in ``tree`` to the current ones. Returns the new tree and one
-    warning for each change.
+    """Rewrite FleetX's old keys and values in ``tree``. Returns the new tree, and one warning per change.
 
     Args:
-        is_whole: whether ``tree`` is a complete configuration, merged with its base files and overrides.
-            Rules that read several sections are only applied then.
+        is_whole: whether ``tree`` is complete: merged with its base files and overrides. Only then do the
+            rules that read several sections apply.
     """
     tree = copy_tree(tree)
     warnings = [
@@ -114,9 +112,7 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
 
 
 def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
-    """Yield every occurrence of the dotted key ``pattern`` (which may contain ``*``) in ``tree``, as (mapping
-    that contains it, its name there, its full key).
-    """
+    """Yield each occurrence of a dotted key, with ``*`` for any name, as (mapping, name in it, full key)."""
 
     def descend(node: Node, parts: list[str], path: tuple[str, ...]) -> Iterator[tuple[Node, str, str]]:
         if not isinstance(node.value, dict):
@@ -161,9 +157,7 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether the new value ``node`` comes from the command line and ``present``, the value already there,
-    from a file. Then ``node`` wins, even if the two use the old and the new name of a key.
-    """
+    """Whether ``node`` may replace ``present``: only if it alone is from the command line."""
     return is_argument(node.place) and not is_argument(present.place)
 
 
@@ -226,9 +220,9 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set ``Model.module`` to the task that the names of the datasets imply, and yield warnings. In FleetX's
-    later layout, a file does not name its task: the program that is run does (``finetune/run.py``,
-    ``offline-eval/run.py``).
+    """Set ``Model.module`` to the task that the datasets' names imply, and yield warnings.
+
+    In FleetX's later layout, the program that is run names the task, not the file.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
@@ -247,9 +241,7 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Replace -1 in ``max_steps``, ``eval_iters`` and ``test_iters``, and yield warnings. In runs that count
-    epochs, FleetX uses it for "no limit".
-    """
+    """Replace -1 ("no limit" in FleetX) in numbers of steps if the run counts epochs; yield warnings."""
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -289,7 +281,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def refuse_unsupported(tree: Node) -> None:
-    """Raise ConfigError if the configuration ``tree`` uses a FleetX feature that ppfleetx does not have."""
+    """Raise ConfigError if ``tree`` uses a FleetX feature that ppfleetx does not have."""
     for key, applies, rule in _UNSUPPORTED:
         node: Node | None = tree
         for part in key.split("."):
@@ -313,7 +305,7 @@ _UNUSED_MOE_KEYS = ("moe_eval_capacity_factor", "moe_min_capacity")
 
 
 def _rewrite_experts(tree: Node) -> list[str]:
-    """Rewrite FleetX's keys for mixtures of experts in place, and return warnings."""
+    """Rewrite FleetX's expert keys in ``tree`` in place, and return warnings."""
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
     given, flat = (
         model.pop("moe_configs", None),
@@ -357,7 +349,6 @@ def _rewrite_experts(tree: Node) -> list[str]:
 
 
 def _checked_moe_keys(section: Node) -> dict[str, Node]:
-    """Return the keys in FleetX's section ``Model.moe_configs``. Raises ConfigError for unknown ones."""
     keys = section.value
     if not isinstance(keys, dict):
         value = plain_value(section)
@@ -373,8 +364,9 @@ def _checked_moe_keys(section: Node) -> dict[str, Node]:
 
 
 def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
-    """Convert FleetX's section ``moe_configs`` to (values of ``Model.moe``, expert-parallel degree). FleetX
-    gives the number of experts per rank, and every layer has experts.
+    """Convert FleetX's section ``moe_configs`` to (values of ``Model.moe``, expert-parallel degree).
+
+    FleetX gives the number of experts per rank, and every layer has experts.
     """
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:
@@ -402,9 +394,7 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
 
 
 def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert FleetX's expert keys with DeepSpeed's names to values of ``Model.moe``. FleetX has them
-    directly in section ``Model``.
-    """
+    """Convert FleetX's expert keys in section ``Model``, with DeepSpeed's names, to ``Model.moe``."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(
@@ -435,17 +425,16 @@ def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node
 
 
 def _section(tree: Node, name: str) -> dict[str, Node]:
-    """The keys of the top-level section ``name``, in a dict that may be changed in place. For a missing
-    section, a new dict that is not part of ``tree``.
+    """The keys of the top-level section ``name``, to be changed in place.
+
+    For a missing section, this is a new dict that is not part of ``tree``.
     """
     node = tree.value.get(name)
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def _count(key: str, node: Node) -> int:
-    """Parse an integer of at least 1. A comma after it is accepted, because one of FleetX's own files has
-    one.
-    """
+    """Parse an integer of at least 1; a comma after it, as in one of FleetX's files, is ignored."""
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(

@@ -29,9 +29,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Group numbers into runs of consecutive ones: ``0, 1, 2, 5`` becomes ``[(0, 2), (5, 5)]``, the first and
-    last of each.
-    """
+    """Group numbers into runs (first, last) of consecutive ones: 0, 1, 2, 5 gives ``[(0, 2), (5, 5)]``."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

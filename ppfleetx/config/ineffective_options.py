@@ -1,6 +1,4 @@
-"""Find options that have no effect because of another key, and keys or libraries that a run needs
-but lacks.
-"""
+"""Find options that another key makes ineffective, and keys or libraries that a run needs but lacks."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 def without_effect(cfg: RunConfig) -> list[str]:
     """List the options that change nothing in this run, as sentences with the reason.
 
-    Only keys that the user set in a file or on the command line are listed, not keys set by a shipped file or
-    by the configuration of a checkpoint.
+    Only options that the user set count, not those from a shipped file or a checkpoint's configuration.
     """
     reasons, origins = [], cfg.origins
     for rule in SWITCHED_OFF:
@@ -43,9 +40,7 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A rule about options without effect: if ``applies`` is true for a configuration, its ``keys`` change
-    nothing, for the reason ``why``.
-    """
+    """A rule: if ``applies`` is true for a configuration, its ``keys`` change nothing. ``why`` is the reason."""
 
     keys: tuple[str, ...]
     why: str
@@ -53,8 +48,9 @@ class SwitchedOff:
 
 
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
-    """Make a :class:`SwitchedOff` rule. ``keys`` is one string: ``Section: key key ...``, or dotted keys
-    separated by spaces. A section in the place of a key stands for all keys in it.
+    """Make a :class:`SwitchedOff` rule from keys in the form ``Section: key key ...`` or ``Section.key ...``.
+
+    A section in the place of a key stands for all keys in it.
     """
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
@@ -88,9 +84,7 @@ def _loads(cfg: RunConfig) -> bool:
 
 
 def _reads_records(cfg: RunConfig, mode: str) -> bool:
-    """Whether the dataset of ``Data.<mode>`` reads records of a file in an order of its own, so that the
-    sampler's ``shuffle`` has no effect. For ``Train``, this must be a new random order in each pass.
-    """
+    """Whether the dataset reads records in an order of its own, so that ``sampler.shuffle`` has no effect."""
     split = getattr(cfg.Data, mode)
     traits = None if split is None else DATASETS.traits(split.dataset.name)
     return traits is not None and traits.kind != "corpus" and (mode != "Train" or traits.shuffled)
@@ -336,11 +330,7 @@ SWITCHED_OFF = (
 
 
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
-    """Whether the user set ``key`` or, if it is a section, any key in it.
-
-    A value in a file that equals the default does not count, because the ``config.yaml`` that a run writes
-    has every key.
-    """
+    """Whether the user set ``key`` or, if it is a section, any key in it."""
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = cfg.value_of(key)
     if value is None:
@@ -351,9 +341,7 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
 
 
 def _is_preset(place: str) -> bool:
-    """Whether a value came with a file that the user did not write: the place is in a shipped file, in the
-    configuration of a checkpoint or in a model's directory.
-    """
+    """Whether a value is from a file that the user did not write: shipped, or in a checkpoint or a model."""
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
@@ -367,7 +355,7 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """List the keys that a run of ``cfg`` needs but that are not set, as sentences with the reason."""
+    """List the keys that a run needs but that are not set, as sentences with the reason."""
     splits = {name: getattr(cfg.Data, name) for name in MODES}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
@@ -376,9 +364,7 @@ def missing(cfg: RunConfig) -> list[str]:
 
 
 def absent_loggers(cfg: RunConfig) -> dict[str, str]:
-    """Find the configured loggers whose library is not installed. Returns, for each, what to install. Nothing
-    is imported.
-    """
+    """Map each configured logger whose library is missing to what to install, without importing anything."""
     found = {}
     for item in cfg.Engine.loggers:
         traits = LOGGERS.traits(item.name)
@@ -388,9 +374,7 @@ def absent_loggers(cfg: RunConfig) -> dict[str, str]:
 
 
 def refuse_absent(cfg: RunConfig) -> None:
-    """Raise ConfigError if the library of a configured logger is not installed. The message says what to
-    install.
-    """
+    """Raise ConfigError if the library of a configured logger is missing, with what to install."""
     for name, wanted in absent_loggers(cfg).items():
         place = cfg.origins.get("Engine.loggers")
         raise ConfigError(f"needs {wanted}", key="Engine.loggers", value=name, place=place)

@@ -1,6 +1,4 @@
-"""Load a configuration: read the file and the base files it names, apply overrides, rewrite old spellings,
-check types, fill in derived values, check rules between keys.
-"""
+"""Load a configuration: read files, apply overrides, rewrite old spellings, check, fill in derived values."""
 
 from __future__ import annotations
 
@@ -23,11 +21,9 @@ from ppfleetx.config.validate import validate
 
 
 def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
-    """Read a configuration file, merged over the files in its ``_base_``. If that is a list, later files
-    override earlier ones. Also returns warnings about old spellings.
+    """Read a configuration file, merged over the files in its ``_base_``, of which the last wins.
 
-    Old spellings are rewritten in each file before merging, so that an old key in a file overrides the new
-    key in its base.
+    Old spellings are rewritten in each file before merging. Also returns warnings about them.
 
     Raises:
         ConfigError: a file cannot be read, or the files form a circle.
@@ -51,8 +47,10 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """Merge ``tree`` over the files that its ``_base_`` names. ``chain`` lists the files that are being read:
-    each is a base of the one before, and ``tree`` is from the last.
+    """Merge ``tree`` over the files in its ``_base_``.
+
+    Args:
+        chain: the files being read; each is a base of the one before, and the last one holds ``tree``.
     """
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)
@@ -79,13 +77,11 @@ def load_config(
     """Read a YAML configuration, check all of it and fill in derived values.
 
     Args:
-        path: the YAML file; its ``_base_`` files are read relative to it. For a directory, such as an output
-            directory or a converted model's, the ``config.yaml`` in it is read. If there is no such file, the
-            path may be the name of a shipped configuration (:mod:`ppfleetx.config.shipped`).
-        overrides: strings ``Section.key=value`` or :class:`Setting` objects, applied in order after the
-            files.
-        world_size: the number of processes of the job. The product of the parallel degrees must equal it, and
-            an unset ``dp_degree`` is derived from it. None: unknown, and an unset ``dp_degree`` is 1.
+        path: a YAML file, the directory of a ``config.yaml``, such as an output directory, or else the name
+            of a shipped configuration (:mod:`ppfleetx.config.shipped`).
+        overrides: strings ``Section.key=value`` or :class:`Setting` objects, applied in order.
+        world_size: the number of processes, which must be the product of the parallel degrees. An unset
+            ``dp_degree`` is derived from it, and is 1 if it is None (unknown).
 
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.
@@ -95,13 +91,11 @@ def load_config(
 
 
 def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Check a configuration that was translated from another toolkit, and fill in derived values. Errors are
-    those of :func:`load_config`.
+    """Check a configuration translated from another toolkit, as :func:`load_config` does, and complete it.
 
     Args:
         tree: sections and keys of ppfleetx; the place of each value is in the original file.
         warnings: warnings about the translation, for commands to log.
-        world_size: as in :func:`load_config`.
     """
     cfg, origins = validate(tree, RunConfig)
     return resolve(cfg, origins, tuple(warnings), world_size)
@@ -110,11 +104,9 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """Read and check a configuration without filling in derived values. Returns the configuration, the place
-    of every value by dotted key, and warnings.
+    """Like :func:`load_config`, but without derived values and without rules between sections.
 
-    The rules within each section are checked, but not the rules between sections. The arguments are those of
-    :func:`load_config`.
+    Returns the configuration, the place of every value by dotted key, and warnings.
     """
     if isinstance(path, str | Path):
         path = find_config(path)
@@ -131,9 +123,7 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Add the plugins that the user named with ``--plugin`` to ``Global.plugins``, because ``cfg`` may use
-    names that these plugins register.
-    """
+    """Add the plugins of ``--plugin``, whose names ``cfg`` may use, to ``Global.plugins``."""
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
         return cfg
@@ -151,9 +141,7 @@ _ADVICE = (
 
 
 def _refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
-    """Raise ConfigError if ``tree`` is a configuration of another toolkit: it has known options of others,
-    and no section of ppfleetx.
-    """
+    """Raise ConfigError if ``tree`` has options of another toolkit, and no section of ppfleetx."""
     if not sections.isdisjoint(tree.value):
         return
     known = {key: ours for key in _all_keys(tree) if (ours := our_key(key)) is not None}

@@ -1,6 +1,4 @@
-"""The ranks of a job as grids with named axes: one grid for dense parameters, one for the parameters of
-experts.
-"""
+"""The ranks of a job as grids with named axes: one grid for dense parameters, one for experts."""
 
 from __future__ import annotations
 
@@ -14,13 +12,11 @@ from ppfleetx.config.plan import AXES, ParallelPlan
 
 @dataclass(frozen=True)
 class View:
-    """One arrangement of a job's ranks as a grid with named axes. There is one for dense parameters and one
-    for those of experts.
+    """One arrangement of a job's ranks as a grid with named axes, for dense parameters or for experts.
 
     Attributes:
         axes: the axes, from the slowest to the fastest changing one in the global rank.
-        tensor: the tensor-parallel axis, along which matrices are sliced. Parameters that are not sliced are
-            equal on all its ranks.
+        tensor: the axis along which matrices are sliced. Its ranks hold equal copies of other parameters.
         replicas: the axes over which gradients are summed, together in one reduction.
         owners: the axis along which ZeRO sharding distributes the parameters.
     """
@@ -49,15 +45,13 @@ Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """Divide ``ranks`` into groups for a collective in two levels, within nodes and between nodes. Returns
-    (groups between nodes, groups within a node), both in rank order. A group between nodes has the ranks with
-    the same position on every node.
+    """Divide ``ranks`` into (groups between nodes, groups within a node) for a collective in two levels.
 
-    Returns None if two levels are of no use: all ``ranks`` are on one node, each is on a node of its own, or
-    nodes have different numbers of them.
+    A group between nodes has the ranks with the same position on every node. The result is None if all
+    ``ranks`` are on one node, each is on its own, or nodes have different numbers of them.
 
     Args:
-        per_node: the number of the job's ranks on each node. Ranks are numbered node by node.
+        per_node: the number of the job's ranks on each node, numbered node by node.
     """
     on_nodes = Counter(rank // per_node for rank in ranks)
     inside = len(ranks) // len(on_nodes)
@@ -68,7 +62,7 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
 
 
 def view_of(axes: Collection[str]) -> View:
-    """The view (dense or experts) that has all of ``axes``; the dense one if both have them.
+    """The view, for dense parameters or for experts, that has all of ``axes``. Dense comes first.
 
     Raises:
         ValueError: neither view has all of them.
@@ -81,12 +75,10 @@ def view_of(axes: Collection[str]) -> View:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a parallel plan as two grids: one for dense parameters, one for the parameters of experts
-    (see :class:`View`).
+    """The ranks of a parallel plan as two grids: for dense parameters, and for experts (see :class:`View`).
 
     Raises:
-        ValueError: ep x emp (the ranks that hold one copy of a layer's experts) does not divide the number of
-            ranks of a pipeline stage.
+        ValueError: ep x emp does not divide the number of ranks of a pipeline stage.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -102,9 +94,7 @@ class Mesh:
         return getattr(self.plan, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of the global rank ``rank`` along each axis, both those of the dense view and those of
-        the experts' view.
-        """
+        """The position of a global rank along each axis, for dense parameters and for experts."""
         at = self.plan.coordinates(rank)
         within = 0
         for axis in (axis for axis in AXES if axis != "pp"):
@@ -114,13 +104,11 @@ class Mesh:
         return at
 
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups of global ranks whose positions differ only along ``axes``. The axes must belong to one
-        view.
-        """
+        """All groups of global ranks that differ only along ``axes``, which must belong to one view."""
         return _groups_over(self, axes)
 
     def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks of the group over ``axes`` that ``rank`` belongs to; see :meth:`groups_over`."""
+        """The ranks of the group over ``axes`` that ``rank`` belongs to."""
         return next(group for group in self.groups_over(axes) if rank in group)
 
 

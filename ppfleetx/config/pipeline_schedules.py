@@ -1,6 +1,4 @@
-"""The order of forward and backward passes on a pipeline rank. Training, the planner and the documentation
-share it.
-"""
+"""The order of forward and backward passes on a pipeline rank, for training and for the planner."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ class Pass(NamedTuple):
     """One unit of work on a pipeline rank, for one micro batch.
 
     Attributes:
-        part: ``F``: the forward pass; ``B``: backward, the gradients of inputs; ``W``: backward, the
-            gradients of weights.
+        part: ``F``: forward pass; ``B``: gradients of inputs; ``W``: gradients of weights.
         micro: the index of the micro batch, from 0.
     """
 
@@ -24,8 +21,9 @@ class Pass(NamedTuple):
 
 
 def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """List the passes of one step on pipeline rank ``stage``, in order. In the schedule ``1f1b`` (Narayanan
-    et al. 2021), ``B`` is the whole backward pass, and there is no ``W``.
+    """List the passes of one step on pipeline rank ``stage``, in order.
+
+    In the schedule ``1f1b`` (Narayanan et al. 2021), ``B`` is the whole backward pass, and there is no ``W``.
     """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
@@ -35,9 +33,8 @@ def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[P
     """List the passes of one step on pipeline rank ``stage`` in the schedule ZB-H1 (Qi et al., "Zero Bubble
     Pipeline Parallelism", 2023, section 2.2).
 
-    The order of forward passes (F) and input gradients (B) is that of 1F1B. The weight gradients (W) of a
-    micro batch follow ``stage`` micro batches after its B, and fill the time at the end in which 1F1B waits.
-    At most ``num_stages - stage`` micro batches are between F and B, and ``stage`` between B and W. So no
+    Forward passes (F) and input gradients (B) have the order of 1F1B. The weight gradients (W) of a micro
+    batch follow ``stage`` micro batches after its B, and fill the time at the end in which 1F1B waits. No
     rank holds the activations of more micro batches than the first rank of 1F1B.
     """
     ahead = min(num_stages - 1 - stage, micro_batches)

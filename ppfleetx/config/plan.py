@@ -1,5 +1,4 @@
-"""Parallel plans (the degree of each kind of parallelism), and the single table of rules that a legal plan
-satisfies.
+"""Parallel plans, and the single table of rules that a legal plan satisfies.
 
 Loading a configuration, the planner, the documentation and the test matrix all use this table.
 """
@@ -63,10 +62,8 @@ class ParallelPlan:
 
     Attributes:
         pp_layers: the number of layers of each pipeline chunk (see :attr:`num_chunks`); None: equal chunks.
-        ep: the number of ranks among which the experts of a layer are divided. These are ranks of one
-            pipeline stage, so ``ep`` adds no processes to the job.
-        expert_mp: the tensor-parallel degree within an expert: the number of ranks that slice its matrices;
-            None: ``mp``.
+        ep: the number of ranks, within a pipeline stage, among which the experts of a layer are divided.
+        expert_mp: the number of ranks that slice each expert's matrices; None: ``mp``.
     """
 
     dp: int = 1
@@ -85,9 +82,7 @@ class ParallelPlan:
 
     @property
     def emp(self) -> int:
-        """The tensor-parallel degree within an expert: the number of ranks that slice each of
-        its matrices.
-        """
+        """The number of ranks that slice each expert's matrices."""
         return self.mp if self.expert_mp is None else self.expert_mp
 
     @property
@@ -107,13 +102,11 @@ class ParallelPlan:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks into which the pipeline cuts the model: pp x virtual_pp_degree."""
+        """The number of pieces into which the pipeline cuts the model: pp x virtual_pp_degree."""
         return self.pp * self.virtual_pp_degree
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """The number of layers of each pipeline chunk, in model order. Chunk c runs on pipeline stage ``c %
-        pp``; with virtual stages, each stage has several.
-        """
+        """The number of layers of each pipeline chunk, in model order. Chunk c runs on stage ``c % pp``."""
         return self.pp_layers or (num_layers // self.num_chunks,) * self.num_chunks
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -124,16 +117,12 @@ class ParallelPlan:
         return {axis: position[axis] for axis in AXES}
 
     def data_rank(self, rank: int) -> int:
-        """The part of each batch that the global rank ``rank`` reads, as an index from 0 to ``data_size`` -
-        1.
-        """
+        """The part of each batch that the rank reads, from 0 to ``data_size - 1``."""
         at = self.coordinates(rank)
         return at["dp"] * self.sharding + at["sharding"]
 
     def knows_loss(self, rank: int) -> bool:
-        """Whether ``rank`` is the rank that reports the loss: the first rank of the last pipeline stage,
-        which computes it.
-        """
+        """Whether ``rank`` reports the loss: the first rank of the last pipeline stage."""
         at = self.coordinates(rank)
         return at["pp"] == self.pp - 1 and all(at[axis] == 0 for axis in AXES if axis != "pp")
 
@@ -142,7 +131,6 @@ class ParallelPlan:
         return [list(group) for group in self.iter_groups(axis)]
 
     def iter_groups(self, axis: str) -> Iterator[range]:
-        """Yield the groups of :meth:`groups` one by one, each as a range."""
         stride = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
         length = stride * getattr(self, axis)
         for block in range(0, self.world_size, length):
@@ -163,10 +151,9 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of a model and its batches that a parallel plan must divide evenly, such as heads, layers and
-    vocabulary. None means unknown, and rules that need it are skipped.
+    """The sizes of a model and its batches that a parallel plan must divide evenly. None: unknown.
 
-    ``num_experts`` of a dense model is 0.
+    Rules that need an unknown size are skipped. ``num_experts`` of a dense model is 0.
     """
 
     num_layers: int | None = None
@@ -185,9 +172,7 @@ class PlanRule:
     """One condition that a legal parallel plan satisfies for a workload.
 
     Attributes:
-        reads: the fields of plan and workload that the condition needs, the most likely wrong one first. If a
-            field of the workload is None, the rule is skipped.
-        holds: the condition.
+        reads: the fields of plan and workload that the condition needs, the most likely wrong one first.
         sentence: the condition in words, with format fields for the numbers.
     """
 
@@ -304,9 +289,7 @@ LEGAL: tuple[PlanRule, ...] = (
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that a plan breaks: the dotted configuration keys involved, the most likely wrong one first, and
-    a sentence for the user.
-    """
+    """A rule that a plan breaks, and the configuration keys involved, the most likely wrong one first."""
 
     keys: tuple[str, ...]
     sentence: str
@@ -325,12 +308,10 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
-    """List all legal parallel plans of ``world_size`` processes; if ``work`` is given, only those that fit
-    its sizes.
+    """List all legal parallel plans of ``world_size`` processes that fit the sizes in ``work``.
 
-    Each factorization into degrees is combined with every sharding stage, with and without sequence
-    parallelism, and with one or two virtual stages. Offload is combined with fewer plans (:func:`_offloads`).
-    Plans with ``pp_layers`` or expert parallelism are not listed.
+    Plans vary in degrees, sharding stages, sequence parallelism and one or two virtual stages, and for a few
+    (:func:`_offloads`) in offload, but not in ``pp_layers`` or expert parallelism.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -339,7 +320,7 @@ def enumerate_plans(world_size: int, work: Workload | None = None) -> list[Paral
 
 
 def _factorizations(world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """All tuples (dp, mp, pp, sharding, sep) whose product is ``world_size``."""
+    """All (dp, mp, pp, sharding, sep) whose product is ``world_size``."""
     for mp in divisors(world_size):
         for pp in divisors(world_size // mp):
             for sharding in divisors(world_size // (mp * pp)):
@@ -350,7 +331,6 @@ def _factorizations(world_size: int) -> Iterator[tuple[int, int, int, int, int]]
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of ``number``, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
@@ -368,8 +348,6 @@ def _offloads(plan: ParallelPlan) -> bool:
     """Whether :func:`enumerate_plans` also lists ``plan`` with offload to host memory.
 
     Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
-    These have sharding stage 2 or 3, dp = sep = 1, sequence parallelism if mp > 1, and virtual stages if pp >
-    1.
     """
     return (
         plan.sharding_stage > 1
@@ -380,12 +358,11 @@ def _offloads(plan: ParallelPlan) -> bool:
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Find the legal plan of ``world_size`` processes whose degrees are closest to those of ``plan``. None if
-    there is no legal plan.
+    """Find the legal plan of ``world_size`` processes with the degrees closest to those of ``plan``, or None.
 
-    A change of dp counts as the smallest difference, because it does not cut the model differently. Plans
-    that keep the other options of ``plan``, such as the sharding stage, are tried first. Of all
-    factorizations, only the nearest few thousand are tried, and finally pure data parallelism.
+    A change of dp counts least, because it does not cut the model differently. Plans that keep the other
+    options of ``plan``, such as the sharding stage, are tried first. Only the nearest few thousand
+    factorizations and pure data parallelism are tried.
     """
     kept = {key: getattr(plan, key) for key in _OPTIONS}
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
@@ -405,9 +382,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return ``plan`` with the highest degree of expert parallelism that is legal and not above that of
-    ``like``.
-    """
+    """Return ``plan`` with the highest legal degree of expert parallelism up to that of ``like``."""
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))
@@ -415,8 +390,6 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
 
 
 def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> float:
-    """How far ``degrees`` (dp, mp, pp, sharding, sep) are from those of ``plan``: the weighted number of
-    doublings or halvings.
-    """
+    """The weighted number of doublings or halvings from the degrees of ``plan`` to ``degrees``."""
     costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
     return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)

@@ -1,8 +1,7 @@
-"""The registries of the parts that a configuration names (optimizers, datasets, norms, ...), with the
-built-in parts. ``docs/extending.md`` shows how to add your own.
+"""The registries of the parts that a configuration names (optimizers, datasets, norms, ...).
 
-A configuration is validated before Paddle is imported. So a built-in part is registered as the text of its
-import path, and imported when it is used. Facts about it that are needed earlier are its traits.
+``docs/extending.md`` shows how to add parts. A configuration is validated before Paddle is imported, so
+built-in parts are registered by their import paths, with traits, the facts that validation needs.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class CallbackTraits:
 
     Attributes:
         ranks: the ranks that the callback runs on. ``main``: only rank 0, which writes files. ``loss``: also
-            the rank that computes a pipeline's loss, whose log shows the loss. ``all``: every rank, so that
-            the callback may communicate.
+            the rank that computes a pipeline's loss, whose log shows it. ``all``: every rank, so that the
+            callback may communicate.
     """
 
     ranks: Literal["main", "loss", "all"] = "main"
@@ -35,8 +34,7 @@ class LoggerTraits:
     Attributes:
         package: the library that the writer imports, or None.
         extra: the pip extra of ppfleetx that installs the library.
-        options: the option names that the writer accepts; None: the writer checks them itself when it is
-            created.
+        options: the option names that the writer accepts; None: the writer itself checks them when created.
         callback: the callback that does the writing, for a logger that is not a ``LogWriter``.
     """
 
@@ -52,15 +50,13 @@ class ModuleTraits:
 
     Attributes:
         trains: whether ``ppfleetx train`` can run the task.
-        continues_text: whether the network scores the next token, so that it can generate, and be exported
-            and served.
+        continues_text: whether the network scores the next token, so it can generate, be exported and served.
         classifies: whether the task is a GLUE task: the network ends in a head of ``Model.num_classes``
             outputs instead of a vocabulary, and predictions, also for ``Data.Test``, are written to a file.
         has_metrics: whether an evaluation computes metrics besides the loss. Their mean may choose the best
             checkpoint (``Engine.save_load.keep_best: metric``).
         offline_evaluation: whether ``ppfleetx eval`` uses the task for section ``Offline_Eval``.
-        for_generation: whether configurations of the task are for generation, so that
-            ``Generation.max_dec_len`` must fit into the model's positions.
+        for_generation: whether the task generates, so ``Generation.max_dec_len`` must fit into the positions.
         refused_axes: the axes of a parallel plan that the task does not support, e.g. ``("pp", "sep")``.
         measure: deprecated, use ``BasicModule.evaluator``: a function, or its ``package.module:attribute``,
             that is called with ``(module, ctx, has_labels=...)`` and returns an evaluator.
@@ -82,7 +78,7 @@ class ArchitectureTraits:
 
     Attributes:
         spec: a function, or its ``package.module:attribute``, that makes the ``ModelSpec``
-            (``ppfleetx/models/gpt/spec.py``) from the section ``Model``; None: the one of GPT.
+            (``ppfleetx/models/gpt/spec.py``) from the section ``Model``; None: GPT's.
         metrics: the names of the metrics that the layers report (``ppfleetx/nn/aux_loss.py``).
         layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer, ``{name:
             ParamSpec}`` or ``{name: global shape}``.
@@ -98,8 +94,7 @@ class NormTraits:
     """What must be known about a normalization layer before it is imported.
 
     Attributes:
-        parameters: which of the parameters ``weight`` and ``bias`` the norm has. Each is a vector of the
-            normalized width.
+        parameters: which of ``weight`` and ``bias``, vectors of the normalized width, the norm has.
         zero_centered: whether the gain is ``1 + weight``.
     """
 
@@ -112,8 +107,7 @@ class ActivationTraits:
     """What must be known about an activation function before it is imported.
 
     Attributes:
-        gated: whether the activation multiplies one projection (up) by a function of another (gate), as
-            SwiGLU does. The MLP's first linear layer is then twice as wide.
+        gated: whether it has a gate, as SwiGLU does, which doubles the width of the MLP's first layer.
     """
 
     gated: bool = False
@@ -124,8 +118,7 @@ class PositionTraits:
     """What must be known about a position encoding before it is imported.
 
     Attributes:
-        has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added to the
-            embeddings.
+        has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added.
         rotates: whether attention rotates queries and keys, which needs an even head width.
         biases: whether attention scores get biases that are linear in the distance (ALiBi).
     """
@@ -140,8 +133,7 @@ class OptimizerTraits:
     """What must be known about an optimizer before it is imported.
 
     Attributes:
-        states: the number of float32 tensors that the optimizer keeps for each parameter, each of the
-            parameter's shape (2 for AdamW's moments).
+        states: the number of float32 states per parameter, of its shape (2 for AdamW's moments).
         matrix_states: the same for the weight matrices of the transformer blocks, if it differs.
         reads: which of the keys beta1, beta2, epsilon and weight_decay in section ``Optimizer`` it uses.
         options: the names that it accepts in ``Optimizer.options``.
@@ -172,12 +164,11 @@ class DatasetTraits:
         kind: the kind of data. ``corpus``: samples are cut from files of token ids; the dataset itself
             decides their order and repeats them for training. ``texts``: samples are records of text files in
             one directory, encoded by ``Data.tokenizer``. ``own``: anything else; the dataset decides what
-            ``input_dir`` and ``split`` mean. Evaluation and test sets of ``texts`` and ``own`` are read to
-            their end.
+            ``input_dir`` and ``split`` mean. An evaluation or test set of ``texts`` or ``own`` is read to its
+            end.
         shuffled: for ``texts`` and ``own``, whether each pass over the training data has a new random order,
             which takes 8 bytes per sample; False: samples are read by ascending index.
-        num_outputs: the number of classes of a GLUE task (1 if it predicts a number); None for everything
-            else.
+        num_outputs: the number of classes of a GLUE task (1 if it predicts a number), otherwise None.
         options: the names that the dataset accepts in ``dataset.options``.
     """
 
@@ -341,16 +332,12 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """List the tasks (``Model.module``) that have a trait, as text for a message,
-    such as ``GPTModule, GPTGenerationModule``.
-    """
+    """List the tasks that have a trait, for a message: ``GPTModule, GPTGenerationModule``."""
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 
 def unknown_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...]) -> Iterator[RuleError]:
-    """Yield an error for each key of ``options`` that is not in ``takes``, the options that the registered
-    part ``name`` accepts.
-    """
+    """Yield an error for each key of ``options`` that the registered part ``name`` does not accept."""
     for option in options:
         if option not in takes:
             listed = f"it takes {', '.join(takes)}" if takes else "it takes none"

@@ -1,9 +1,8 @@
-"""Registries map the names that a configuration may use to parts of the program, such as optimizers and
-datasets.
+"""Registries map names in a configuration to parts of the program, such as optimizers and datasets.
 
 There is one :class:`Registry` for each kind of part, in ``ppfleetx/config/registries.py``. Built-in parts and
-plugins both register with :meth:`Registry.register`. A part may be registered as the text
-``package.module:attribute``, because names and traits must be known before Paddle is imported.
+plugins register alike. A part may be registered as the text ``package.module:attribute``, because names and
+traits must be known before Paddle is imported.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ PartT = TypeVar("PartT")
 
 @dataclass(frozen=True)
 class Entry(Generic[TraitsT]):
-    """A registered part (or the text ``package.module:attribute`` that names it) with its traits, the facts
-    needed before it is imported.
-    """
+    """A registered part, or the text ``package.module:attribute`` that names it, with its traits."""
 
     target: Any
     traits: TraitsT
 
 
 class Registry(Generic[TargetT, TraitsT]):
-    """All registered parts of one kind, such as all optimizers, by name. Looking up an unknown name raises a
-    ConfigError that suggests the nearest names.
+    """All registered parts of one kind, such as all optimizers, by name.
+
+    Looking up an unknown name raises a ConfigError that suggests the nearest names.
 
     Args:
         what: the kind of part, for messages: ``an optimizer``.
@@ -92,26 +90,21 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """What was registered under this name: the part itself, or the text that names it. Nothing is
-        imported.
-        """
+        """The part registered under this name, or the text that names it, without importing anything."""
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """Return the part with this name. If it was registered as text, it is imported."""
+        """Return the part with this name, imported if it was registered as text."""
         return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
         """Call the part with this name and return the result, e.g. an optimizer object.
 
         Args:
-            name: the name of the part.
-            arguments: the arguments of the call.
             gives: the required type of the result; None for any.
 
         Raises:
-            ConfigError: there is no such part, it does not accept these arguments, or its result has another
-                type.
+            ConfigError: there is no such part, it refuses these arguments, or its result has another type.
         """
         part = self.load(name)
         self._check_call(name, part, *arguments)
@@ -146,9 +139,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def hint(self, name: str) -> str:
-        """The end of a message about an unknown name: the nearest known names, and how to make a plugin's
-        name known.
-        """
+        """The end of a message about an unknown name: near names, and how to make a plugin known."""
         near = difflib.get_close_matches(name, self.names(), n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         return f"({meant}a name of your own is known when --plugin names the module that registers it)"
@@ -161,9 +152,7 @@ class Registry(Generic[TargetT, TraitsT]):
 
 @dataclass(frozen=True)
 class Registered:
-    """Annotation of a configuration field whose value is a name in ``registry``: ``Annotated[str,
-    Registered(NORMS)]``.
-    """
+    """Annotation of a field whose value is a name in ``registry``: ``Annotated[str, Registered(NORMS)]``."""
 
     registry: Registry[Any, Any]
 
@@ -194,8 +183,7 @@ def _described(part: Any) -> str:
 
 
 def load_target(target: Any) -> Any:
-    """Import the object that the text ``package.module:attribute`` names (``attribute`` may have dots). A
-    ``target`` that is not text is returned unchanged.
+    """Import the object that ``package.module:attribute`` names. Another ``target`` than text is returned.
 
     Raises:
         ConfigError: there is no such module or attribute, or the text has another form.

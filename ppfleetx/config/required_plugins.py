@@ -1,8 +1,7 @@
-"""Keep the list of plugins that the user has named, and refuse a configuration that needs other plugins.
+"""Keep the list of plugins that the user has named, and refuse a configuration that needs others.
 
-Importing a plugin runs its code, so only the command line and the environment can name plugins to import
-(``ppfleetx/utils/plugins.py`` imports them). ``Global.plugins`` in a YAML file or a checkpoint's
-configuration never imports anything: it is only compared with these names.
+Importing a plugin runs its code, so only the command line and the environment can name one.
+``Global.plugins`` in a YAML file or a checkpoint's configuration is only compared with these names.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def imported_plugins() -> tuple[str, ...]:
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Raise ConfigError if ``Global.plugins`` of a configuration lists a plugin that the user has not named
-    with ``--plugin`` or in the environment.
-    """
+    """Raise ConfigError if ``Global.plugins`` lists a plugin that the user has not named elsewhere."""
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
     if wanted is None or not isinstance(wanted.value, list):

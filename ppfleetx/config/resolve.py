@@ -1,6 +1,4 @@
-"""Fill in the derived values of a configuration, such as batch sizes, and check the rules between its
-sections.
-"""
+"""Fill in the derived values of a configuration, such as batch sizes, and check rules between sections."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys whose values were derived. These differ between ``given`` and ``resolved``, or
-    differ from the default although no file or option set them.
-    """
+    """Yield the dotted keys whose values in ``resolved`` were derived, not given."""
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
         if isinstance(before, Section):
@@ -122,8 +118,9 @@ def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
 
 
 def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple[str, ...]]:
-    """Return the batch sizes, and warnings. If ``accumulate_steps`` in a file contradicts the other sizes,
-    these win, as in FleetX, and there is a warning.
+    """Return the batch sizes, and warnings.
+
+    An ``accumulate_steps`` in a file that contradicts the other sizes is ignored with a warning.
     """
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
@@ -200,7 +197,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Limit each ``max_seq_len`` that no file or option sets to the number of positions of the model."""
+    """Limit each ``max_seq_len`` that no file or option sets to the model's number of positions."""
     longest = cfg.Model.max_position_embeddings
     for mode in MODES:
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

@@ -1,7 +1,4 @@
-"""What each configuration key affects, and so whether a resumed run may change it.
-
-A test checks that the table covers every key.
-"""
+"""What each configuration key affects, and so whether a resumed run may change it."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 class Effect(Enum):
-    """What a configuration key affects. The text of each member also says what happens when a resumed run
-    changes such a key.
-    """
+    """What a key affects. The text of each member says what happens when a resumed run changes such a key."""
 
     SHAPE = "Which parameters there are. Weights that do not fit are refused."
     FUNCTION = (
@@ -159,9 +154,7 @@ _OUTSIDE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_bas
 
 @dataclass(frozen=True)
 class Change:
-    """A changed key with its old and new value. A whole section is named only if it is null on one side;
-    otherwise the changed keys in it are named.
-    """
+    """A changed key with its old and new value, or the section around it if that is null on one side."""
 
     key: str
     then: Any
@@ -182,9 +175,7 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """List the configuration keys whose change has this effect on a resumed run, as dotted names, from the
-    table of this module. A section in the list stands for all of its keys that the table does not name.
-    """
+    """List the keys with this effect on a resumed run; a section stands for its keys that are not listed."""
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
@@ -201,11 +192,10 @@ def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[
 def network(
     model: ModelConfig, effects: Collection[Effect] = (Effect.SHAPE, Effect.FUNCTION)
 ) -> dict[str, Any]:
-    """The keys of section ``Model`` that determine the network, with their values. Adapters are left out. Two
-    models have the same network if this function returns equal mappings for them.
+    """The keys of section ``Model`` that determine the network, with their values, but without adapters.
 
-    A null is replaced by the value that it stands for. A key that has no effect on this network has the value
-    None.
+    Two models have the same network if these mappings are equal: a null is replaced by the value that it
+    stands for, and a key without effect on this network has the value None.
     """
     without_effect = set()
     if not model.positions.rotates:
@@ -220,9 +210,7 @@ def network(
 
 
 def first_difference(key: str, then: Any, now: Any) -> Change:
-    """Find the first difference between two values of ``key``: if both are sections, it is the first key in
-    them whose values differ, otherwise ``key`` itself.
-    """
+    """Find the first difference between two values of ``key``: a key in them if both are sections."""
     while isinstance(then, Section) and isinstance(now, Section):
         name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
         key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)
@@ -230,13 +218,10 @@ def first_difference(key: str, then: Any, now: Any) -> Change:
 
 
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
-    """List the configuration keys that differ between a checkpoint and ``cfg``, out of the keys with the
-    given effects.
+    """List the configuration keys with the given effects that differ between a checkpoint and ``cfg``.
 
     Args:
         saved: the configuration in the checkpoint's manifest. A key that it lacks had its default.
-        cfg: a loaded configuration.
-        effects: which keys to compare, by what they affect.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)
@@ -244,9 +229,7 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """Return the value of ``key`` in the checkpoint's configuration and in the current one. If a section that
-    contains the key is null in either of them, return the two values of that section instead.
-    """
+    """Return both values of ``key``, or of the section around it if that is null in a configuration."""
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

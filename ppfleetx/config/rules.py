@@ -1,6 +1,4 @@
-"""Configuration rules that involve several sections: finetuning, sequence lengths, compression, fused
-operators.
-"""
+"""Rules between sections: finetuning, sequence lengths, compression, fused operators."""
 
 from __future__ import annotations
 
@@ -17,14 +15,12 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 def glue_task(cfg: RunConfig) -> str | None:
-    """The GLUE task that the datasets of the configuration name; None if none of them is a GLUE task."""
+    """The GLUE task that the datasets of the configuration name, or None."""
     return next((dataset.name for _, dataset in _datasets(cfg) if dataset.is_glue), None)
 
 
 def num_outputs(cfg: RunConfig) -> int:
-    """The number of outputs of the classification head: ``Model.num_classes`` if it is set, or else that of
-    the GLUE task.
-    """
+    """The number of outputs of the classification head: ``Model.num_classes`` or else the GLUE task's."""
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
 
 
@@ -87,10 +83,7 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """The sequence length in tokens of every dataset that the run reads, by configuration key.
-
-    ``Data.Test`` is read only for a GLUE task, and an offline evaluation reads only its own file.
-    """
+    """The sequence length in tokens of every dataset that the run reads, by configuration key."""
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
@@ -109,17 +102,14 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
     """The sizes of a run's model and data that a parallel plan must divide evenly.
 
-    ``seq_len`` is the greatest common divisor of all sequence lengths in the run: a degree that divides it
-    divides each of them.
+    ``seq_len`` is the greatest common divisor of all sequence lengths in the run.
     """
     seq_len = math.gcd(*used_lengths(cfg).values()) or None
     return model_workload(cfg.Model, seq_len, accumulate_steps)
 
 
 def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: int | None) -> Workload:
-    """The sizes that a parallel plan must divide evenly: those of ``model``, and the given sequence length
-    and number of micro batches (None: unknown).
-    """
+    """The sizes that a parallel plan must divide evenly, from ``model`` and the arguments (None: unknown)."""
     moe = model.moe
     return Workload(
         num_layers=model.num_layers,
@@ -135,21 +125,19 @@ def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: in
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """The number of tokens in a training sequence; without training data, the model's number of positions."""
+    """The tokens of a training sequence; without training data, the model's number of positions."""
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 
 def expert_message_bytes(cfg: RunConfig) -> float:
-    """The mean number of bytes of hidden states that a rank sends to each expert-parallel rank in
-    one layer.
-    """
+    """The mean bytes of hidden states that a rank sends to each expert-parallel rank in one layer."""
     model, plan = cfg.Model, cfg.plan
     rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
-    """Check ``plan`` against every sequence length that the run uses, and yield the rules it breaks."""
+    """Yield the rules that ``plan`` breaks with any sequence length that the run uses."""
     written_as = CONFIG_KEYS["seq_len"]
     for key, length in used_lengths(cfg).items():
         for broken in violations(plan, Workload(seq_len=length)):
@@ -159,9 +147,7 @@ def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]
 
 
 def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Yield an error for each sequence length, of data or of generated text, that exceeds the model's
-    positions.
-    """
+    """Yield an error for each sequence length of data or generated text above the model's positions."""
     longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
     for key, length in used_lengths(cfg).items():
         if length > longest:
@@ -237,9 +223,7 @@ Reason = tuple[tuple[str, ...], str]
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """The fused operators for matrix products that a 16-bit run with this configuration cannot use on any
-    device. Each has the keys that are the cause, and an explanation.
-    """
+    """The fused operators that a 16-bit run with this configuration cannot use, with the reasons."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}

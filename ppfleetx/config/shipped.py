@@ -1,6 +1,4 @@
-"""The configuration files that ship with ppfleetx. Each has a name, such as
-``gpt/pretrain_gpt_345M_single_card``.
-"""
+"""The configuration files that ship with ppfleetx, by names such as ``gpt/pretrain_gpt_345M_single_card``."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ _PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that a user may w
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """All configuration files that ship with ppfleetx, as ``{name: path}`` sorted by name. Files in
-    ``_base_``, which others build on, are left out.
-    """
+    """All shipped configuration files by name, in order, without those in ``_base_``."""
     names = {}
     for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
         place = path.relative_to(CONFIGS)
@@ -33,12 +29,10 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str | Path) -> Path:
-    """Find the configuration that the user gave with ``-c``: an existing file or directory, or else the
-    shipped file with that name.
+    """Find the configuration of option ``-c``: an existing file or directory, or else a shipped file.
 
-    The name may be the path of the file or leave out its folder (``gpt/``) and ``.yaml``. If nothing is
-    found, a path that is absolute or ends in ``.yaml`` is returned all the same, and reading it reports that
-    it does not exist.
+    A shipped name may be a path, or lack its folder (``gpt/``) and ``.yaml``. A path that is absolute or ends
+    in ``.yaml`` is returned even if it does not exist, for the reader to report.
 
     Raises:
         ConfigError: no shipped file has this name.
@@ -68,7 +62,7 @@ def find_config(given: str | Path) -> Path:
 
 
 def purpose(path: Path) -> str:
-    """What a shipped configuration is for: the first sentence of the comment at the top of the file."""
+    """The first sentence of a shipped file's opening comment, which says what the configuration is for."""
     lines = []
     for line in path.read_text("utf-8").splitlines():
         if not line.startswith("#"):
@@ -81,7 +75,8 @@ def purpose(path: Path) -> str:
 
 
 def copy_config(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped configuration file and the ``_base_`` files that it builds on into ``directory``.
+    """Copy a shipped configuration file and its ``_base_`` files into ``directory``.
+
     Returns the files that were written; equal files that exist already are not among them.
 
     Raises:
@@ -110,9 +105,7 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """The texts of a configuration file and of all its ``_base_`` files, by the path that each gets in a
-    copy. ``_base_`` entries name the new paths.
-    """
+    """The texts of a configuration file and of its ``_base_`` files, by the path of each in a copy."""
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]

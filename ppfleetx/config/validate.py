@@ -1,6 +1,4 @@
-"""Validate a configuration that was read from YAML: return it as typed sections, or raise errors in plain
-words.
-"""
+"""Validate a configuration that was read from YAML, and return it as typed sections."""
 
 from __future__ import annotations
 
@@ -44,12 +42,10 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
-    """Build one configuration section from values that were not read from a file, such as arguments in
-    Python.
+    """Build one section from values that do not come from a file, such as arguments in Python.
 
     Raises:
-        ConfigError: as in :func:`validate`, but keys in the message are relative to the section, and it names
-            no file.
+        ConfigError: as in :func:`validate`, but keys in the message are relative to the section.
     """
     try:
         return section.model_validate(values)
@@ -58,7 +54,7 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError that shows every key concerned, with its value and place."""
+    """Turn ``violation`` into a ConfigError that shows every key concerned, with value and place."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 
@@ -77,9 +73,7 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
-    """Convert ``node`` to plain Python values for a field of type ``annotation``. The place of each value is
-    stored in ``origins`` under its dotted key.
-    """
+    """Convert ``node`` to plain values for a field's ``annotation``, with their places in ``origins``."""
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):
@@ -130,7 +124,7 @@ def _config_error(
 
 
 def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
-    """The dotted configuration key that a pydantic error is about."""
+    """The dotted key that a pydantic error is about."""
     path = _follow(detail["loc"], root)[2]
     cause = detail.get("ctx", {}).get("error")
     return ".".join([*path, *cause.keys[:1]] if isinstance(cause, RuleError) else path)
@@ -139,7 +133,6 @@ def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
 def _one_error(
     detail: ErrorDetails, plain: Any, root: type[Section], origins: dict[str, str]
 ) -> dict[str, Any]:
-    """The arguments of a ConfigError for one pydantic error."""
     section, annotation, path = _follow(detail["loc"], root)
     key = ".".join(path)
     cause = detail.get("ctx", {}).get("error")
@@ -161,9 +154,7 @@ def _one_error(
 
 
 def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[Section], Any, list[str]]:
-    """Follow the location in a pydantic error. Returns the innermost section class, the field's type, and the
-    parts of the dotted key. Class names that pydantic inserts for unions are skipped.
-    """
+    """Resolve a pydantic location to (innermost section class, field type, parts of the dotted key)."""
     section: type[Section] = root
     annotation: Any = root
     path: list[str] = []

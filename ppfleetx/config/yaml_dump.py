@@ -1,7 +1,6 @@
 """Write a loaded configuration as YAML with every key.
 
-Derived values are written as comments. So they are computed again when the file is used with other values or
-another number of processes.
+Derived values become comments, so that they are computed again when the file is used.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Marks the position of a derived value until the YAML text is finished, when a comment replaces it."""
+    """Marks the position of a derived value until a comment replaces it in the YAML text."""
 
     number: int
 
@@ -45,16 +44,14 @@ _Dumper.add_representer(_Placeholder, _represent)
 
 
 def run_record(cfg: RunConfig) -> str:
-    """The text of the ``config.yaml`` that a run writes into its output directory. Training from this file
-    resumes the run.
-    """
+    """The text of the ``config.yaml`` in a run's output directory. Training from it resumes the run."""
     save_load = cfg.Engine.save_load.model_copy(update={"resume": "auto", "overwrite": False})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return _HEAD + dump_config(cfg.model_copy(update={"Engine": engine}))
 
 
 def dump_config(cfg: RunConfig) -> str:
-    """Write ``cfg`` as YAML with every key. Derived values become comments.
+    """Write ``cfg`` as YAML with every key, and derived values as comments.
 
     Loading the YAML for the same number of processes gives an equal configuration.
     """
@@ -65,7 +62,7 @@ def dump_config(cfg: RunConfig) -> str:
 
 
 def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every value in nested mappings. An empty mapping counts as a value."""
+    """Yield (dotted key, value) for every value in nested mappings; an empty mapping is a value."""
     if not isinstance(tree, dict) or (prefix and not tree):
         yield prefix, tree
         return
@@ -74,13 +71,14 @@ def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_derived(cfg: RunConfig) -> dict[str, Any]:
-    """Convert ``cfg`` to nested plain values without the derived ones, which loading computes again."""
+    """Convert ``cfg`` to nested plain values without derived ones."""
     return _tree(cfg, "", cfg, None)
 
 
 def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any] | None) -> dict[str, Any]:
-    """Convert ``section`` to nested plain values. Derived values are left out or, if ``derived`` is a list,
-    appended to it and replaced by placeholders.
+    """Convert ``section`` to nested plain values.
+
+    Derived values are left out or, if ``derived`` is a list, appended to it and replaced by placeholders.
     """
     plain = section.model_dump()
     for name in type(section).model_fields:

@@ -1,6 +1,4 @@
-"""Compare a parallel plan with alternatives: explain why well-known plans are worse, and list settings that
-save memory.
-"""
+"""Compare a parallel plan with others: why well-known plans are worse, and which settings save memory."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Explain why well-known plans are worse than the plan ``best`` on the same cards, with one sentence for
-    each plan.
-    """
+    """Say in one sentence per plan why well-known plans on the same cards are worse than ``best``."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -135,9 +131,7 @@ class MemorySaving:
 
 
 def memory_savings(prediction: Prediction) -> list[MemorySaving]:
-    """Return the settings that save memory, the cheapest in step time first. Of equally cheap settings, the
-    one that saves most comes first.
-    """
+    """Return the settings that save memory, the cheapest in step time first."""
     least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
     found = []
     for options, job in _candidates(prediction.job):

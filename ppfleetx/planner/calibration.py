@@ -1,4 +1,4 @@
-"""Fit the planner's constants of a card to measured step times of the user's own runs."""
+"""Fit the planner's constants of a card to step times measured in the user's own runs."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ class Observed:
 
 
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
-    """Fit the constants of the cluster's card, so that predicted step times match those that the runs
-    measured. Returns the fitted card, and a text that compares the errors before and after.
+    """Fit the constants of the cluster's card to the step times that runs measured. Returns the fitted card,
+    and a text that compares the errors before and after.
 
     The fit minimizes the squared difference between the logarithms of predicted and measured times. With one
-    run, only the efficiencies of computation are changed, by a common factor. With two or more runs,
-    latencies and the speeds of links and network are changed too, but a penalty keeps them near the given
-    values.
+    run, only the efficiencies of computation change, by a common factor. With more runs, latencies and the
+    speeds of links and network change too, but a penalty keeps them near the given values.
 
     Args:
         directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
@@ -100,11 +99,9 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """Read the duration of each step from ``metrics.jsonl``, without the time spent waiting for data. An
-    incomplete last line is ignored.
-    """
+    """Read the seconds of each step from ``metrics.jsonl``, without the time spent waiting for data."""
     found = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # an incomplete last line is ignored
         try:
             record = json.loads(line)
             if record.get("kind") == "train":
@@ -126,9 +123,7 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 
 
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    """Multiply the constants of ``card`` that ``names`` lists by one common factor, and return the card with
-    the factor that fits the runs best. The factor is searched in coarse steps first, then in fine ones.
-    """
+    """Scale the constants ``names`` of ``card`` by the common factor that fits the runs best."""
     best, least = card, _distance(card, cluster, runs)
     for steps in (
         (0.25, 0.5, 2.0, 4.0),

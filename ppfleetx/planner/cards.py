@@ -1,6 +1,4 @@
-"""Accelerator cards: their constants of speed and memory, and the times of operations computed from these.
-``cards.yaml`` has the constants of known cards, with their sources.
-"""
+"""Accelerator cards: their constants of speed and memory (``cards.yaml``), and the times of operations."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ class Card(Section):
         """Return the peak FLOP/s of dense matrix products of type ``dtype``.
 
         Raises:
-            ConfigError: the card's description has no peak for this type.
+            ConfigError: the card has no peak for this type.
         """
         if dtype not in self.peak_tflops:
             raise ConfigError(
@@ -89,21 +87,17 @@ class Card(Section):
         return self.peak_tflops[dtype] * 1e12
 
     def matmul_seconds(self, flops: float, dtype: str, narrowest: float = 0.0, kernels: int = 1) -> float:
-        """Return the time of ``kernels`` matrix products that have ``flops`` floating-point operations in
-        total.
+        """Return the time of ``kernels`` matrix products with ``flops`` floating-point operations in total.
 
         Args:
-            narrowest: the smallest dimension of the products, because narrow products are slower; 0 to ignore
-                it.
+            narrowest: the smallest dimension of the products; a narrow product is slower. 0 to ignore it.
         """
         share = narrowest / (narrowest + self.matmul_half_dim) if narrowest else 1.0
         speed = self.peak(dtype) * self.matmul_efficiency * share
         return flops / speed + kernels * self.matmul_latency_us * _MICRO
 
     def memory_seconds(self, num_bytes: float, kernels: float = 1) -> float:
-        """Return the time of ``kernels`` element-wise operations that read and write ``num_bytes`` in
-        total.
-        """
+        """Return the time of ``kernels`` element-wise operations that move ``num_bytes`` in total."""
         speed = self.memory_gb_s * 1e9 * self.memory_efficiency
         return num_bytes / speed + kernels * self.kernel_latency_us * _MICRO
 
@@ -115,10 +109,10 @@ class Card(Section):
 
 
 def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
-    """Load the description of a card. ``name`` is the name of a card in ``cards.yaml``, or a YAML file that
-    describes exactly one card.
+    """Load the description of a card.
 
     Args:
+        name: a card in ``cards.yaml``, or a YAML file that describes exactly one card.
         key: the option or configuration key that named the card, for messages.
         asked_in: the place where that key was set, for messages.
 
@@ -141,9 +135,7 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 
 
 def any_card(device: str) -> Card:
-    """Return the card to assume if the user names none: a typical card for the kind of device (``cpu``,
-    ``gpu``, ...).
-    """
+    """Return a typical card for a kind of device (``cpu``, ``gpu``, ...), if the user names no card."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(_ANY_CPU if kind == CPU else ANY_CARD)
@@ -151,8 +143,7 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """Return the name of the card in ``cards.yaml`` for a device's name from its driver: A100 for ``NVIDIA
-    A100-SXM4-80GB``. None if there is none.
+    """Return the card in ``cards.yaml`` for a driver's name: A100 for ``NVIDIA A100-SXM4-80GB``; else None.
 
     PCIe cards of the same name are slower; users set `Global.peak_tflops` for them.
     """

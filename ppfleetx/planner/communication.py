@@ -1,9 +1,7 @@
-"""Predict the time of collectives and messages on the links of a cluster: bytes over bandwidth, plus a
-latency.
+"""Predict the time of collectives and messages on a cluster: bytes over bandwidth, plus a latency.
 
-A collective of n ranks moves (n - 1) / n of its bytes over every link, as a ring does (Thakur et al. 2005).
-An all-reduce does so twice. Ranks within a node use the node's links. Ranks on different nodes use the
-network. All communicating ranks of a node share its network interfaces.
+A collective of n ranks moves (n - 1) / n of its bytes over every link, as a ring does (Thakur et al. 2005);
+an all-reduce does so twice. Ranks within a node use its links. All ranks of a node share its network.
 """
 
 from __future__ import annotations
@@ -23,16 +21,13 @@ table)."""
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of identical nodes, each with the same number of cards.
+    """A cluster of identical nodes.
 
     Attributes:
-        card: the kind of card in the nodes.
         per_node: the number of cards in a node.
-        network: bytes/s that a node sends over all its network interfaces; 0: the value in the card's
-            description.
-        axes: the parallel axes in the order in which ranks are numbered, the fastest changing one last. This
-            is Paddle fleet's order; predictions of published runs of another program use that program's
-            order.
+        network: bytes/s that a node sends over all its network interfaces; 0: as in the card's description.
+        axes: the parallel axes in the order in which ranks are numbered, the fastest changing one last. The
+            default is Paddle fleet's order.
     """
 
     card: Card
@@ -42,24 +37,22 @@ class Cluster:
 
     @property
     def node_bandwidth(self) -> float:
-        """The bytes/s that messages between two nodes reach: the network's stated speed times its
-        efficiency.
-        """
+        """The bytes/s of messages between two nodes: the network's stated speed times its efficiency."""
         stated = self.network or self.card.network_gbps * 1e9 / 8
         return stated * self.card.network_efficiency
 
     def collective_bandwidth(self, nodes: float) -> float:
-        """Return the bytes/s of a node's network in a collective over ``nodes`` nodes. Each doubling of the
-        nodes makes the collective slower by the share ``card.collective_loss``.
+        """Return the bytes/s of a node's network in a collective over ``nodes`` nodes.
+
+        Each doubling of the nodes slows the collective by the share ``card.collective_loss``.
         """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
     def straggling(self, num_cards: int) -> float:
-        """Return by which factor a step takes longer because all nodes wait for the slowest one.
+        """Return the factor by which a step takes longer because all nodes wait for the slowest one.
 
-        Node times are assumed to vary normally, with the standard deviation ``card.jitter``, a fraction of
-        the step time. The slowest of n nodes is then expected to be about sqrt(2 ln n) standard deviations
-        above the mean.
+        Node times are assumed to be normally distributed, with a standard deviation of ``card.jitter`` times
+        the step. The slowest of n nodes is then about sqrt(2 ln n) standard deviations above the mean.
         """
         nodes = max(1.0, num_cards / self.per_node)
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
@@ -70,7 +63,6 @@ class Group:
     """How a communication group of ranks lies on the nodes of a cluster.
 
     Attributes:
-        size: the number of ranks in the group.
         inside: the number of the group's ranks in one node.
         sharing: the number of groups of the same parallel axis that share a node's network.
     """
@@ -85,9 +77,7 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Return how the communication groups of the parallel axis ``axis`` (such as ``mp``) lie on the nodes of
-    the cluster. All groups of an axis have the same layout.
-    """
+    """Return how the communication groups of a parallel axis, such as ``mp``, lie on the cluster's nodes."""
     if axis in EXPERT_AXES:
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -97,10 +87,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Do the work of :func:`group_of` for the axes of experts: ``ep`` distributes the experts, ``emp`` slices
-    each expert, and ``edp`` has replicas of the same experts. In the numbering of a stage's ranks, ``emp``
-    changes fastest, then ``ep``, then ``edp``.
-    """
+    """:func:`group_of` for the axes of experts, which distribute (``ep``), slice or copy (``edp``) them."""
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
@@ -112,37 +99,35 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return how many tensor-parallel groups on one node compete for its network, because each uses it at
-    times of its own. They do so if they belong to different data-parallel replicas whose pipelines cross
-    nodes. Otherwise all groups communicate at the same time, and the result is 1.
+    """Return how many tensor-parallel groups of a node use its network at unrelated times.
+
+    There are several if they belong to data-parallel replicas whose pipelines cross nodes. Otherwise all
+    groups communicate at the same time, and the result is 1.
     """
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)
 
 
 def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Return the time of an all-reduce over ``group``, of a tensor of ``num_bytes`` on each rank."""
+    """Return the time of an all-reduce of ``num_bytes`` per rank."""
     return 2 * _one_way(num_bytes, group, cluster)
 
 
 def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Return the time of an all-gather over ``group`` whose result has ``num_bytes``. A reduce-scatter whose
-    input has ``num_bytes`` takes the same time.
+    """Return the time of an all-gather whose result has ``num_bytes``.
 
-    So do two operations of sharding: the reduction of each gradient to its owner, and the broadcast of each
-    updated parameter.
+    A reduce-scatter of as many bytes takes the same time. So do the two operations of sharding: the reduction
+    of gradients to their owners, and the broadcast of updated parameters.
     """
     return _one_way(num_bytes, group, cluster)
 
 
 def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, levels: int = 1) -> float:
-    """Return the time of an all-to-all over ``group`` in which every rank sends ``num_bytes`` in total,
-    evenly to all ranks.
+    """Return the time of an all-to-all in which every rank sends ``num_bytes`` in total, evenly to all ranks.
 
     Args:
-        levels: 1: every rank sends to every other rank. 2: all data for a node is sent in one message and
-            distributed within the node (``nn/expert_exchange.py``). The network then carries the same bytes
-            in fewer messages.
+        levels: 1: every rank sends to every other rank. 2: all data for a node goes in one message and is
+            distributed within the node (``nn/expert_exchange.py``), so the network carries fewer messages.
     """
     if group.size == 1:
         return 0.0
@@ -163,8 +148,9 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
 
 
 def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Return the time of an all-to-all that sends tokens to their experts. As in training, small messages
-    between nodes are combined (``levels=2`` of :func:`all_to_all_seconds`).
+    """Return the time of an all-to-all that sends tokens to their experts.
+
+    As in training, small messages between nodes are combined (``levels=2`` of :func:`all_to_all_seconds`).
     """
     has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
     levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1
@@ -174,7 +160,7 @@ def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) 
 def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> float:
     """Return the time for one rank to send an activation of ``num_bytes`` to the next pipeline stage.
 
-    All ranks of a stage send at the same time, so those of one node share its network.
+    The ranks of a node send at the same time, so they share its network.
     """
     group, card = group_of(plan, "pp", cluster), cluster.card
     if not group.leaves_node:

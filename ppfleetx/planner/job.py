@@ -33,8 +33,8 @@ class Precision:
 
     Attributes:
         compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
-        lowers_parameters: whether parameters have the type ``compute`` too, with a float32 master copy of
-            each (level O2 of Paddle's mixed precision).
+        lowers_parameters: whether parameters have the type ``compute`` too, with float32 master copies (level
+            O2 of Paddle's mixed precision).
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
     """
 
@@ -49,14 +49,12 @@ class Precision:
 
     @property
     def parameter_bytes(self) -> int:
-        """The bytes of one element of a parameter, as the forward and backward passes use it."""
+        """The bytes of one element of a parameter in the forward and backward passes."""
         return 2 if self.lowers_parameters else 4
 
     @property
     def master_bytes(self) -> int:
-        """The bytes of the float32 master copy of one element of a parameter; 0 if there are no master
-        copies.
-        """
+        """The bytes of a parameter element's float32 master copy; 0 without master copies."""
         return 4 if self.lowers_parameters else 0
 
     @property
@@ -70,11 +68,10 @@ class Overlap:
     """Which communication overlaps with computation.
 
     Attributes:
-        bucket_bytes: the approximate size of the messages in which gradients are sent during the last
-            backward pass; None: gradients are sent after the pass.
-        values: whether parameters are sent during a forward pass. Under sharding stages 1 and 2, these are
-            the updated parameters, sent during the next forward pass. Under stage 3, they are the parameters
-            of the next layer.
+        bucket_bytes: the approximate size of the messages that carry gradients during the last backward pass;
+            None: gradients are sent after the pass.
+        values: whether parameters are sent during a forward pass: the updated ones under sharding stages 1
+            and 2, those of the next layer under stage 3.
         messages: whether pipeline stages compute while their messages are sent (``overlap_p2p_comm``).
     """
 
@@ -87,12 +84,12 @@ class Overlap:
 class Job:
     """What the planner predicts: the training of a model with given batch sizes under one parallel plan.
 
-    Some attributes exist to reproduce published runs of Megatron-LM and other programs, to which some
-    constants in ``cards.yaml`` were fitted.
+    Some attributes exist only to reproduce published runs of other programs, which the constants in
+    ``cards.yaml`` were fitted to.
 
     Attributes:
-        model: shapes and options; ``plan`` and ``recomputed`` take precedence over its keys for sequence
-            parallelism and recompute.
+        model: shapes and options, except sequence parallelism (see ``plan``) and recompute (see
+            ``recomputed``).
         micro_batch: sequences in one forward pass of a data-parallel rank.
         accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.
@@ -103,9 +100,8 @@ class Job:
             plugin (``plugin``), or those of Megatron-LM and PaddleFleetX (``fused``).
         flat_states: whether sharding cuts optimizer states into equal parts, as DeepSpeed's ZeRO does. This
             engine assigns whole parameters to ranks instead.
-        fragments: memory lost to fragmentation, as a share of the allocated memory; None: the default for
-            ``kernels``.
-        overlap: which communication overlaps with computation. Published runs are predicted without overlap.
+        fragments: share of the allocated memory lost to fragmentation; None: the default for ``kernels``.
+        overlap: which communication overlaps with computation.
         compress: fake quantization or quantized weights, which change the model's parameters.
     """
 
@@ -130,7 +126,6 @@ class Job:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash of the job, stored because a search looks up the same jobs many times."""
         plan = self.plan
         degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.ep, plan.sequence_parallel)
         return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
@@ -145,26 +140,21 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """The bytes of the hidden states of one micro batch, on a rank that holds its share of the sequence
-        along ``sep`` (context parallelism). Sequence parallelism would divide them further.
-        """
+        """The bytes of a micro batch's hidden states on a rank, divided along ``sep`` but not ``mp``."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
     @property
     def overlaps_messages(self) -> bool:
-        """Whether pipeline stages compute while their messages are sent. This is never so with virtual
-        stages.
-        """
+        """Whether pipeline stages compute while their messages are sent; never with virtual stages."""
         return self.overlap.messages and self.plan.pp > 1 and self.plan.virtual_pp_degree == 1
 
     @property
     def message_parts(self) -> int:
-        """The number of parts into which an activation is cut before it is sent to the next pipeline stage.
-        Each tensor-parallel rank sends one part, and the next stage gathers the parts.
+        """The number of parts in which tensor-parallel ranks send an activation to the next stage.
 
-        It is 1 in two cases. Under sequence parallelism, each rank holds only its own part anyway. With
-        ZB-H1, or if messages overlap with computation, each rank sends the whole activation.
+        It is 1 if each rank sends all that it holds: under sequence parallelism its own part, with ZB-H1 or
+        overlapped messages the whole activation.
         """
         plan = self.plan
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
@@ -172,14 +162,14 @@ class Job:
 
     @property
     def message_bytes(self) -> float:
-        """The bytes that one tensor-parallel rank sends to the next pipeline stage for a micro batch."""
+        """The bytes that one tensor-parallel rank sends to the next pipeline stage per micro batch."""
         return self.hidden_bytes / (self.plan.mp if self.plan.sequence_parallel else self.message_parts)
 
     @property
     def forwards_first(self) -> bool:
-        """Whether a pipeline with virtual stages runs all forward passes of a step before the first backward
-        pass. This happens in Paddle if there are fewer micro batches than twice the pipeline degree, and in
-        Megatron-LM if there are as many as the pipeline degree.
+        """Whether a pipeline with virtual stages runs all forward passes before the first backward pass.
+
+        Paddle does so with fewer micro batches than 2 pp, Megatron-LM with exactly pp.
         """
         plan = self.plan
         if plan.virtual_pp_degree == 1:
@@ -188,15 +178,11 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The sizes of the model and the batch, with which a parallel plan is checked: for example, ``mp``
-        must divide the number of heads.
-        """
+        """The sizes of the model and the batch that a parallel plan must divide evenly."""
         return model_workload(self.model, self.seq_len, self.accumulate)
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
-        """Return the indices of the layers on pipeline stage ``stage``, as one list for each of its virtual
-        stages.
-        """
+        """Return the layer indices on pipeline stage ``stage``, one list per virtual stage."""
         chunks = self.plan.layers_of_chunks(self.model.num_layers)
         ends = list(itertools.accumulate(chunks))
         mine = range(stage, self.plan.num_chunks, self.plan.pp)
@@ -204,7 +190,7 @@ class Job:
 
     @property
     def model_key(self) -> ModelKey:
-        """A key to cache values that depend only on the model, not on the plan or the batch."""
+        """A cache key for values that depend only on the model, not on the plan or the batch."""
         return ModelKey(self.model, self.compress)
 
     @property
@@ -245,9 +231,7 @@ class Job:
 
 
 class ModelKey:
-    """A cache key for a model. It compares models by identity, because comparing and hashing all their fields
-    would take longer than computing the cached value.
-    """
+    """A cache key that compares models by identity, which is faster than comparing their fields."""
 
     __slots__ = ("compress", "model")
 
@@ -269,23 +253,19 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A cache key that carries a whole job, but compares only ``compared_by``. Jobs that differ in other ways
-    share one cached value.
-    """
+    """A cache key that carries a job. Keys are equal if ``compared_by`` is, whatever the job."""
 
     compared_by: tuple[object, ...]
     job: Job = field(compare=False)
 
 
 def operations_key(job: Job) -> CacheKey:
-    """Return a cache key for the time of a layer's operations. Jobs with equal keys have the same times."""
+    """Return a cache key for the time of a layer's operations, without communication."""
     return CacheKey((job.model_key, job.work, job.precision.compute), job)
 
 
 def passes_key(job: Job) -> CacheKey:
-    """Return a cache key for the time of a layer's forward and backward pass, which includes communication.
-    Jobs with equal keys have the same times.
-    """
+    """Return a cache key for the time of a layer's passes, including communication."""
     plan = job.plan
     is_fetched = plan.sharding_stage == 3 and plan.sharding > 1
     fetched = (plan.sharding, plan.pp, job.overlap.values) if is_fetched else None
@@ -294,7 +274,7 @@ def passes_key(job: Job) -> CacheKey:
 
 
 def job_of(cfg: RunConfig, card: Card) -> Job:
-    """Return the planner's input for a configuration that runs on ``card``."""
+    """Return the planner's input for a configuration on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()  # on a CPU only products run in 16 bits, so assume float32, the upper bound
     has_type = card.kernels != "cpu" and (mixed.enable is True or mixed.dtype in card.peak_tflops)
@@ -334,9 +314,9 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Return whether attention uses a fused kernel (flash attention): ``attention_kernel`` must allow it, and
-    the card must support it. For the device of a Paddle plugin it is False, because the plugin may lack the
-    kernel and the prediction assumes the slower one.
+    """Return whether attention uses flash attention: ``attention_kernel`` and the card must allow it.
+
+    A Paddle plugin may lack the kernel, so the result for its device is False.
     """
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False

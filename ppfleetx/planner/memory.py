@@ -1,9 +1,7 @@
 """Predict the memory that a rank of each pipeline stage needs on its card and on its host, part by part.
 
-A layer's declaration says which activations the layer keeps and what it needs temporarily. This module
-computes which layers, micro batches and gradients are in memory at the same time. The peak of a step is
-reached within the passes, or while packed gradients are sent. The peak while the model is built is counted
-separately.
+A layer's declaration says which activations it keeps. This module computes which layers, micro batches and
+gradients are in memory at the same time.
 """
 
 from __future__ import annotations
@@ -28,23 +26,20 @@ _FRAGMENTS = 0.02
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory that one rank of a pipeline stage needs, in bytes by part. :attr:`total` is the peak of a
-    step. :attr:`peak` also covers the time when the model is built.
+    """The memory that one rank of a pipeline stage needs, in bytes by part.
 
     Attributes:
-        parameters: parameters in the data type that the passes use.
+        parameters: parameters in the data type of the passes.
         gradients: gradients that exist at the peak.
         masters: float32 master copies of 16-bit parameters.
-        optimizer: optimizer states.
         activations: activations kept for the backward passes of all micro batches in flight.
         logits: logits, and the tensors that the loss keeps.
         temporary: recomputed layers, gradients of activations and fetched parameters at the peak.
         buffers: packed gradients that are being sent.
-        context: memory that the driver and libraries use.
+        context: memory of the driver and libraries.
         fragments: memory lost to fragmentation.
-        host: memory of the host instead of the card, for offloaded states and for copies while a checkpoint
-            is saved in the background.
-        whole_gradients: gradients kept when the last backward pass ends, which need not be at the peak.
+        host: host memory for offloaded states and background checkpoints.
+        whole_gradients: gradients kept when the last backward pass ends.
         start: the peak while the model is built, with context and fragments.
         save: the peak while a checkpoint is saved between steps.
     """
@@ -66,19 +61,16 @@ class StageMemory:
 
     @property
     def tensors(self) -> float:
-        """The bytes that tensors occupy at the peak of a step: :attr:`total` without the driver's memory and
-        fragmentation. It can be compared with the peak that Paddle's allocator reports.
-        """
+        """The peak bytes of tensors in a step, comparable with the peak that Paddle's allocator reports."""
         return self.total - self.context - self.fragments
 
     @property
     def total(self) -> float:
-        """The card's peak memory in a step, in bytes."""
         return sum(getattr(self, part) for part in CARD_PARTS)
 
     @property
     def peak(self) -> float:
-        """The bytes that the card must have, both to build the model and to run a step."""
+        """The bytes that the card must have to build the model and to run a step."""
         return max(self.start, self.total)
 
 
@@ -130,25 +122,21 @@ def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
 
 
 def _states_of_generators(plan: ParallelPlan) -> float:
-    """Return the bytes needed while a checkpoint is saved, to gather the states of all ranks' random
-    generators. Other tensors need no extra memory, because they are copied to the host one by one.
-    """
+    """Return the bytes needed to gather the states of all ranks' random generators for a checkpoint."""
+    # Other tensors need no extra memory, because they are copied to the host one by one.
     each = _GENERATORS_BYTES + (_STREAMS_BYTES if plan.mp > 1 else 0)
     return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """Return the peak while the model is built, in bytes. It is the largest of these:
+    """Return the peak bytes while the model is built, where ``kept`` bytes stay in memory.
 
-    - one layer in float32, as Paddle creates it;
-    - ``kept``, the bytes that stay in memory afterwards;
-    - while a 16-bit parameter gets its initial value: everything initialized so far, plus the parameter's
-    values in float32. This counts only if the float32 master copy is kept on another rank or on the host
-    (``parallel/parallelize.py``).
+    While a 16-bit parameter is initialized, its float32 values are in memory too. They add to the peak if the
+    master copy is kept elsewhere (``parallel/parallelize.py``).
     """
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
-    return max(4.0 * held.largest_layer, kept, *drawn)
+    return max(4.0 * held.largest_layer, kept, *drawn)  # Paddle creates a layer in float32
 
 
 def _fragments(job: Job) -> float:
@@ -158,9 +146,7 @@ def _fragments(job: Job) -> float:
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """Return a lower bound of the memory that the fullest rank needs, in bytes. It holds for every micro
-    batch size and kind of recompute, so a search can reject a plan before it tries them.
-    """
+    """Return a lower bound of the fullest rank's memory in bytes, for any micro batch size and recompute."""
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
         states = precision.master_bytes + 4 * job.moments
@@ -180,8 +166,7 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 def _kept_gradients(job: Job, held: Held) -> int:
     """Return the number of gradient elements on a rank when the last backward pass ends.
 
-    Under sharding stages 2 and 3, these are the gradients of parameters that the rank owns, and other
-    gradients that wait until a bucket is full and can be sent to their owner.
+    Under sharding stages 2 and 3, these are the owned gradients, and those in buckets not yet full.
     """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
@@ -190,11 +175,10 @@ def _kept_gradients(job: Job, held: Held) -> int:
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
-    """Return for how many micro batches a pipeline stage holds activations at the peak (Korthikanti et al.
-    2022, §4.2.3). With virtual stages, it is an average over the stage's chunks, so it may be a fraction.
+    """Return how many micro batches' activations a stage holds at the peak (Korthikanti et al. 2022, §4.2.3).
 
-    With p pipeline ranks and no virtual stages, it is p - stage. With v virtual stages, it is p (1 + (p - 1)
-    / (p v)) on the first stage.
+    It is p - stage for p pipeline ranks. With v virtual stages, it is an average over them, on the first
+    stage p (1 + (p - 1) / (p v)).
     """
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
@@ -211,9 +195,7 @@ class _EqualLayers:
 
     Attributes:
         tape: the activations that one of the layers writes and keeps.
-        count: the number of layers.
-        everywhere: True for blocks, which every virtual stage has; False for the embedding and the end of the
-            model.
+        everywhere: whether every virtual stage has such layers, as for blocks but not for the embedding.
     """
 
     tape: Tape
@@ -222,9 +204,7 @@ class _EqualLayers:
 
 
 def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
-    """Return the layers of a pipeline stage in order. With virtual stages, return the layers of the stage's
-    largest virtual stage.
-    """
+    """Return the layers of a pipeline stage, or of its largest virtual stage, in order."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
@@ -238,9 +218,6 @@ def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
 
 @lru_cache(maxsize=2048)
 def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
-    """Return the activations that a block writes in a forward pass and keeps for the backward pass. The
-    result is cached.
-    """
     return block.tape(work, recompute)
 
 
@@ -255,9 +232,9 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """Return the parts of memory that change during a step, in bytes, at the moment when their sum is
-    largest. It compares the passes of the first micro batch, the passes of a later one, and the time when
-    packed gradients are sent.
+    """Return the bytes of each part of memory that changes during a step, at the moment of their largest sum.
+
+    It is in the passes of the first or a later micro batch, or while packed gradients are sent.
     """
     gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
     moments = [
@@ -301,9 +278,10 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """Return the bytes that the schedule ZB-H1 keeps because it computes weight gradients later: each matrix
-    product's input, and the gradient of its output. A stage keeps them for as many micro batches as there are
-    stages before it. 0 under other schedules.
+    """Return the bytes that ZB-H1 keeps until it computes weight gradients; 0 under other schedules.
+
+    These are each matrix product's input and the gradient of its output. A stage keeps them for as many micro
+    batches as there are stages before it.
     """
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
@@ -317,18 +295,17 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
 
 
 def _bytes_in_transit(job: Job, stage: int) -> float:
-    """Return the bytes of pipeline messages that are in memory while a stage computes (``overlap_p2p_comm``):
-    one input that arrived early, and one output being sent.
-    """
+    """Return the bytes of pipeline messages in memory while a stage computes (``overlap_p2p_comm``)."""
     if not job.overlaps_messages:
         return 0.0
+    # one input that arrived early, and one output being sent
     return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
 
 
 def _pass_peak(
     runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """Return the peak bytes during the passes of one micro batch, and how many of these bytes are parameter
+    """Return the peak bytes during the passes of one micro batch, and how many of them are parameter
     gradients that the backward pass allocated.
 
     Args:
@@ -358,9 +335,7 @@ def _pass_peak(
 
 
 def _fetched(job: Job, held: Held) -> float:
-    """Return the bytes of parameters that are fetched under sharding stage 3: those of the current layer, and
-    those of the next layer, which are fetched ahead. 0 under other stages.
-    """
+    """Return the bytes of parameters fetched for the current and the next layer; 0 below sharding stage 3."""
     n = job.plan.sharding
     if n == 1 or job.plan.sharding_stage != 3:
         return 0.0
@@ -369,10 +344,7 @@ def _fetched(job: Job, held: Held) -> float:
 
 
 def _buffers(job: Job, held: Held) -> float:
-    """Return the bytes of packed gradients that are being sent. This is one bucket, or two under sharding
-    stages 2 and 3 if sending overlaps with computation. 0 if gradients are not summed over ranks (dp,
-    sharding and sep are 1).
-    """
+    """Return the bytes of packed gradients that are being sent; 0 if gradients are not summed over ranks."""
     plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0

@@ -1,6 +1,4 @@
-"""Count the parameters that each rank holds, trains and updates. They follow from the model's declaration,
-without building the model.
-"""
+"""Count the parameters that each rank holds, trains and updates, without building the model."""
 
 from __future__ import annotations
 
@@ -22,26 +20,22 @@ _BYTES = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters that one rank of a pipeline stage holds. All counts are numbers of elements unless
-    stated otherwise.
+    """The parameters that one rank of a pipeline stage holds, as numbers of elements unless stated otherwise.
 
-    Quantized weights have a data type of their own, and are counted only in ``stored``. The owner of a
-    parameter is the sharding rank that updates it and keeps its optimizer states.
+    A rank owns the parameters that it updates under ZeRO. Quantized weights are counted only in ``stored``.
 
     Attributes:
-        values: all elements of the rank's part of the model during a pass.
-        resident: the part of ``values`` held between steps. Under sharding stage 3, these are the elements
-            that the rank owns.
+        values: all elements that the rank needs in a pass.
+        resident: elements held between steps. Under sharding stage 3, these are the owned ones.
         stored: bytes of quantized weights held between steps.
         trained: elements of ``values`` that are trained.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer, which sharding stage 3 fetches at once.
-        fills: for each parameter size that occurs, the pair (elements with initial values once the last
-            parameter of this size has them, this size). Parameters get them one after another.
+        fills: for each parameter size, (elements initialized when the last parameter of this size is, this
+            size).
         num_tensors: the number of parameter tensors.
         whole: trained elements that every tensor-parallel rank holds in full.
-        partial: the elements of ``whole`` whose gradients must be summed over tensor-parallel ranks under
-            sequence parallelism.
+        partial: elements of ``whole`` whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.
     """
 
@@ -68,8 +62,7 @@ class _Local(NamedTuple):
     Attributes:
         size: the number of elements.
         stored: bytes of a quantized weight; 0 for other parameters.
-        trains: whether the parameter is trained.
-        whole: whether every tensor-parallel rank holds all of it.
+        whole: whether every tensor-parallel rank holds all of the parameter.
         partial: whether its gradients are summed over tensor-parallel ranks under sequence parallelism.
         of_experts: whether it belongs to an expert.
     """
@@ -89,9 +82,9 @@ class _Groups(NamedTuple):
     """The parameters of each part of the model, as one tensor-parallel rank holds them.
 
     Attributes:
-        embedding, layers, end: the embeddings, each block, and what follows the blocks.
-        words: the word embedding if the head shares its weights, because the last pipeline stage then has a
-            copy. Otherwise empty.
+        layers: one group for each block.
+        end: the parameters after the blocks.
+        words: the word embedding if the head shares it, because the last pipeline stage then holds a copy.
     """
 
     embedding: _Group
@@ -101,9 +94,7 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """Count the parameters on a rank of pipeline stage ``stage``. Sharding gives its ranks different numbers
-    of parameters; this is the rank with the most.
-    """
+    """Count the parameters on the rank of pipeline stage ``stage`` that holds the most."""
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -124,10 +115,10 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Sum up the parameters on a rank. ``runs`` lists consecutive equal layers: the parameters of one of
-    them, and their number.
+    """Sum up the parameters on a rank.
 
     Args:
+        runs: pairs (parameters of a layer, number of consecutive equal layers).
         sharding: number of ranks that share the ownership of dense parameters.
         replicas: number of ranks that share the ownership of experts' parameters.
         fetches: whether a rank holds only its own parameters between steps (sharding stage 3).
@@ -160,18 +151,16 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Return the gradient bytes of the word embedding, or 0 if it is not on pipeline stage ``stage`` or is
-    not trained. These bytes cannot overlap with computation: the gradient is complete last, and the values
-    are needed first.
+    """Return the gradient bytes of the word embedding; 0 if it is not on ``stage`` or not trained.
+
+    They cannot overlap with computation: this gradient is complete last, and its parameter is needed first.
     """
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 
 
 def largest_layer(job: Job) -> tuple[int, int]:
-    """Return the number of elements and the number of tensors of the largest block, as one tensor-parallel
-    rank holds it.
-    """
+    """Return the numbers of elements and tensors of the largest block on one tensor-parallel rank."""
     return _largest_layer(job.model_key, *_slices(job))
 
 
@@ -210,9 +199,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """Return how many elements the fullest of ``ranks`` owners gets if each parameter goes to one owner as a
-    whole. ``sizes`` are the elements of each parameter.
-    """
+    """Return the elements of the fullest of ``ranks`` owners if each parameter has one owner."""
     ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks

@@ -1,6 +1,4 @@
-"""Parse a parallel plan as written on the command line (``--plan dp=4,mp=8,...``), apply it to a
-configuration, and write the configuration to a file.
-"""
+"""Parse a parallel plan (``--plan dp=4,mp=8,...``), apply it to a configuration, and write that to a file."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ GRANULARITIES: tuple[Recompute, ...] = get_args(Recompute)
 
 @dataclass(frozen=True)
 class PlanOption:
-    """The parsed value of ``--plan``: the parallel plan and, if they are given, the micro batch size and what
-    is recomputed.
-    """
+    """The parsed value of ``--plan``. ``micro`` and ``recompute`` are None if it does not name them."""
 
     plan: ParallelPlan
     micro: int | None
@@ -34,8 +30,9 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse a plan such as ``dp=4,mp=8``, the value of the command-line option ``option``. Settings that it
-    does not name are taken from the plan ``own``, unless they contradict the named ones.
+    """Parse a parallel plan such as ``dp=4,mp=8``, given by the command-line option ``option``.
+
+    A setting that the text does not name is that of the plan ``own``, unless it contradicts a named one.
 
     Raises:
         ConfigError: a word is unknown, or its value is not allowed.
@@ -104,12 +101,10 @@ def _truth(given: dict[str, str], word: str, option: str) -> bool:
 
 @dataclass(frozen=True)
 class UnresolvedConfig:
-    """A configuration that has been read but not checked against its parallel plan, because the planner
-    applies another plan to it.
+    """A configuration whose parallel plan has not been checked, because another plan will replace it.
 
     Attributes:
-        cfg: the values of the configuration.
-        origins: for each key, the place where its value was set, for messages.
+        origins: the place where each key was set, for messages.
         warnings: warnings from reading the configuration.
     """
 
@@ -119,11 +114,11 @@ class UnresolvedConfig:
 
     @property
     def plan(self) -> ParallelPlan:
-        """The parallel plan that the configuration names. If ``dp_degree`` is not set, it is 1 here."""
+        """The configured parallel plan; an unset ``dp_degree`` counts as 1."""
         return plan_of(self.cfg)
 
     def batch(self) -> int:
-        """Return the global batch size under the plan that the configuration names.
+        """Return the global batch size under the configured plan.
 
         Raises:
             ConfigError: the configured batch sizes do not determine it, or contradict each other.
@@ -142,12 +137,11 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """Replace the parallel plan of the configuration by ``plan``, and check that the configuration is
-        valid under it. Returns the complete configuration.
+        """Return the complete configuration under ``plan`` instead of its own parallel plan.
 
         Args:
             micro, batch: micro batch size and global batch size, in sequences.
-            recompute: what to recompute; None: leave the configured recomputation as it is.
+            recompute: what to recompute; None: as configured.
 
         Raises:
             ConfigError: the configuration is not valid under this plan.
@@ -202,8 +196,7 @@ def _recompute_keys(recompute: Recompute | None) -> dict[str, object]:
 
 
 def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedConfig:
-    """Read a configuration without checking that it fits its parallel plan, because another plan will be
-    applied to it.
+    """Read a configuration that is to run under another parallel plan, so do not check its own plan.
 
     Raises:
         ConfigError: anything else in the configuration is wrong.
@@ -212,8 +205,7 @@ def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedCon
 
 
 def write_config(cfg: RunConfig, job: Job, path: Path) -> None:
-    """Write the configuration ``cfg`` to a new YAML file, from which ``ppfleetx train`` can run. ``job`` has
-    the plan for the comment at its top.
+    """Write ``cfg`` to a new YAML file for ``ppfleetx train``, with the plan of ``job`` as a comment.
 
     Raises:
         ConfigError: ``path`` exists already, or its directory does not.

@@ -1,6 +1,4 @@
-"""Draw a prediction of the planner on one HTML page: the pipeline's timeline, memory by part, and step time
-by part.
-"""
+"""Draw the pipeline's timeline, memory by part and step time by part on one HTML page."""
 
 from __future__ import annotations
 
@@ -40,12 +38,10 @@ _MOST_SHOWN = 24  # micro batches of a timeline
 
 @os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction) -> list[Path]:
-    """Write each plot as PNG and SVG, and a page ``index.html`` that contains the plots and needs no network.
-    Returns the paths of all files.
+    """Write each plot as PNG and SVG, and a self-contained ``index.html``. Returns the paths of all files.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the directory holds a report already or cannot be
-            written.
+        ConfigError: matplotlib is missing, or the directory holds a report already or cannot be written.
     """
     try:
         from matplotlib.figure import Figure as Canvas
@@ -80,9 +76,7 @@ def write_report(directory: Path, prediction: Prediction) -> list[Path]:
 
 
 def _draw_timeline(axes: Any, prediction: Prediction) -> None:
-    """Draw when each pipeline stage computes. Only so many micro batches are drawn that each one can be
-    seen.
-    """
+    """Draw when each pipeline stage computes, for only as many micro batches as a reader can tell apart."""
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0

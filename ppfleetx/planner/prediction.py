@@ -1,6 +1,4 @@
-"""Predict memory and step time of one model under one parallel plan, and the numbers that follow from
-them.
-"""
+"""Predict memory, step time and cost of one model under one parallel plan."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _DAY = 24 * HOUR
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory and step time of ``job`` on ``cluster``. Each number is computed when it is first
-    read.
-    """
+    """The predicted memory and step time of ``job`` on ``cluster``, computed when first read."""
 
     job: Job
     cluster: Cluster
@@ -37,12 +33,9 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """The bytes that the rank with the most memory needs, while the model is built or in a step.
-
-        If all stages have the same number of layers, only the first and the last stage are compared. The
-        first keeps the activations of the largest number of micro batches, and the last has the logits.
-        """
+        """The peak bytes of the rank with the most memory, while the model is built or in a step."""
         plan = self.job.plan
+        # Of equal stages, the first keeps the most activations, and the last has the logits.
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
         return max(stage_memory(self.job, self.cluster, stage).peak for stage in stages)
 
@@ -56,7 +49,7 @@ class Prediction:
 
     @property
     def likely_at_most(self) -> float:
-        """The upper bound of the likely seconds per step. The search ranks plans by it."""
+        """The upper bound of the likely seconds per step, by which the search ranks plans."""
         return self.time.interval[2]
 
     @cached_property
@@ -65,22 +58,18 @@ class Prediction:
 
     @property
     def quickly_at_least(self) -> float:
-        """A lower bound of :attr:`quickly_at_most`: the time of the passes and pipeline messages alone. It is
-        cheaper to compute, so a search compares it first.
-        """
+        """A lower bound of :attr:`quickly_at_most`, from the passes and pipeline messages alone."""
         return self._quick_passes.seconds * spread(self.job, self.cluster)[1]
 
     @cached_property
     def quickly_at_most(self) -> float:
-        """An estimate of :attr:`likely_at_most` that needs no simulation of the pipeline schedule."""
+        """An estimate of :attr:`likely_at_most` without simulating the pipeline schedule."""
         seconds = quick_seconds(self.job, self.cluster, self._quick_passes)
         return seconds * spread(self.job, self.cluster)[1]
 
     @property
     def host(self) -> float:
-        """The bytes of host memory that a rank needs, for offloaded optimizer states and for a copy while a
-        checkpoint is saved in the background.
-        """
+        """A rank's bytes of host memory for offloaded optimizer states and background checkpoints."""
         return max(stage.host for stage in self.memory)
 
     @property
@@ -89,13 +78,11 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, from 0 to 1. Attention is counted in full, not as its causal half."""
+        """Model FLOPs utilization, from 0 to 1, with attention counted in full, not as its causal half."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:
-        """Return the object that ``ppfleetx plan --json`` prints. It includes the days and card-hours of a
-        run over ``tokens`` tokens.
-        """
+        """Return the object that ``ppfleetx plan --json`` prints, for a run over ``tokens`` tokens."""
         flops, seconds, run = step_flops(self.job), self.time.seconds, run_length(self, tokens)
         return {
             "plan": plan_text(self.job),
@@ -135,7 +122,7 @@ class RunLength:
     card_hours: float
 
     def cost(self, per_hour: float) -> tuple[float, float]:
-        """Return the cost of the run and the cost of a million tokens, if a card-hour costs ``per_hour``."""
+        """Return the cost of the run and of a million tokens, at ``per_hour`` for a card-hour."""
         whole = self.card_hours * per_hour
         return whole, whole / self.tokens * 1e6
 
@@ -153,9 +140,8 @@ def run_prediction(
     """Predict memory and step time of a configured run under its own plan.
 
     Args:
-        device: the kind of device, such as ``gpu``. Every kind but ``cpu`` is treated as an accelerator card.
-        card: the card of the run; None: the card that ``Global.card`` names, else the card known for
-            ``device_name``, else a typical one.
+        device: the kind of device, such as ``gpu``.
+        card: None: the card in ``Global.card``, else the one known for ``device_name``, else a typical one.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Returns:
@@ -173,8 +159,9 @@ def run_prediction(
 def prediction_of_memory(
     cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
 ) -> Prediction | None:
-    """Like :func:`run_prediction`, but does not return None if the card's speed in the run's data type is
-    unknown. Only the memory in such a prediction can be used.
+    """Like :func:`run_prediction`, but also predict for a card whose speed in the run's data type is unknown.
+
+    Such a prediction has valid memory, but no step time.
     """
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None

@@ -1,6 +1,4 @@
-"""Derive a whole training configuration from one number, the depth of the model. docs/planner.md has the
-rules.
-"""
+"""Derive a whole training configuration from the depth of the model, by the rules in docs/planner.md."""
 
 from __future__ import annotations
 
@@ -53,11 +51,7 @@ class RecipeInputs:
 
     @cached_property
     def kind(self) -> Card:
-        """The card's constants of speed and memory.
-
-        Raises:
-            ConfigError: there is no such card.
-        """
+        """The card's constants of speed and memory. Raises ConfigError if there is no such card."""
         return load_card(self.card, key="--cards")
 
     @property
@@ -66,7 +60,7 @@ class RecipeInputs:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The section ``Model`` of the configuration: a GPT with the blocks of Qwen3."""
+        """The section ``Model``: a GPT with the blocks of Qwen3."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
@@ -85,41 +79,30 @@ class RecipeInputs:
 
     @cached_property
     def num_params(self) -> int:
-        """The number of parameters of the model.
-
-        Raises:
-            ConfigError: the depth or another size of the model is too large.
-        """
+        """The number of parameters of the model. Raises ConfigError if the model is too large."""
         return parameter_count(section_of(ModelConfig, self.model))
 
     @property
     def tokens(self) -> float:
-        """The number of tokens to train on. The default of 20 tokens per parameter follows "Chinchilla"
-        (Hoffmann et al. 2022).
-        """
+        """Tokens to train on. The default of 20 per parameter follows "Chinchilla" (Hoffmann et al. 2022)."""
         return self.tokens_per_param * self.num_params
 
     @property
     def compute(self) -> float:
-        """The FLOPs of the whole run, without those of the embeddings ("DeepSeek LLM", Bi et al. 2024,
-        equation 2).
-        """
+        """FLOPs of the whole run without the embeddings ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
         per_token = self.depth * self.width * (72 * self.width + 12 * self.seq_len)
         return per_token * self.tokens
 
     @property
     def learning_rate(self) -> float:
-        """The peak of the learning-rate schedule ("DeepSeek LLM", Bi et al. 2024, equation 1), rounded to
-        three digits.
-        """
+        """The peak learning rate ("DeepSeek LLM", Bi et al. 2024, equation 1), rounded to three digits."""
         return float(f"{0.3118 * self.compute**-0.1250:.3g}")
 
     @property
     def batch(self) -> int:
-        """The number of sequences per step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, equation 1).
+        """Sequences per step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, equation 1).
 
-        It is rounded to a power of two times the odd factor of ``cards``, and is a multiple of ``cards``, so
-        that data-parallel ranks can divide it evenly.
+        It is a power of two times the odd factor of ``cards``, and a multiple of ``cards``.
         """
         power_of_two = self.cards & -self.cards
         odd = self.cards // power_of_two
@@ -138,8 +121,7 @@ class Recipe:
     prediction: Prediction
 
     def summary(self, price: float | None = None) -> list[str]:
-        """Return lines of text with the size of the model, the length of the run, its plan, and its predicted
-        time, memory and cost.
+        """Return lines of text: model size, run length, plan, and predicted time, memory and cost.
 
         Args:
             price: the price of a card-hour; None: give the cost in card-hours only.
@@ -168,8 +150,10 @@ class Recipe:
 
 
 def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
-    """Make the training configuration for ``inputs``, under the fastest parallel plan that suits its
-    optimizer. ``per_node`` is the number of cards in a node.
+    """Make the training configuration for ``inputs``, under the fastest plan that suits its optimizer.
+
+    Args:
+        per_node: the number of cards in a node.
 
     Raises:
         ConfigError: no plan fits into memory, or the model or the run is too large.
@@ -197,16 +181,16 @@ def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
 
 
 def _suits_muon(prediction: Prediction) -> bool:
-    """Return whether the predicted plan suits the optimizer Muon, which updates whole matrices. It does not
-    with both tensor parallelism and offload, because the slices of each matrix would be assembled in host
-    memory.
+    """Return whether Muon, which updates whole matrices, suits the predicted plan.
+
+    Under tensor parallelism with offload, it would have to assemble each matrix in host memory.
     """
     plan = prediction.job.plan
     return plan.mp == 1 or not plan.sharding_offload
 
 
 def _values(inputs: RecipeInputs) -> dict[str, Any]:
-    """Return the values of the configuration that are the same under every parallel plan."""
+    """Return the values of the configuration that do not depend on the parallel plan."""
     rate, steps = inputs.learning_rate, inputs.steps
     dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": inputs.seq_len}
     return {

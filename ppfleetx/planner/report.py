@@ -56,17 +56,13 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def parameters_text(model: ModelConfig) -> str:
-    """Return the model's number of parameters as text. For a mixture of experts, also say how many parameters
-    one token uses.
-    """
+    """Write the number of parameters, and for a mixture of experts how many of them one token uses."""
     active = "" if model.moe is None else f", {active_count(model):,} of them active"
     return f"{parameter_count(model):,} parameters{active}"
 
 
 def account(prediction: Prediction) -> str:
-    """Return a full report on one plan: parameters, the parts of each stage's memory, and the parts of the
-    step time.
-    """
+    """Return a full report on one plan: parameters, memory by stage and part, and step time by part."""
     job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
@@ -118,9 +114,7 @@ def constants(cluster: Cluster) -> str:
 
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    """Return lines that predict the memory of the fullest device. If ``Global.card`` names a card, a line
-    says whether the memory is enough.
-    """
+    """Return lines about the memory of the fullest device, and whether it fits the card ``Global.card``."""
     prediction = prediction_of_memory(cfg, device)
     if prediction is None:
         return []
@@ -150,9 +144,7 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 
 
 def verdict(needed: float, there: float, card: str) -> str:
-    """Return a sentence that says whether a run that needs ``needed`` bytes fits on a card that has ``there``
-    bytes.
-    """
+    """Say whether a run that needs ``needed`` bytes fits on a card that has ``there`` bytes."""
     if needed <= there:
         return f"it fits {card}, of which {bytes_text(there)} can be used"
     return (

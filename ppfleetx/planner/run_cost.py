@@ -1,6 +1,4 @@
-"""Predict the cost of a whole run: days, card-hours and money, time lost to failures, other cluster sizes,
-and a batch-size ramp.
-"""
+"""Predict the cost of a whole run: days, card-hours, money, time lost to failures, a batch-size ramp."""
 
 from __future__ import annotations
 
@@ -63,16 +61,13 @@ def _daly(save: float, mtbf: float) -> float:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the size of a checkpoint in bytes: parameters and optimizer states. If parameters have float32
-    master copies, those are saved in their place.
-    """
+    """Return the size of a checkpoint in bytes: optimizer states, and parameters or their master copies."""
     each = max(job.precision.master_bytes, job.precision.parameter_bytes) + 4 * job.moments
     return parameter_count(job.model) * each
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return how long a batch-size ramp takes, in seconds, and how long the same sequences would take with
-    the full batch.
+    """Return the seconds of a batch-size ramp, and of the same sequences with the full batch.
 
     Raises:
         ValueError: a batch of the ramp cannot be split evenly among the data-parallel ranks.
@@ -94,9 +89,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Questions:
-    """The command-line options of ``ppfleetx plan`` that ask about the whole run. An option that is not given
-    is None or empty.
-    """
+    """The options of ``ppfleetx plan`` about the whole run. One that is not given is None or empty."""
 
     price: float | None
     node_mtbf_hours: float | None
@@ -106,9 +99,7 @@ class Questions:
     ramp: tuple[int, int, int] | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
-        """Return how much time failures and checkpoints cost, as JSON data. Empty if the user did not ask for
-        it (``--mtbf``).
-        """
+        """Return the cost of failures and checkpoints as JSON data; empty without ``--mtbf``."""
         if self.node_mtbf_hours is None:
             return {}
         found = self.failures(prediction)
@@ -171,9 +162,7 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """Return a table with predictions for other numbers of cards. Only the number of data-parallel replicas
-    changes; model parallelism and global batch stay.
-    """
+    """Return a table for other numbers of data-parallel replicas, with the same global batch."""
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

@@ -1,4 +1,4 @@
-"""Search all legal parallel plans for a number of cards, and rank those that fit into memory."""
+"""Search the legal parallel plans for a number of cards, and rank those that fit into memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ _SIMULATED = 40  # the number of plans with the best estimates that are simulate
 
 @dataclass
 class SearchResult:
-    """The best plans found, and how many were considered. A candidate is a plan with one micro batch size and
-    one kind of recompute.
+    """The best candidates found, and how many were considered. A candidate is a plan with one micro batch
+    size and one kind of recompute.
 
     Attributes:
         best: the predictions for the best candidates, best first.
         plans: the number of plans.
-        too_large: the number of plans that do not fit with any micro batch size and recompute. They yield no
-            candidates.
+        too_large: the number of plans without candidates, because they fit with no micro batch and recompute.
         fit, unfit: the numbers of candidates that fit into memory, and that do not.
         slower: the number of candidates whose memory was not computed because enough faster ones fit.
     """
@@ -74,10 +73,10 @@ def search(
     keep: int = 10,
     asked_in: str = "--devices",
 ) -> SearchResult:
-    """Find the best parallel plans to train the model and batch of ``job`` on ``devices`` cards. The plan of
-    ``job`` itself is ignored.
+    """Find the best parallel plans to train the model and batch of ``job`` on ``devices`` cards.
 
     Args:
+        job: the model and the batch; its plan is ignored.
         goal: ``time`` to rank plans by step time, ``memory`` to rank them by memory.
         keep: the number of plans to return.
         asked_in: the command-line option that sets ``devices``, for messages.
@@ -114,7 +113,8 @@ class _Search:
 
     def try_plan(self, plan: ParallelPlan) -> bool:
         """Try ``plan`` with every micro batch size and every kind of recompute, and keep the best candidates.
-        Returns whether the plan, or a candidate that is not too slow, does not fit into memory.
+
+        Returns whether memory is short: the plan, or a candidate that is fast enough to rank, does not fit.
         """
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
@@ -127,8 +127,9 @@ class _Search:
         return not every_fits
 
     def _all_fit(self, fitted: Job) -> bool:
-        """Try a plan and micro batch size, ``fitted``, with each kind of recompute, from the fastest on, and
-        keep the best candidates. Returns False if a candidate that is not too slow does not fit into memory.
+        """Try ``fitted`` with each kind of recompute, and keep the best candidates.
+
+        Returns False if a candidate that is fast enough to rank does not fit into memory.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
@@ -169,8 +170,9 @@ def _recomputing(job: Job) -> Iterator[Job]:
 
 
 def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield the legal parallel plans that divide the global batch evenly. Plans whose tensor-parallel groups
-    span more than two nodes are left out, because summing over the network in every layer is slow.
+    """Yield the legal parallel plans that divide the global batch evenly.
+
+    Plans whose tensor-parallel groups span more than two nodes are left out as too slow.
     """
     work = replace(job.workload, accumulate_steps=None)
     for mp, pp, sep in product(divisors(devices), repeat=3):
@@ -195,8 +197,9 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """Yield ``plan`` with every way to distribute the experts of a mixture over ranks, and to slice each
-    expert. For a model without experts, yield ``plan`` alone.
+    """Yield ``plan`` with every way to distribute the experts over ranks and to slice each expert.
+
+    For a model without experts, yield ``plan`` alone.
     """
     experts = work.num_experts or 1
     for ep, emp in product(divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
@@ -206,9 +209,7 @@ def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
 
 
 def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
-    """Yield each plan with its usual pipeline schedule. If its pipeline has no virtual stages, also yield the
-    plan with the schedule ZB-H1.
-    """
+    """Yield each plan with 1F1B and, if it has a pipeline without virtual stages, with ZB-H1."""
     for plan in plans:
         yield plan
         if plan.pp > 1 and plan.virtual_pp_degree == 1:

@@ -1,12 +1,10 @@
 """Predict the time of one optimizer step under a parallel plan, part by part.
 
-Computation waits for tensor-parallel sums and, without ``overlap_p2p_comm``, for pipeline messages. Gradients
-and sharded parameters are sent while a rank computes (``parallel/grad_buckets.py``, ``param_broadcast.py``,
-``zero3.py``), so only the part of that time that exceeds the computation counts. It is assumed, but not
-measured, that communication and computation do not slow each other down.
+Gradients and sharded parameters are sent while a rank computes, so only the time that exceeds the computation
+counts. It is assumed, but not measured, that communication and computation do not slow each other down.
+Tensor-parallel sums and, without ``overlap_p2p_comm``, pipeline messages delay the computation.
 
-Some constants in ``cards.yaml`` were fitted to published runs of Megatron-LM and other programs. These runs
-are predicted without this overlap.
+Published runs of other programs, which constants in ``cards.yaml`` were fitted to, have no overlap.
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """Return for how many seconds a step waits for gradient sums, because they do not overlap with
-    computation.
+    """Return how many seconds a step waits for gradient sums that do not overlap with computation.
 
     Args:
-        held: the parameters of a rank on pipeline stage ``stage``.
         one_sum: seconds to sum all gradients once, without overlap.
         passes: seconds of the passes of one micro batch on this stage.
     """
@@ -66,11 +62,9 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Return for how many seconds the next forward pass waits for updated parameters (sharding stages 1 and
-    2).
+    """Return how many seconds the next forward pass waits for updated parameters (sharding stages 1 and 2).
 
     Args:
-        held: the parameters of a rank on pipeline stage ``stage``.
         sending: seconds to send all updated parameters, without overlap.
         passes: seconds of the passes of one micro batch on this stage.
     """
@@ -81,12 +75,11 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """Return for how many seconds a layer waits for its parameters under sharding stage 3.
+    """Return how many seconds a layer waits for its parameters under sharding stage 3.
 
     Args:
-        fetching: seconds until the parameters arrive after they are requested.
-        computing: seconds of one layer's computation. With overlap, a layer's parameters are sent while the
-            previous layer computes.
+        fetching: seconds from the request of the parameters to their arrival.
+        computing: seconds of one layer's computation.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
@@ -107,9 +100,8 @@ _HIGH_PER_DOUBLING = 0.12
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
     """Return the lower and the upper bound of the likely step time, as factors of the predicted time.
 
-    The upper bound is higher if several tensor-parallel groups share a node. In published measurements of
-    such plans, some micro batches took the predicted time, others a fifth to two thirds longer, and the bytes
-    sent do not explain why. Nine of ten of these measurements lie below the upper bound.
+    The upper bound is higher if several tensor-parallel groups share a node: in published runs of such plans,
+    some micro batches took up to two thirds longer than predicted, for unknown reasons.
     """
     return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
 
@@ -144,9 +136,8 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        seconds: the whole step.
-        parts: seconds of the busiest pipeline stage by kind of work. They add up to ``seconds``, except for
-            ``recompute``, whose time is already contained in other parts.
+        parts: seconds of the busiest pipeline stage by kind of work. They add up to ``seconds``, except
+            ``recompute``, which other parts already contain.
         timeline: the simulated passes of the pipeline.
         bubble: the share of the passes' time in which a stage is idle on average.
         spread: lower and upper bound of the likely time, as factors of ``seconds``.
@@ -208,10 +199,10 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
 
 @dataclass(frozen=True)
 class QuickPasses:
-    """The estimated time of all passes and pipeline messages of a step, without simulating the schedule.
+    """The time of all passes and pipeline messages of a step, estimated without simulating the schedule.
 
     Attributes:
-        seconds: the time from the first pass to the last; the work after the passes is not included.
+        seconds: the time from the first pass to the last.
         of_stages: seconds of the passes of one micro batch, for the first and the last pipeline stage.
     """
 
@@ -220,9 +211,10 @@ class QuickPasses:
 
 
 def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
-    """Estimate the time of all passes and pipeline messages of a step without simulating the schedule. The
-    busiest pipeline stage determines the time per micro batch. Filling and draining the pipeline adds, for
-    each other stage, the time of a micro batch on one virtual stage; ZB-H1 shortens this.
+    """Estimate the time of all passes and pipeline messages of a step without simulating the schedule.
+
+    The busiest stage sets the time per micro batch. Filling and draining the pipeline adds, for each other
+    stage, the time of a micro batch on one virtual stage, or less under ZB-H1.
     """
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
@@ -247,11 +239,10 @@ def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
 
 
 def quick_seconds(job: Job, cluster: Cluster, passes: QuickPasses | None = None) -> float:
-    """Estimate the result of :func:`step_time` without simulating the schedule, so that a search can reject
-    slow plans quickly.
+    """Estimate the result of :func:`step_time` without simulating the schedule.
 
     Args:
-        passes: the result of :func:`quick_passes`, if it is known already.
+        passes: the result of :func:`quick_passes`; None: compute it.
     """
     passes = passes or quick_passes(job, cluster)
     ranks = {stage: (held_parameters(job, stage), ways) for stage, ways in passes.of_stages.items()}
@@ -266,8 +257,9 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Return the seconds of the work after the passes: waiting for gradient sums, the update, sending updated
-    parameters, and the total of the three. For each kind of work, the slowest pipeline stage counts.
+    """Return the seconds after the passes: waiting for gradient sums, update, sending parameters, and total.
+
+    For each kind of work, the slowest pipeline stage counts.
     """
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
@@ -276,8 +268,9 @@ def _after_passes(
 
 
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """Return the times of forward passes, of backward passes, and of recomputation, which is also contained
-    in the backward passes. Each is a nested list ``[stage][virtual stage]``, for one micro batch.
+    """Return the times of forward, backward and recomputation per micro batch, ``[stage][virtual stage]``.
+
+    The backward times include recomputation.
     """
     same = passes_key(job)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
@@ -304,9 +297,8 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
-    """Return for each pipeline stage how many seconds of a backward pass compute weight gradients. The other
-    products of the backward pass, which compute gradients of inputs, take as long.
-    """
+    """Return for each pipeline stage the seconds of a backward pass that compute weight gradients."""
+    # In the backward pass, each product becomes two, each as slow as the one in the forward pass.
     same, stages = operations_key(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
     kinds = [job.layer_kinds(stage).items() for stage in stages]
@@ -317,9 +309,7 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Return the forward time of the matrix products with weights in ``block``. None stands for what follows
-    the last block. In the backward pass, each product becomes two, and each of the two takes as long.
-    """
+    """Return the forward time of matrix products with weights in ``block``; None: after the last block."""
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
@@ -347,9 +337,7 @@ def _layer_passes(
 def _layer_computation(
     same: CacheKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
-    """Return the times of a layer's operations in a forward pass, in a backward pass, and in recomputation.
-    Communication is not included.
-    """
+    """Return the times of a layer's operations in forward, backward and recomputation."""
     job = same.job
     operations = list(block.operations(job.work))
     repeated = [one for one in operations if one.is_repeated(recompute)]
@@ -370,9 +358,7 @@ def _forward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Pas
 
 
 def _backward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Passes:
-    """Return the time of the operations' backward pass. Each matrix product of the forward pass has two
-    products there, for the gradients of its input and of its weight.
-    """
+    """Return the time of the backward pass, with two products for each matrix product of the forward pass."""
     costs = ((o, o.backward_flops, o.backward_bytes, 2 * o.kernels) for o in operations)
     return _priced(costs, job, cluster)
 
@@ -382,9 +368,7 @@ _SCORES_STREAMED = 0.2
 
 
 def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
-    """Return the total time of operations, each given with its FLOPs, the bytes that it moves, and its number
-    of kernels.
-    """
+    """Return the total time of operations, each given as (operation, FLOPs, bytes moved, kernels)."""
     card, dtype = cluster.card, job.precision.compute
     matmul = memory = 0.0
     for o, flops, moved, kernels in costs:
@@ -400,8 +384,9 @@ def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cl
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
-    """Return the seconds of one tensor-parallel all-reduce of hidden states. Under sequence parallelism, a
-    reduce-scatter and an all-gather take its place and need the same time.
+    """Return the seconds of one tensor-parallel all-reduce of hidden states.
+
+    A reduce-scatter and an all-gather, which replace it under sequence parallelism, take the same time.
     """
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
@@ -409,9 +394,7 @@ def _activation_sum(job: Job, cluster: Cluster) -> float:
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
     """Return the seconds of one layer's communication in a forward or backward pass.
 
-    Attention and MLP have one all-reduce along ``mp`` each. Context parallelism (``sep``) has two
-    all-to-alls, and experts have their own exchange. Under sequence parallelism, the backward pass also
-    gathers the inputs of the two column-parallel products again.
+    Under sequence parallelism, the backward pass also gathers the inputs of the two column-parallel products.
     """
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
@@ -431,9 +414,8 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
     """Return the time to send tokens to their experts and the results back.
 
-    If each expert is sliced over several ranks, these ranks also gather its tokens, and sum the results of
-    the slices. Without sequence parallelism, tensor-parallel ranks divide the tokens among themselves and
-    gather the results at the end.
+    If experts are sliced (``emp``), this includes the gather of their tokens and the sum of their results.
+    Without sequence parallelism, tensor-parallel ranks divide the tokens and gather the results.
     """
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
@@ -444,28 +426,26 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """Return the time of a message between pipeline stages, and who waits for it. If each tensor-parallel
-    rank sends only a part of the activation, the receivers' gather is included. Under ZB-H1, a sender waits
-    only for forward messages (``parallel/pipeline_schedules.py``).
+    """Return the time of a message between pipeline stages, and who waits for it.
+
+    If each tensor-parallel rank sends only a part of the activation, the time includes the receivers' gather.
     """
     if job.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(job.message_bytes, job.plan, cluster)
     if job.message_parts > 1:
         seconds += gather_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
-    waits = not job.overlaps_messages
+    waits = not job.overlaps_messages  # under ZB-H1, only for activations (parallel/pipeline_schedules.py)
     return Messages(seconds, waits, waits and job.plan.pp_schedule == "1f1b")
 
 
 def _fetch_seconds(job: Job, cluster: Cluster) -> float:
-    """Return the seconds to fetch the parameters of the largest layer before a pass (sharding stage 3). Each
-    rank that owns some of them sends one message. 0 under other stages.
-    """
+    """Return the seconds to fetch the largest layer's parameters before a pass; 0 below sharding stage 3."""
     if job.plan.sharding_stage != 3 or job.plan.sharding == 1:
         return 0.0
     size, tensors = largest_layer(job)
     group = group_of(job.plan, "sharding", cluster)
-    messages = min(tensors, job.plan.sharding)
+    messages = min(tensors, job.plan.sharding)  # one from each owner
     latency = cluster.card.link_latency_us * 0.5e-6 * (messages - 1)
     return gather_seconds(size * job.precision.parameter_bytes, group, cluster) + latency
 
@@ -473,9 +453,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
     """Return the seconds of gradient sums that do not overlap with the passes.
 
-    With sharding, gradients are summed on the ranks that own them; without it, over ``sep`` and ``dp``. This
-    sum may overlap with the passes. Two later sums never do: the sum over the replicas of an owner, and that
-    of experts' gradients over the replicas of an expert.
+    Only the sum to the owners (sharding), or over ``sep`` and ``dp`` without sharding, can overlap. The sums
+    over replicas of owners and of experts come after it.
     """
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
@@ -496,8 +475,9 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return for how many seconds the next forward pass waits for updated parameters, which their owners send
-    under sharding stages 1 and 2. 0 without sharding and under stage 3.
+    """Return how many seconds the next forward pass waits for the parameters that other ranks have updated.
+
+    It is 0 without sharding and under stage 3.
     """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
@@ -514,12 +494,11 @@ _HOST_SECONDS_PER_PARAMETER = 11e-9
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
-    """Return the seconds to compute the gradient norm, scale the gradients and update the parameters. This
-    reads gradients twice, and reads and writes each optimizer state once.
-    """
+    """Return the seconds to compute the gradient norm, scale the gradients and update the parameters."""
     p, precision = held.owned, job.precision
     if job.plan.sharding_offload:
         return p * _HOST_SECONDS_PER_PARAMETER
+    # Gradients are read twice; each state is read and written once.
     states = 2 * (4 * job.moments + max(precision.master_bytes, precision.parameter_bytes))
     moved = p * (states + precision.parameter_bytes + 2 * precision.gradient_bytes)
     return cluster.card.memory_seconds(moved, 12 * held.num_tensors)

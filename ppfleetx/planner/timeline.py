@@ -1,8 +1,7 @@
 """Simulate a pipeline schedule: when each pipeline stage computes which forward or backward pass.
 
-The schedules are 1F1B (Narayanan et al. 2021, PipeDream-Flush), 1F1B with virtual stages (interleaved, §2.2
-of the same paper), both as Paddle runs them, and ZB-H1 (Qi et al. 2023), which computes weight gradients
-later.
+The schedules are Paddle's 1F1B without and with virtual stages (Narayanan et al. 2021, §2.2), and ZB-H1 (Qi
+et al. 2023), which computes weight gradients later.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ _WEIGHTS = -1
 
 
 class Span(NamedTuple):
-    """One forward or backward pass of a micro batch in the timeline of a step.
+    """One pass of a micro batch on a pipeline stage, in seconds from the start of the step.
 
     Attributes:
-        stage, chunk: the pipeline stage, and its virtual stage.
-        start, end: seconds from the start of the step.
-        micro: the number of the micro batch.
-        is_weights: whether this is the part of a backward pass that only computes weight gradients.
+        chunk: the virtual stage.
+        micro: the index of the micro batch.
+        is_weights: whether the pass computes only weight gradients (ZB-H1).
     """
 
     stage: int
@@ -38,15 +36,13 @@ class Span(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """The time of the messages between neighboring pipeline stages, which carry activations forward and
-    gradients backward.
+    """The time of messages between neighboring pipeline stages: activations forward, gradients backward.
 
     A receiver always waits for its message. A stage sends one message at a time in each direction.
 
     Attributes:
         seconds: the time of one message.
-        output_waits, gradient_waits: whether the sender also waits until its activation, or its gradient, has
-            been sent.
+        output_waits, gradient_waits: whether the sender of an activation, or of a gradient, waits as well.
     """
 
     seconds: float
@@ -59,7 +55,7 @@ class Timeline:
     """The result of simulating a step.
 
     Attributes:
-        spans: the simulated passes. A long step is not simulated as a whole, so some passes may be missing.
+        spans: the simulated passes; of a long step, only the first ones.
         seconds: the time of all passes of the step.
     """
 
@@ -81,12 +77,9 @@ def simulate(
 
     Args:
         forward, backward: seconds of the passes of one micro batch, ``[stage][virtual stage]``.
-        messages: the messages between neighboring stages.
-        whole: whether to simulate every micro batch. Otherwise only the beginning of a long step is
-            simulated, until the pipeline repeats itself, and the rest is added as a multiple.
+        whole: whether to simulate every micro batch instead of extrapolating a long step from its beginning.
         forwards_first: whether a schedule with virtual stages runs all forward passes first.
-        weights: for ZB-H1, how many of the seconds in ``backward`` each stage spends on weight gradients;
-            None for other schedules.
+        weights: for ZB-H1, the seconds in ``backward`` that each stage spends on weight gradients.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     assert weights is None or num_chunks == 1, "ZB-H1 is of whole stages"
@@ -129,8 +122,9 @@ class _Stages:
         self._spans: list[Span] = []
 
     def simulate(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
-        """Run all passes of all stages. ``orders`` has the passes of each stage in order. Each pass starts
-        when the stage is free and the pass's input has arrived.
+        """Run the passes of all stages in the given order per stage.
+
+        Each pass starts when its stage is free and its input has arrived.
         """
         positions = [0] * self._num_stages
         waiting = list(range(self._num_stages))
@@ -151,9 +145,7 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run one pass of a stage and send its output. Returns the stages that may be able to continue now,
-        because they waited for this output; there is at most one.
-        """
+        """Run a pass of a stage and send its output. Returns the stages, at most one, that waited for it."""
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]
             self._clock[stage] = end
@@ -180,8 +172,9 @@ class _Stages:
 
 
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """Return the passes of one stage under ZB-H1, in order, as (is forward, virtual stage, micro batch). The
-    computation of weight gradients is a pass of its own, with ``_WEIGHTS`` in place of the virtual stage.
+    """Return the passes of a stage under ZB-H1, in order, as (is forward, virtual stage, micro batch).
+
+    For a pass that computes weight gradients, the virtual stage is ``_WEIGHTS``.
     """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
@@ -190,9 +183,7 @@ def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tupl
 def _order(
     stage: int, num_stages: int, num_chunks: int, micro_batches: int, forwards_first: bool
 ) -> list[tuple[bool, int, int]]:
-    """Return the passes of pipeline stage ``stage`` under 1F1B, in order, as (is forward, virtual stage,
-    micro batch).
-    """
+    """Return the passes of a stage under 1F1B, in order, as (is forward, virtual stage, micro batch)."""
     total = micro_batches * num_chunks
     if num_chunks == 1:
         ahead = min(num_stages - 1 - stage, total)
@@ -209,11 +200,10 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """Return the virtual stage and the micro batch of a stage's forward (or backward) pass number ``k``. With
-    virtual stages, each one computes ``num_stages`` micro batches before the next one takes its turn.
-    """
+    """Return (virtual stage, micro batch) of a stage's forward (or backward) pass number ``k``."""
     if num_chunks == 1:
         return 0, k
+    # Each virtual stage computes num_stages micro batches before the next one takes its turn.
     group, within = divmod(k, num_stages * num_chunks)
     chunk, micro = divmod(within, num_stages)
     return (num_chunks - 1 - chunk if backwards else chunk), group * num_stages + micro

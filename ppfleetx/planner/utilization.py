@@ -1,6 +1,4 @@
-"""Floating-point operations (FLOPs) of a training step, counted as papers count them, and the share of the
-devices' peak that a run reaches (MFU).
-"""
+"""FLOPs of a training step, and the share of the devices' peak that a run reaches (MFU)."""
 
 from __future__ import annotations
 
@@ -16,15 +14,13 @@ from ppfleetx.planner.job import Job, job_of
 class StepFlops:
     """FLOPs of one training step, on all devices together. A multiply-add counts as two.
 
-    In the formulas, B is the number of sequences, s their length, l the number of layers, h the hidden size
-    and V the vocabulary size.
+    The formulas are for B sequences of length s, l layers, hidden size h and a vocabulary of V.
 
     Attributes:
-        causal: model FLOPs where each position attends only to earlier ones, which halves attention.
-            Megatron-LM counts so since 2024.
-        full: model FLOPs where attention computes all pairs of positions: 72 B s l h^2 (1 + s / 6h + V /
-            12lh) for a plain GPT (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is
-            computed from ``full``.
+        causal: model FLOPs where each position attends only to earlier ones, which halves attention, as
+            Megatron-LM has counted since 2024.
+        full: model FLOPs with all pairs of positions in attention, the basis of MFU here: 72 B s l h^2 (1 + s
+            / 6h + V / 12lh) for a plain GPT (Narayanan et al. 2021, Korthikanti et al. 2022).
         hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
     """
 
@@ -55,8 +51,9 @@ def tflops_per_device(flops: float, seconds: float, job: Job) -> float:
 
 
 def model_flops_utilization(job: Job, seconds: float, card: Card) -> float:
-    """Return the MFU (Chowdhery et al. 2022, §4.1) of a step that takes ``seconds``: model FLOPs per second
-    over the card's peak, from 0 to 1. Attention is counted in full, not as its causal half.
+    """Return the MFU from 0 to 1 (Chowdhery et al. 2022, §4.1) of a step that takes ``seconds``.
+
+    Attention is counted in full, not as its causal half.
     """
     return tflops_per_device(step_flops(job).full, seconds, job) * 1e12 / card.peak(job.precision.compute)
 
@@ -78,11 +75,10 @@ class Utilization:
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Return TFLOP/s per device, and shares of the peak from 0 to 1, for a step that took ``seconds``.
-        The shares are left out if the peak is unknown.
 
-        ``tflops_per_device`` and ``mfu`` count all pairs of positions in attention, as in Narayanan et al.
-        (2021) and Chowdhery et al. (2022). Names with ``_causal`` count the causal half, as Megatron-LM does.
-        ``tflops_per_device_with_recompute`` and ``hfu`` also count recomputation.
+        There are no shares if the peak is unknown. ``tflops_per_device`` and ``mfu`` count all pairs of
+        positions in attention (Narayanan et al. 2021, Chowdhery et al. 2022), names with ``_causal`` the
+        causal half, as Megatron-LM does. ``tflops_per_device_with_recompute`` and ``hfu`` add recomputation.
         """
         kinds = (
             ("", "mfu", "full"),
@@ -98,7 +94,7 @@ class Utilization:
         return found
 
     def describe(self) -> str:
-        """Return a line for the start of the log, with the FLOPs of a step and the peak of a device."""
+        """Return one line for the log, with the FLOPs of a step and the peak of a device."""
         flops = self.flops
         again = "" if flops.hardware == flops.full else f", {flops.hardware:.4e} with recomputation"
         peak = (
@@ -116,12 +112,12 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
     """Count the FLOPs of a step of the configured run, and look up the peak of its devices.
 
     Args:
-        device: the kind of device, such as ``gpu``. Every kind but ``cpu`` is treated as an accelerator card.
+        device: the kind of device, such as ``gpu``.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Returns:
-        None if the FLOPs of a step cannot be counted: for networks other than our GPT, classifiers, adapters
-            beside frozen weights, or training texts of varying length.
+        None if the FLOPs cannot be counted: for networks other than our GPT, classifiers, adapters beside
+            frozen weights, or training texts of varying length.
     """
     train = cfg.Data.Train
     if train is None or not train.dataset.is_corpus or cfg.Model.name != "GPT" or cfg.Model.lora is not None:

@@ -1,6 +1,4 @@
-"""Values that replace those in a configuration file: ``-o Section.key=value``, other options, and arguments
-in Python.
-"""
+"""Values that replace those in a configuration file: ``-o Section.key=value``, other options, arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, pla
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a configuration key that an option other than ``-o``, or an argument in Python, gives.
+    """A value for a configuration key from another option than ``-o``, or from an argument in Python.
 
     Attributes:
         key: the dotted key.
@@ -36,7 +34,6 @@ Override = str | Setting
 
 
 def overridden_keys(overrides: Iterable[Override]) -> set[str]:
-    """The dotted keys that the overrides set."""
     return {one.key if isinstance(one, Setting) else one.partition("=")[0].strip() for one in overrides}
 
 
@@ -54,8 +51,7 @@ class _Read:
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
     """Return a copy of the configuration ``tree`` with the overrides applied in order.
 
-    A later override may repeat or extend an earlier one, but not contradict it. Unknown keys are found later,
-    when the configuration is validated.
+    A later override may repeat or extend an earlier one, but not contradict it. Unknown keys are accepted.
 
     Raises:
         ConfigError: an override is malformed or contradicts an earlier one.
@@ -115,7 +111,6 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether the value that the override ``earlier`` sets is still there after the override ``later``."""
     node: Node | None = later.node
     for part in earlier.path[len(later.path) :]:
         inner = node.value if node is not None else None

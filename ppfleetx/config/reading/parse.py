@@ -25,7 +25,6 @@ class Sections:
     """A configuration given as nested sections instead of a file.
 
     Attributes:
-        values: the sections as plain Python values.
         place: where the values come from, for messages.
     """
 
@@ -34,16 +33,12 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """The text that is recorded as the place of values read from a model's directory: ``the model in
-    DIRECTORY``.
-    """
+    """The place of values read from a model's directory: ``the model in DIRECTORY``."""
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether a value with this ``place`` was read from a model's directory (see :func:`model_in`), not from
-    a configuration file.
-    """
+    """Whether a ``place`` is a model's directory (see :func:`model_in`), not a configuration file."""
     return place.startswith(_OF_A_MODEL)
 
 
@@ -51,8 +46,7 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
     """Read the UTF-8 text of the configuration file ``path``.
 
     Args:
-        key, value, place: the configuration entry that names the file, for error messages. None: messages
-            name the path instead.
+        key, value, place: the configuration entry that names the file; None: messages show the path.
 
     Raises:
         ConfigError: the file cannot be read, is too large or is not UTF-8.
@@ -84,16 +78,14 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
 
 
 def shown_path(path: Path) -> str:
-    """Format ``path`` for messages: escaped if it is not printable, and cut if it is too long."""
+    """Format ``path`` for messages, escaped if it is not printable, and cut if it is too long."""
     text = str(path)
     return text if text.isprintable() and len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}"
 
 
 @cache
 def shipped_yaml(path: Path) -> Any:
-    """Load a YAML file that is part of this package. The result is cached, so callers must not change it. It
-    uses libyaml if PyYAML has it, because the parser in Python would take a tenth of a program's start.
-    """
+    """Load a YAML file of this package. The result is cached, so callers must not change it."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(path.read_text("utf-8"), loader)  # noqa: S506 - safe, both of them
 
@@ -116,7 +108,7 @@ def read_yaml(
 
     Args:
         key, value, place: the configuration entry that names the file; see :func:`read_text`.
-        is_ours: whether it is a file of ppfleetx; see :func:`parse_yaml`.
+        is_ours: whether ppfleetx's own rules apply; see :func:`parse_yaml`.
 
     Raises:
         ConfigError: the file cannot be read, or its content is no mapping.
@@ -134,8 +126,9 @@ def read_yaml(
 
 
 def made_sections(path: Path, place: str) -> Sections:
-    """Read the sections in a configuration file that ppfleetx generated. The user has never seen this file,
-    so error messages name ``place`` instead, from which it was generated.
+    """Read the sections in a file that ppfleetx generated.
+
+    The user has never seen this file, so error messages name ``place``, from which it was generated.
     """
     return Sections(plain_value(read_yaml(path)), place)
 
@@ -146,9 +139,8 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     Args:
         place: where the text comes from (a file or an option), for messages and nodes.
         with_lines: whether to add line numbers to the places of nodes.
-        is_ours: True applies the rules of ppfleetx's own files: no dots in keys, no repeated keys, no merge
-            keys. False is for files of other toolkits: a key may contain dots or be repeated with an equal
-            value, and ``<<`` merges mappings.
+        is_ours: True: no dots in keys, no repeated keys, no merge keys. False, for files of other toolkits: a
+            key may have dots or be repeated with an equal value, and ``<<`` merges mappings.
 
     Raises:
         ConfigError: the text is not valid YAML or breaks a rule.
@@ -172,9 +164,7 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that leaves unquoted scalars as text. :func:`plain_scalar` parses them later, because the
-    rules of YAML 1.1 differ.
-    """
+    """A YAML loader that leaves unquoted scalars as text, for :func:`plain_scalar` to parse."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         is_plain = kind is yaml.ScalarNode and implicit[0]
@@ -188,9 +178,7 @@ class _Tree:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """Convert ``node`` and everything below it. ``path`` holds the keys and indices that lead to it, for
-        messages.
-        """
+        """Convert ``node`` and all below it, at the keys and indices in ``path`` (for messages)."""
         where = self._where(node)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)

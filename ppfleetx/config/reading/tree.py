@@ -1,6 +1,4 @@
-"""Trees of configuration values that record where each value was written: parsing scalars, comparing,
-merging.
-"""
+"""Trees of configuration values and the places where they were written: parse scalars, compare, merge."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ class Node:
 
     Attributes:
         place: where the value was written, e.g. ``file:line``.
-        text: an unquoted scalar as the user wrote it, so that a text field gets ``007`` and ``off``
-            unchanged.
+        text: an unquoted scalar as written, so that a text field gets ``007`` and ``off`` unchanged.
     """
 
     value: Any
@@ -40,9 +37,7 @@ class Node:
 
 
 def plain_scalar(text: str) -> Any:
-    """Parse an unquoted YAML scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and ``1:30``
-    is text.
-    """
+    """Parse an unquoted YAML scalar, but ``2e-5`` as a number, ``None`` as null and ``1:30`` as text."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
@@ -58,13 +53,15 @@ def is_index(text: str) -> bool:
 
 
 def is_argument(place: str) -> bool:
-    """Whether ``place`` is that of a value given on the command line or in Python, not in a file."""
+    """Whether ``place`` is an option or a Python argument, not a file."""
     return place.startswith("-") or place.isidentifier()
 
 
 def node_of(value: Any, place: str, key: str | None = None) -> Node:
-    """Convert plain Python values to a tree of nodes, all with the same ``place``. ``key`` is the dotted key
-    of ``value``, for error messages.
+    """Convert plain Python values to a tree of nodes, all with the same ``place``.
+
+    Args:
+        key: the dotted key of ``value``, for error messages.
 
     Raises:
         ConfigError: a value has a type that a configuration cannot hold.
@@ -85,9 +82,7 @@ def node_of(value: Any, place: str, key: str | None = None) -> Node:
 
 
 def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Build nested dicts from pairs (dotted key, value): ``("Model.num_layers", 2)`` becomes ``{"Model":
-    {"num_layers": 2}}``.
-    """
+    """Build nested dicts from pairs (dotted key, value), such as ``("Model.num_layers", 2)``."""
     tree: dict[str, Any] = {}
     for key, value in values:
         *sections, name = key.split(".")
@@ -99,7 +94,6 @@ def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def copy_tree(node: Node) -> Node:
-    """Copy ``node`` and everything below it, so that the copy can be changed in place."""
     if isinstance(node.value, dict):
         return Node({key: copy_tree(child) for key, child in node.value.items()}, node.place, node.text)
     if isinstance(node.value, list):
@@ -108,8 +102,7 @@ def copy_tree(node: Node) -> Node:
 
 
 def put(tree: Node, path: Sequence[str], node: Node) -> None:
-    """Store a copy of ``node`` in ``tree``, at the keys and indices in ``path``. Missing mappings on the way
-    are created.
+    """Store a copy of ``node`` in ``tree``, at the keys and indices in ``path``, creating missing mappings.
 
     Raises:
         ConfigError: the path leads through a single value, or an index is not in its list.
@@ -136,7 +129,6 @@ def put(tree: Node, path: Sequence[str], node: Node) -> None:
 
 
 def plain_value(node: Node) -> Any:
-    """Convert a tree of nodes to plain Python values."""
     if isinstance(node.value, dict):
         return {key: plain_value(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -145,8 +137,7 @@ def plain_value(node: Node) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return the nodes of one file name or a list of them; none if the value is null. Raises ConfigError for
-    anything else."""
+    """Return the nodes of one file name or a list of them. Raises ConfigError for anything but null."""
     if node is None or node.value is None:
         return []
     items = node.value if isinstance(node.value, list) else [node]
@@ -168,11 +159,10 @@ def same_value(one: Node, other: Node) -> bool:
 
 
 def merge(base: Node, top: Node, path: str = "") -> Node:
-    """Merge the tree ``top`` over ``base``. Mappings are merged key by key; any other value of ``top``
-    replaces that of ``base``.
+    """Merge the tree ``top`` over ``base``. Values of ``top`` win; mappings are merged key by key.
 
-    A mapping in ``top`` with ``_inherited_: False`` replaces the mapping in ``base`` instead of being merged
-    with it. ``path`` is the dotted key of both nodes with a final dot, for error messages.
+    A mapping with ``_inherited_: False`` in ``top`` replaces that in ``base``. ``path`` is the nodes' dotted
+    key with a final dot, for error messages.
     """
     if not isinstance(top.value, dict) or not isinstance(base.value, dict):
         return strip_marks(top)
@@ -195,9 +185,7 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
 
 def strip_marks(node: Node) -> Node:
-    """Remove the keys ``_inherited_`` from a tree. They control merging, and mean nothing in a file without a
-    base.
-    """
+    """Remove the keys ``_inherited_``, which only matter in merging, from a tree."""
     if isinstance(node.value, dict):
         items = {key: strip_marks(child) for key, child in node.value.items() if key != "_inherited_"}
         return Node(items, node.place, node.text)

@@ -40,18 +40,15 @@ _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
 def is_of_quantizer(name: str) -> bool:
-    """Whether the parameter with this name belongs to the quantizer of a linear layer: it holds a scale or a
-    clipping bound, not a weight.
-    """
+    """Whether the parameter is a scale or clipping bound of a linear layer's quantizer, not a weight."""
     return f".{QUANTIZER}." in name
 
 
 class QuantizationConfig(Section):
-    """Quantization-aware training of the linear layers in the transformer blocks. The forward pass rounds
-    their weights and inputs to `2^bits - 1` levels; the backward pass computes gradients as if nothing were
-    rounded.
+    """Quantization-aware training of the linear layers in the transformer blocks.
 
-    Embeddings, norms, biases and the head are not quantized.
+    The forward pass rounds their weights and inputs to `2^bits - 1` levels; the backward pass computes
+    gradients as if nothing were rounded. Embeddings, norms, biases and the head are not quantized.
     """
 
     enable: Bool = False
@@ -86,9 +83,7 @@ class QuantizationConfig(Section):
     """Do not train the embeddings."""
 
     def quantizes(self, name: str, kind: str) -> bool:
-        """Whether the linear layer ``name`` is quantized in training. ``kind`` is one of :data:`LINEAR_KINDS`
-        and says how tensor parallelism divides the layer.
-        """
+        """Whether the linear layer ``name`` of a kind in :data:`LINEAR_KINDS` is quantized in training."""
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
         if name.endswith("attention.kv_up"):  # decoding multiplies queries by this weight, not its own input
@@ -104,8 +99,8 @@ class QuantizationConfig(Section):
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
     def unknown_layers(self, num_layers: int, names: Sequence[str]) -> Iterator[RuleError]:
-        """Yield an error for each block in ``skip_tensor_map`` that the model does not have, and for each
-        pattern in ``skip_layers`` that matches none of ``names``, the names of the model's linear layers.
+        """Yield an error for each unknown block in ``skip_tensor_map``, and for each pattern in
+        ``skip_layers`` that matches none of ``names``, the model's linear layers.
         """
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
@@ -143,8 +138,7 @@ class Form:
     Attributes:
         bits: bits per element, 8 or 4.
         group_size: the number of input features that share a scale; None: all.
-        activation_bits: 8 if the layer's inputs are rounded to 8 bits before the product; None if they are
-            not.
+        activation_bits: 8 if the layer's inputs are rounded to 8 bits; None if they are not.
         asymmetric: whether each group has an offset besides its scale.
     """
 
@@ -155,8 +149,7 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section; do not write it
-    by hand.
+    """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section, not the user.
 
     The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. With
     `asymmetric`, `group_size` also applies to the embedding and the head. Without it, each row of the
@@ -178,7 +171,7 @@ class WeightsConfig(Section):
     `*.mlp.fc2`."""
 
     def form_of(self, name: str) -> Form | None:
-        """The storage format of the weight matrix of layer ``name``; None if it is not quantized."""
+        """The storage format of the weight of layer ``name``; None if it is not quantized."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return None
         if not name.startswith("decoder."):
@@ -193,11 +186,12 @@ class WeightsConfig(Section):
 
 
 class PruneConfig(Section):
-    """Structured pruning during training: the attention heads (key/value heads with their query heads) and
-    feed-forward units with the smallest weights are set to zero and stay zero. Each layer loses the same
-    number. `ppfleetx prune` removes them from the checkpoint afterwards.
+    """Structured pruning in training: heads and feed-forward units with the smallest weights become zero.
 
-    Without a schedule (`end_step: null`), all are set to zero at once after `begin_step` steps. With one, the
+    Key/value heads are pruned with their query heads, and each layer loses the same number. `ppfleetx prune`
+    removes them from the checkpoint afterwards.
+
+    Without a schedule (`end_step: null`), all become zero at once after `begin_step` steps. With one, the
     share after t steps is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta,
     2017).
     """
@@ -221,7 +215,7 @@ class PruneConfig(Section):
 
     @property
     def last_step(self) -> int:
-        """The number of steps after which the whole share ``ratio`` is removed."""
+        """The number of optimizer steps after which the whole share ``ratio`` is removed."""
         return self.begin_step if self.end_step is None else self.end_step
 
     def is_due(self, step: int) -> bool:
@@ -231,9 +225,7 @@ class PruneConfig(Section):
         return self.begin_step <= step < self.last_step and (step - self.begin_step) % self.frequency == 0
 
     def share_after(self, step: int) -> float:
-        """The share of heads or units that the schedule has removed after ``step`` optimizer steps, from 0 to
-        ``ratio``.
-        """
+        """The share of heads or units removed after ``step`` optimizer steps, from 0 to ``ratio``."""
         if step >= self.last_step:
             return self.ratio
         if step < self.begin_step:
@@ -252,17 +244,15 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """How many of ``total`` heads, units or experts to remove for this ``share``, rounded down."""
+    """How many of ``total`` heads, units or experts are a ``share`` from 0 to 1, rounded down."""
     return int(total * share + 1e-9)
 
 
 class DistillConfig(Section):
-    """Distillation: the model (the student) learns from the outputs of a teacher model as well as from the
-    text (Hinton et al., 2015).
+    """Distillation: the model (the student) also learns from the outputs of a teacher (Hinton et al., 2015).
 
     The loss of a token is `hard_weight` times its cross entropy plus `soft_weight` times `temperature^2`
-    times the divergence of the student's distribution from the teacher's. Both distributions are computed at
-    `temperature`.
+    times the divergence of the student's distribution from the teacher's, both at `temperature`.
     """
 
     teacher: PathText
@@ -293,12 +283,10 @@ class CompressConfig(Section):
 
     @property
     def quantization(self) -> QuantizationConfig | None:
-        """The section ``Quantization`` if it is enabled, else None."""
         return self.Quantization if self.Quantization is not None and self.Quantization.enable else None
 
     @property
     def pruning(self) -> PruneConfig | None:
-        """The section ``Prune`` if it is enabled, else None."""
         return self.Prune if self.Prune is not None and self.Prune.enable else None
 
     def violations(self) -> Iterator[RuleError]:

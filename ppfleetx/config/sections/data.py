@@ -53,9 +53,7 @@ _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", 
 
 
 def split_shares(split: str | Sequence[float]) -> tuple[float, ...]:
-    """Parse a corpus's ``split`` to numbers: the shares of training, evaluation and test, ``"949,50,1"`` or
-    ``[949, 50, 1]``.
-    """
+    """Parse a corpus's ``split``, the shares of training, evaluation and test: ``"949,50,1"`` or a list."""
     return tuple(map(float, re.split(r"[,/\s]+", split.strip()) if isinstance(split, str) else split))
 
 
@@ -131,7 +129,6 @@ class DatasetConfig(Section):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """``input_dir`` as a tuple, also if it is a single path."""
         return (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
 
     @property
@@ -146,7 +143,6 @@ class DatasetConfig(Section):
 
     @property
     def is_glue(self) -> bool:
-        """Whether the dataset is that of a GLUE task."""
         return DATASETS.traits(self.name).num_outputs is not None
 
     def _is_set(self, key: str) -> bool:
@@ -205,7 +201,7 @@ class DataSplitConfig(Section):
         return self.sampler.shuffle or (traits.kind != "corpus" and traits.shuffled)
 
     def key_of(self, mode: str, name: str) -> str:
-        """The dotted key that sets the dataset's field ``name`` in ``Data.<mode>``, for messages."""
+        """The dotted key that sets the dataset's field ``name``, for messages."""
         return f"Data.{mode}.dataset.{name}"
 
 
@@ -229,7 +225,7 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Return a copy of ``dataset`` with the values of the keys that this evaluation set gives.
+        """Return a copy of ``dataset`` with the keys of this evaluation set.
 
         Raises:
             RuleError: the result breaks a rule of datasets.
@@ -283,9 +279,7 @@ class EvalConfig(DataSplitConfig):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: byte-level BPE files, given by `dir`, or by `tokenizer_file`, or by `vocab_file` with
-    `merges_file`.
-    """
+    """The tokenizer: byte-level BPE files, in `dir`, `tokenizer_file`, or `vocab_file` and `merges_file`."""
 
     name: Annotated[str, Registered(TOKENIZERS)] = "BPE"
     """BPE reads the files below; another name is a tokenizer of your own (docs/extending.md)."""
@@ -303,7 +297,7 @@ class TokenizerConfig(Section):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Those of ``dir``, ``tokenizer_file`` and ``vocab_file`` that are set; more than one is an error."""
+        """The keys among ``dir``, ``tokenizer_file`` and ``vocab_file`` that are set; at most one may be."""
         return tuple(key for key in ("dir", "tokenizer_file", "vocab_file") if getattr(self, key) is not None)
 
     def violations(self) -> Iterator[RuleError]:
@@ -329,9 +323,7 @@ class DataConfig(Section):
     it."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
-        """Yield (mode, section) for each of ``modes`` (of :data:`MODES`) that is set. If there are several
-        evaluation sets, each of them is yielded as a separate section.
-        """
+        """Yield (mode, section) for each of ``modes`` that is set, once per named evaluation set."""
         for mode in modes:
             section = getattr(self, mode)
             if isinstance(section, EvalConfig) and section.sets:

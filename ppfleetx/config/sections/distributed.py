@@ -77,14 +77,12 @@ class DistributedConfig(Section):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """The size in bytes of the buckets in which gradients are sent during the backward pass; None if they
-        are sent after it.
-        """
+        """The bytes of a gradient bucket sent during the backward pass; None if they are sent after it."""
         return self.packed_bytes if self.sharding.reduce_overlap else None
 
     @property
     def packed_bytes(self) -> int:
-        """The number of bytes of gradients that are packed into messages at a time (``bucket_size``)."""
+        """The bytes of gradients that are packed into messages at a time (``bucket_size``)."""
         return int(self.bucket_size * 2**20)
 
     def violations(self) -> Iterator[RuleError]:
@@ -109,9 +107,7 @@ class DistributedConfig(Section):
                 yield RuleError(("noop_layers",), f"place {repeated[0]} is named twice")
 
     def layers_of_chunks(self, num_layers: int, virtual_pp_degree: int) -> tuple[int, ...] | None:
-        """The number of layers of each pipeline chunk in model order, as ``pp_layers`` or ``noop_layers``
-        give it. None if neither is set, so that all chunks are equal.
-        """
+        """The number of layers of each pipeline chunk, or None: all chunks are equal."""
         if self.pp_layers is not None:
             rows = (row if isinstance(row, tuple) else (row,) for row in self.pp_layers)
             return tuple(number for row in rows for number in row)

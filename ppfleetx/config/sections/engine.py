@@ -1,6 +1,4 @@
-"""Configuration sections ``Global``, ``Engine`` and ``Profiler``: device, batch sizes, training loop,
-profiling.
-"""
+"""Configuration sections ``Global``, ``Engine`` and ``Profiler``: device, batch sizes, training loop."""
 
 from __future__ import annotations
 
@@ -207,9 +205,7 @@ class SpikeConfig(Section):
 
 
 class _NamedPart(Section):
-    """A registered part, such as a callback, with its options. In YAML, a name alone stands for the part
-    without options.
-    """
+    """A registered part with its options. In YAML, a name alone is a part without options."""
 
     SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 

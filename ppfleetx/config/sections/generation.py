@@ -1,6 +1,4 @@
-"""Configuration sections ``Generation``, ``Inference``, ``Offline_Eval`` and ``Serve``: using a trained
-model.
-"""
+"""Configuration sections ``Generation``, ``Inference``, ``Offline_Eval`` and ``Serve``."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ READ_BY = {
 
 
 def _id_of_text(value: Any) -> Any:
-    """Validator that converts a token id in quotes to a number. Keys of JSON objects are always strings."""
+    """Validator that converts a token id in quotes, as the keys of JSON objects are, to a number."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
@@ -77,9 +75,7 @@ class StructuredOutputs(Section):
 
 
 class TokenOptions(Section):
-    """How each next token is chosen. These keys are in section `Generation`, and requests to the server may
-    give them as well.
-    """
+    """How each next token is chosen: keys of section `Generation`, and of requests to the server."""
 
     temperature: NonNegativeFloat = 1.0
     """Sampling: logits are divided by this; 0: the most likely token."""
@@ -181,10 +177,9 @@ class GenerationConfig(TokenOptions):
         return None if given is None else tuple(dict.fromkeys(given))
 
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """Find the first of ``keys`` that is set although only another strategy than ``decode_strategy`` uses
-        it. Returns (key, that strategy), or None.
+        """Find the first of ``keys`` that is set but used only by another decoding strategy.
 
-        A seed does not count: without sampling, every seed gives the same result.
+        Returns (key, that strategy) or None. A seed does not count: it changes nothing without sampling.
         """
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
         for key in keys:
@@ -308,8 +303,10 @@ DetokenizerName = Literal["wikitext", "ptb", "lambada", "none"]
 
 
 class OfflineEvalConfig(Section):
-    """Evaluation by `ppfleetx eval` with `Model.module: GPTEvalModule`: perplexity of a text, or accuracy of
-    last words (cloze)."""
+    """Evaluation by `ppfleetx eval` with `Model.module: GPTEvalModule`.
+
+    It measures the perplexity of a text, or the accuracy of last words (cloze).
+    """
 
     eval_path: PathText | None = None
     """A text file (perplexity), or a jsonl file of objects with a key `text` (cloze)."""

@@ -1,6 +1,4 @@
-"""Configuration section ``Model.lora``: low-rank adapters that are trained while the model's weights are
-frozen.
-"""
+"""Configuration section ``Model.lora``: low-rank adapters that are trained beside frozen weights."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ BLOCK_LINEARS = (
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al., 2021): the product `x W` of a linear layer becomes `x W + alpha / rank *
-    x A B`.
+    """Low-rank adapters (Hu et al., 2021): a linear layer's `x W` becomes `x W + alpha / rank * x A B`.
 
     A and B are trained, and so is a new classification head; everything else is frozen. A `[in, rank]` starts
     as N(0, 1 / in) and B `[rank, out]` as 0, so the model does not change at first.
@@ -52,9 +49,10 @@ class LoraConfig(Section):
         return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
     def unmatched_targets(self, names: Sequence[str]) -> Iterator[RuleError]:
-        """Yield an error for each pattern in ``targets`` that matches none of ``names``, the names of the
-        model's linear layers. Keys in the errors are relative to section ``Model``. The default patterns are
-        not checked, because no model has all the layers that they name.
+        """Yield an error for each pattern in ``targets`` that matches no linear layer in ``names``.
+
+        Keys in the errors are relative to section ``Model``. The default patterns are not checked, because no
+        model has all the layers that they name.
         """
         if self.targets != LoraConfig.model_fields["targets"].default:
             yield from unmatched("lora.targets", self.targets, names)
@@ -65,9 +63,7 @@ class LoraConfig(Section):
 
 
 def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[RuleError]:
-    """Yield an error about ``key`` for each of its ``patterns`` that matches none of ``names``, the names of
-    the model's linear layers.
-    """
+    """Yield an error about ``key`` for each of its ``patterns`` that matches no linear layer in ``names``."""
     for pattern in patterns:
         if not any(map(_any_of((pattern,)).match, names)):
             ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
@@ -80,5 +76,4 @@ def unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterat
 
 @lru_cache
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Compile a regular expression that matches a name if one of the patterns matches all of it."""
     return re.compile("|".join(map(translate, patterns)))

@@ -53,9 +53,8 @@ _LAYER_LISTS = ("attention_window_layers", "rotary_layers", "recompute_layers", 
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
-    Keys and values of all heads are computed from one compressed vector per position. A second vector per
-    position, shared by all heads, is the part of each key with rotary positions. Decoding caches only these
-    two vectors.
+    Keys and values of all heads are computed from one compressed vector per position. A second vector, shared
+    by all heads, is the part of each key with rotary positions. Decoding caches only these two vectors.
     """
 
     q_rank: Size | None = None
@@ -74,7 +73,7 @@ class LatentAttentionConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head's query and key: the features with rotary positions plus those without."""
+        """The width of a head's query and key, with and without rotary positions."""
         return self.nope_head_dim + self.rope_head_dim
 
     def violations(self) -> Iterator[RuleError]:
@@ -83,9 +82,7 @@ class LatentAttentionConfig(Section):
 
 
 class ModelConfig(Section):
-    """The network: its sizes, its variants, and how it is computed. Lengths are in tokens, widths in
-    features.
-    """
+    """The network: sizes (lengths in tokens, widths in features), variants, and how it is computed."""
 
     module: Annotated[str, Registered(MODULES)] = "GPTModule"
     """The task of the model: pretraining, offline evaluation, generation or finetuning, or a task of your own
@@ -268,21 +265,17 @@ class ModelConfig(Section):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP's activation has a gate (SwiGLU), which makes the first linear layer twice
-        as wide.
-        """
+        """Whether the MLP's activation has a gate (SwiGLU), which doubles the width of its first layer."""
         return ACTIVATIONS.traits(self.hidden_act).gated
 
     @property
     def positions(self) -> PositionTraits:
-        """The traits of the position encoding that ``position_embedding_type`` names, such as whether it has
-        a table.
-        """
+        """The traits of the position encoding, such as whether it has a table."""
         return POSITIONS.traits(self.position_embedding_type)
 
     @property
     def padded_vocab_size(self) -> int:
-        """The number of rows of the embedding table: ``vocab_size`` rounded up to a multiple of
+        """The number of rows of the embedding table: ``vocab_size``, rounded up to
         ``vocab_size_divisible_unit``.
         """
         unit = self.vocab_size_divisible_unit
@@ -328,9 +321,7 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """A copy of the section ``moe`` for comparing networks, without the options that only affect training
-        (:meth:`MoEConfig.of_network`); None for a dense model.
-        """
+        """A copy of section ``moe`` for comparing networks (:meth:`MoEConfig.of_network`), or None."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -350,9 +341,7 @@ class ModelConfig(Section):
         return bool(self.add_head_bias)
 
     def block_linears(self) -> list[str]:
-        """The names of all linear layers in the transformer blocks, such as
-        ``decoder.layers.0.attention.qkv``.
-        """
+        """The names of all linear layers in the blocks, such as ``decoder.layers.0.attention.qkv``."""
         attention = ["qkv"]
         if self.latent_attention is not None:
             attention = ["q_up", "kv_down", "kv_up"]
@@ -371,9 +360,7 @@ class ModelConfig(Section):
 
     @property
     def width_multiplier(self) -> float:
-        """How much wider the model is than the base width of muP: ``hidden_size / mup_base_width``; 1 without
-        muP.
-        """
+        """The hidden size in units of muP's base width (``hidden_size / mup_base_width``); 1 without muP."""
         return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
@@ -382,24 +369,18 @@ class ModelConfig(Section):
 
     @property
     def matrix_std(self) -> float:
-        """The standard deviation of the initial weight matrices in the blocks. ``scale_output_init`` then
-        lowers that of the output projections.
-        """
+        """The standard deviation of the blocks' initial weight matrices, before ``scale_output_init``."""
         return self.initializer_range / self.width_multiplier**0.5
 
     @property
     def head_normalization(self) -> str:
-        """The kind of norm that ``qk_layernorm`` applies to queries and keys, as a value of
-        ``normalization``.
-        """
+        """The kind of norm that ``qk_layernorm`` applies to queries and keys, as in ``normalization``."""
         without_bias = self.qk_layernorm == "each_head" and self.normalization == "LayerNorm"
         return "LayerNormNoBias" if without_bias else self.normalization
 
     @property
     def not_pruned(self) -> tuple[str, str] | None:
-        """Why heads and MLP units of this network cannot be pruned, as (configuration key, reason); None if
-        they can.
-        """
+        """Why heads and MLP units cannot be pruned, as (configuration key, reason); None if they can."""
         reasons = {
             "moe": "of mixtures of experts only whole experts are pruned (ppfleetx prune --part experts)",
             "latent_attention": "such layers cannot be pruned",
@@ -418,11 +399,11 @@ class ModelConfig(Section):
         return None
 
     def is_recomputed(self, layer: int) -> bool:
-        """Whether the backward pass recomputes layer number ``layer`` (from 0, over the whole model)."""
+        """Whether the backward pass recomputes a layer, numbered from 0 over the whole model."""
         return layer in self.recomputed_layers()
 
     def recomputed_layers(self) -> Collection[int]:
-        """The numbers of the layers (from 0, over the whole model) that the backward pass recomputes."""
+        """The layers, numbered from 0 over the whole model, that the backward pass recomputes."""
         if not self.use_recompute:
             return ()
         chosen = self.recompute_layers
@@ -550,9 +531,7 @@ class ModelConfig(Section):
             )
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding attention window of layer number ``layer`` (from 0, over the whole model); None: it
-        sees all positions before.
-        """
+        """The sliding attention window of a layer, numbered from 0 over the whole model; None: no limit."""
         chosen = self.attention_window_layers
         return self.attention_window if chosen is None or layer in chosen else None
 

@@ -23,16 +23,12 @@ BATCH_LOSSES = ("switch", "gshard", "pooled")
 
 
 def is_router_load(name: str) -> bool:
-    """Whether the parameter with this name stores each expert's share of the tokens in the previous step.
-    Only models with one of the :data:`BATCH_LOSSES` have such parameters.
-    """
+    """Whether the parameter stores each expert's share of the tokens (for :data:`BATCH_LOSSES`)."""
     return name.endswith(".mlp.router.load")
 
 
 class RouterConfig(Section):
-    """The router, which chooses experts for each position. Its logits, scores and weights are computed in
-    float32 even in a 16-bit run.
-    """
+    """The router, which chooses experts for each position. It always computes in float32."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts: the softmax of a position's logits over all experts, or the sigmoid of each."""
@@ -57,9 +53,7 @@ class RouterConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """An MLP that every position uses in addition to its experts. Several shared experts are one MLP with the
-    sum of their widths.
-    """
+    """An MLP, as wide as all shared experts together, that every position uses in addition to its experts."""
 
     ffn_size: Size
     """Inner width."""
@@ -68,8 +62,7 @@ class SharedExpertsConfig(Section):
 
 
 class BalanceLossConfig(Section):
-    """A loss that is added to the training loss to balance the load of the experts. It grows when few experts
-    do most of the work.
+    """A loss that is added to the training loss to balance the load of the experts.
 
     Let E be the number of experts, k the number of experts that a position chooses, f an expert's share of
     all choices and P its mean score. The loss of a layer is `E * sum(f * P)`, which is 1 if all experts get
@@ -137,16 +130,13 @@ class MoEConfig(Section):
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The numbers of the layers (from 0, over the whole model) that are mixtures of experts."""
+        """The layers, numbered from 0 over the whole model, that are mixtures of experts."""
         if self.layers is not None:
             return tuple(sorted(self.layers))
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """A copy for comparing networks. Keys that do not change what a network with given weights computes
-        are set to fixed values. So two sections that differ only in spelling or in training options have
-        equal copies.
-        """
+        """A copy for comparing networks, with one spelling, and without keys that only affect training."""
         default = type(self).model_fields
         return self.model_copy(
             update={

@@ -1,6 +1,4 @@
-"""Configuration section ``Optimizer``: update rule, learning-rate and weight-decay schedules, gradient
-clipping.
-"""
+"""Configuration section ``Optimizer``: update rule, schedules of learning rate and weight decay, clipping."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ class LRConfig(Section):
 
     @property
     def num_warmup_steps(self) -> float:
-        """The length of the warm-up in optimizer steps. It need not be a whole number if it is given as
-        ``warmup_rate``.
+        """The length of the warm-up in optimizer steps, not rounded if it follows from ``warmup_rate``.
 
         Raises:
             RuleError: ``warmup_rate`` is given without ``decay_steps``.
@@ -113,8 +110,7 @@ class GradClipConfig(Section):
 class WeightDecayScheduleConfig(Section):
     """Weight decay that changes over the run, from `start` to `end`.
 
-    Step n of N has the value at n / N of the curve. So the last step has `end`, and the first step is already
-    1 / N of the way.
+    Step n of N has the value at n / N of the curve, so the first step is already 1 / N of the way.
     """
 
     start: NonNegativeFloat
@@ -174,9 +170,7 @@ class MuonConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """A group of parameters with training settings of its own. If several groups match a parameter, the first
-    one counts.
-    """
+    """A group of parameters with training settings of its own. The first group that matches counts."""
 
     parameters: Text | tuple[Text, ...] | None = None
     """Patterns for canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`; null: all
@@ -200,22 +194,18 @@ class ParamGroupConfig(Section):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The name patterns in ``parameters`` as a tuple; empty if every name matches."""
+        """The name patterns in ``parameters`` as a tuple, empty if every name matches."""
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def takes(self, name: str, kind: ParamKind) -> bool:
-        """Whether the name and the kind of a parameter match this group. The parameter belongs to the first
-        group that matches.
-        """
+        """Whether this group's name patterns and kinds match a parameter."""
         if self.kinds and kind not in self.kinds:
             return False
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 def is_hidden(name: str, kind: ParamKind) -> bool:
-    """Whether the optimizer Muon updates this parameter: it is a weight matrix in a transformer block, but
-    not of a router or an adapter.
-    """
+    """Whether Muon updates this parameter: a weight matrix in a block, but not of a router or an adapter."""
     return kind == "matrix" and name.startswith("decoder.layers.")
 
 
@@ -248,20 +238,16 @@ class OptimizerConfig(Section):
 
     @property
     def names(self) -> set[str]:
-        """The names of all optimizers in use: the main one and those of the parameter groups."""
+        """The names of the optimizers in use: the main one, and those of the parameter groups."""
         return {self.name, *(group.optimizer or self.name for group in self.groups)}
 
     @property
     def num_states(self) -> int:
-        """The number of float32 tensors that the optimizer keeps for each parameter, each of the parameter's
-        shape; the largest number if there are several optimizers.
-        """
+        """The number of float32 optimizer states per parameter, the largest one of several optimizers."""
         return max(OPTIMIZERS.traits(name).states for name in self.names)
 
     def states_of(self, name: str, kind: ParamKind) -> int:
-        """The number of float32 tensors that the optimizer keeps for the parameter ``name``, each of the
-        parameter's shape.
-        """
+        """The number of float32 optimizer states of parameter ``name``, each of the parameter's shape."""
         own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
         traits = OPTIMIZERS.traits(own or self.name)
         few = traits.matrix_states if is_hidden(name, kind) else None

@@ -26,10 +26,7 @@ from ppfleetx.config.sections.optimizer import OptimizerConfig
 
 
 class RunConfig(Section):
-    """The configuration of one run, with all its sections. :func:`ppfleetx.config.loader.load_config` makes
-    it and fills in derived values: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``,
-    ``test_iters``.
-    """
+    """The configuration of one run, as :func:`ppfleetx.config.loader.load_config` returns it."""
 
     Global: GlobalConfig = GlobalConfig()
     Engine: EngineConfig = EngineConfig()
@@ -55,30 +52,24 @@ class RunConfig(Section):
 
     @property
     def batch(self) -> BatchPlan:
-        """The batch sizes of the run.
-
-        Raises:
-            RuntimeError: the configuration was not made by ``load_config``.
-        """
+        """The batch sizes of the run. Raises RuntimeError if ``load_config`` did not make this object."""
         if self._batch is None:
             raise RuntimeError("RunConfig.batch is known only after load_config")
         return self._batch
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where each value that the user gave was written: dotted key -> ``file:line`` or ``-o
-        override n``.
-        """
+        """The places of the values that the user gave: dotted key -> ``file:line`` or ``-o override n``."""
         return dict(self._origins)
 
     @property
     def derived(self) -> frozenset[str]:
-        """The dotted keys whose values were computed from other keys or from the number of processes."""
+        """The dotted keys of values that other keys or the number of processes determine."""
         return self._derived
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings from reading the configuration, such as old spellings of keys. Commands log them."""
+        """Warnings from reading the configuration, such as old spellings of keys."""
         return self._warnings
 
     def value_of(self, key: str) -> Any:
@@ -86,13 +77,11 @@ class RunConfig(Section):
         return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), self)
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """Make a ConfigError that says that the present value of ``key`` breaks ``rule``, and where the value
-        was written.
-        """
+        """Make a ConfigError that the present value of ``key`` breaks ``rule``, with the value's place."""
         return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
     def changed(self, section: str, **values: Any) -> RunConfig:
-        """A copy with different values in one section. The new values are not validated."""
+        """A copy with different values, which are not validated, in one section."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:
@@ -125,10 +114,9 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
 
 
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
-    """Make one configuration for each named set in ``Data.<mode>``, as {name: configuration} in the order of
-    the file.
+    """Make one configuration per named set in ``Data.<mode>``, as {name: configuration} in the file's order.
 
-    Without named sets, the result is ``{None: cfg}``. It is empty if ``Data.<mode>`` is null.
+    Without named sets, the result is ``{None: cfg}``; if ``Data.<mode>`` is null, it is empty.
     """
     section = getattr(cfg.Data, mode)
     if section is None:

@@ -42,9 +42,8 @@ REFUSED_TYPES = {
 class RopeScalingConfig(Section):
     """Stretching of the rotary frequencies, so that a model can read longer sequences than it was trained on.
 
-    Names, meanings and defaults are those of `rope_scaling` (`rope_parameters`) in a Hugging Face
-    `config.json`. `Model.max_position_embeddings` is the length after stretching and does not affect
-    frequencies.
+    Names, meanings and defaults are those of `rope_scaling` in a Hugging Face `config.json`.
+    `Model.max_position_embeddings` is the length after stretching and does not affect frequencies.
     """
 
     type: Literal["linear", "yarn", "llama3", "longrope"]
@@ -83,23 +82,19 @@ class RopeScalingConfig(Section):
     """yarn: round the bounds between unchanged and divided frequencies to whole indices; null: true."""
 
     def switch_length(self, max_positions: int) -> int | None:
-        """In longrope, the length of the longest sequence that uses the short factors; longer ones use the
-        long factors. None if all sequences of up to ``max_positions`` use the same frequencies.
-        """
+        """The longest sequence that uses longrope's short factors; None if all use the same factors."""
         original = self.original_max_position_embeddings
         return original if self.type == "longrope" and max_positions > original else None
 
     def __repr__(self) -> str:
-        """The section as inline YAML, in the form that ``-o Model.rope_scaling=`` accepts."""
+        """The section as inline YAML, as ``-o Model.rope_scaling=`` accepts it."""
         given = self.model_dump(mode="json", exclude_none=True)
         return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in given.items()) + "}"
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Validator that refuses unsupported values of ``type``, and fills in the defaults of each type, so
-        that sections with the same effect are equal.
-        """
+        """Validator that refuses unsupported types, and fills in the defaults of each type."""
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values
         if values["type"] in REFUSED_TYPES:
