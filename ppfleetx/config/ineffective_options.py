@@ -40,7 +40,7 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A rule: if ``applies`` is true for a configuration, its ``keys`` change nothing. ``why`` is the reason."""
+    """A rule: if ``applies`` is true for a configuration, its ``keys`` change nothing. ``why`` says why."""
 
     keys: tuple[str, ...]
     why: str
@@ -337,6 +337,7 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
         return False
     if any(map(is_argument, places)):
         return True
+    # The config.yaml that a run writes has every key, so a default in a file does not count.
     return value != _default(cfg, key) and not all(_is_preset(place) for place in places)
 
 

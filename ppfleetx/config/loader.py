@@ -53,7 +53,7 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
         chain: the files being read; each is a base of the one before, and the last one holds ``tree``.
     """
     base_node = tree.value.pop("_base_", None)
-    tree, warnings = modernize(tree)
+    tree, warnings = modernize(tree)  # before merging, so that an old key overrides the new key in a base
     merged: Node | None = None
     for item in file_names(base_node, "_base_"):
         named = chain[-1].parent / item.value

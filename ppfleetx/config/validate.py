@@ -161,7 +161,7 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
     for part in location:
         inner, item = section_in(annotation), item_type(annotation)
         if inner is not None and isinstance(part, str):
-            if part == inner.__name__:
+            if part == inner.__name__:  # inserted by pydantic for a union
                 continue
             section, annotation = inner, field_types(inner).get(part)
             path.append(part)

@@ -86,6 +86,7 @@ def shown_path(path: Path) -> str:
 @cache
 def shipped_yaml(path: Path) -> Any:
     """Load a YAML file of this package. The result is cached, so callers must not change it."""
+    # The parser in Python would take a tenth of a program's start.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(path.read_text("utf-8"), loader)  # noqa: S506 - safe, both of them
 
