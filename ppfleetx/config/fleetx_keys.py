@@ -157,7 +157,7 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether ``node`` may replace ``present``: only if it alone is from the command line."""
+    """Whether ``node`` may replace ``present``, because only ``node`` is from the command line."""
     return is_argument(node.place) and not is_argument(present.place)
 
 

@@ -40,7 +40,11 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A rule: if ``applies`` is true for a configuration, its ``keys`` change nothing. ``why`` says why."""
+    """The rule that ``keys`` have no effect in configurations for which ``applies`` is true.
+
+    Attributes:
+        why: the reason, for messages.
+    """
 
     keys: tuple[str, ...]
     why: str

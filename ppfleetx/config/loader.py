@@ -77,11 +77,11 @@ def load_config(
     """Read a YAML configuration, check all of it and fill in derived values.
 
     Args:
-        path: a YAML file, the directory of a ``config.yaml``, such as an output directory, or else the name
+        path: a YAML file, a directory with a ``config.yaml`` (such as an output directory), or else the name
             of a shipped configuration (:mod:`ppfleetx.config.shipped`).
         overrides: strings ``Section.key=value`` or :class:`Setting` objects, applied in order.
         world_size: the number of processes, which must be the product of the parallel degrees. An unset
-            ``dp_degree`` is derived from it, and is 1 if it is None (unknown).
+            ``dp_degree`` is derived from it. None: unknown, and an unset ``dp_degree`` is 1.
 
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.
@@ -123,7 +123,7 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Add the plugins of ``--plugin``, whose names ``cfg`` may use, to ``Global.plugins``."""
+    """Add the plugins of ``--plugin`` to ``Global.plugins``, because ``cfg`` may use what they register."""
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
         return cfg

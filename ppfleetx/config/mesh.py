@@ -62,7 +62,7 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
 
 
 def view_of(axes: Collection[str]) -> View:
-    """The view, for dense parameters or for experts, that has all of ``axes``. Dense comes first.
+    """The view that has all of ``axes``: that of dense parameters, or else that of experts.
 
     Raises:
         ValueError: neither view has all of them.

@@ -92,7 +92,6 @@ class ParallelPlan:
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the job."""
         return self.dp * self.mp * self.pp * self.sharding * self.sep
 
     @property
@@ -310,8 +309,8 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
     """List all legal parallel plans of ``world_size`` processes that fit the sizes in ``work``.
 
-    Plans vary in degrees, sharding stages, sequence parallelism and one or two virtual stages, and for a few
-    (:func:`_offloads`) in offload, but not in ``pp_layers`` or expert parallelism.
+    There are one or two virtual stages, no ``pp_layers`` and no expert parallelism. Only a few plans are also
+    listed with offload (:func:`_offloads`).
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))

@@ -94,7 +94,7 @@ class NormTraits:
     """What must be known about a normalization layer before it is imported.
 
     Attributes:
-        parameters: which of ``weight`` and ``bias``, vectors of the normalized width, the norm has.
+        parameters: which of ``weight`` and ``bias`` the norm has; each is a vector of the normalized width.
         zero_centered: whether the gain is ``1 + weight``.
     """
 
@@ -118,7 +118,7 @@ class PositionTraits:
     """What must be known about a position encoding before it is imported.
 
     Attributes:
-        has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added.
+        has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added to the input.
         rotates: whether attention rotates queries and keys, which needs an even head width.
         biases: whether attention scores get biases that are linear in the distance (ALiBi).
     """

@@ -183,7 +183,7 @@ def _described(part: Any) -> str:
 
 
 def load_target(target: Any) -> Any:
-    """Import the object that ``package.module:attribute`` names. Another ``target`` than text is returned.
+    """Import the object that ``package.module:attribute`` names. A ``target`` that is no text is returned.
 
     Raises:
         ConfigError: there is no such module or attribute, or the text has another form.

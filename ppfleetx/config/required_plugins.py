@@ -28,7 +28,7 @@ def imported_plugins() -> tuple[str, ...]:
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Raise ConfigError if ``Global.plugins`` lists a plugin that the user has not named elsewhere."""
+    """Raise ConfigError if ``Global.plugins`` lists a plugin that has not been imported."""
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
     if wanted is None or not isinstance(wanted.value, list):

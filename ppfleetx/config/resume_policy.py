@@ -175,7 +175,7 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """List the keys with this effect on a resumed run; a section stands for its keys that are not listed."""
+    """List the keys with this effect on a resumed run. A section stands for its keys that are not listed."""
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
@@ -210,7 +210,7 @@ def network(
 
 
 def first_difference(key: str, then: Any, now: Any) -> Change:
-    """Find the first difference between two values of ``key``: a key in them if both are sections."""
+    """Find the first key at which two values of ``key`` differ: a key in them if both are sections."""
     while isinstance(then, Section) and isinstance(now, Section):
         name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
         key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)

@@ -137,7 +137,7 @@ def expert_message_bytes(cfg: RunConfig) -> float:
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
-    """Yield the rules that ``plan`` breaks with any sequence length that the run uses."""
+    """Yield the rules that ``plan`` breaks with one of the sequence lengths of the run."""
     written_as = CONFIG_KEYS["seq_len"]
     for key, length in used_lengths(cfg).items():
         for broken in violations(plan, Workload(seq_len=length)):
@@ -147,7 +147,7 @@ def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]
 
 
 def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Yield an error for each sequence length of data or generated text above the model's positions."""
+    """Yield an error for each length of data or generated text that exceeds the model's positions."""
     longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
     for key, length in used_lengths(cfg).items():
         if length > longest:

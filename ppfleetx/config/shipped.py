@@ -19,7 +19,7 @@ _PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that a user may w
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """All shipped configuration files by name, in order, without those in ``_base_``."""
+    """All shipped configuration files by name, sorted, without those in ``_base_``."""
     names = {}
     for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
         place = path.relative_to(CONFIGS)
@@ -105,7 +105,7 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """The texts of a configuration file and of its ``_base_`` files, by the path of each in a copy."""
+    """The texts of a configuration file and of its ``_base_`` files, by their paths after copying."""
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]

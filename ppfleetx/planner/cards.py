@@ -135,7 +135,7 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 
 
 def any_card(device: str) -> Card:
-    """Return a typical card for a kind of device (``cpu``, ``gpu``, ...), if the user names no card."""
+    """Return the typical card to assume for a kind of device (``cpu``, ``gpu``, ...)."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(_ANY_CPU if kind == CPU else ANY_CARD)
@@ -143,7 +143,7 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """Return the card in ``cards.yaml`` for a driver's name: A100 for ``NVIDIA A100-SXM4-80GB``; else None.
+    """Return the card in ``cards.yaml`` for a device name: A100 for ``NVIDIA A100-SXM4-80GB``; else None.
 
     PCIe cards of the same name are slower; users set `Global.peak_tflops` for them.
     """

@@ -87,7 +87,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """:func:`group_of` for the axes of experts, which distribute (``ep``), slice or copy (``edp``) them."""
+    """:func:`group_of` for the axes that distribute (``ep``), slice (``emp``) and copy (``edp``) experts."""
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))

@@ -253,7 +253,7 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A cache key that carries a job. Keys are equal if ``compared_by`` is, whatever the job."""
+    """A cache key that carries a job, but compares only ``compared_by``."""
 
     compared_by: tuple[object, ...]
     job: Job = field(compare=False)

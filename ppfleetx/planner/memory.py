@@ -204,7 +204,7 @@ class _EqualLayers:
 
 
 def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
-    """Return the layers of a pipeline stage, or of its largest virtual stage, in order."""
+    """Return the layers of a pipeline stage (with virtual stages: of the largest one) in order."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:

@@ -31,7 +31,7 @@ class Held:
         trained: elements of ``values`` that are trained.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer, which sharding stage 3 fetches at once.
-        fills: for each parameter size, (elements initialized when the last parameter of this size is, this
+        fills: for each parameter size: (elements initialized after the last parameter of this size, the
             size).
         num_tensors: the number of parameter tensors.
         whole: trained elements that every tensor-parallel rank holds in full.
@@ -199,7 +199,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """Return the elements of the fullest of ``ranks`` owners if each parameter has one owner."""
+    """Return the elements on the fullest of ``ranks`` ranks when whole parameters are dealt out to them."""
     ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks

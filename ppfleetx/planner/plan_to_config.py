@@ -32,7 +32,7 @@ class PlanOption:
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
     """Parse a parallel plan such as ``dp=4,mp=8``, given by the command-line option ``option``.
 
-    A setting that the text does not name is that of the plan ``own``, unless it contradicts a named one.
+    Other settings are taken from the plan ``own``, unless they contradict the given ones.
 
     Raises:
         ConfigError: a word is unknown, or its value is not allowed.
@@ -196,7 +196,7 @@ def _recompute_keys(recompute: Recompute | None) -> dict[str, object]:
 
 
 def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedConfig:
-    """Read a configuration that is to run under another parallel plan, so do not check its own plan.
+    """Read a configuration without checking its parallel plan, because another plan will replace it.
 
     Raises:
         ConfigError: anything else in the configuration is wrong.

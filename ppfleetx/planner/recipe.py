@@ -1,4 +1,4 @@
-"""Derive a whole training configuration from the depth of the model, by the rules in docs/planner.md."""
+"""Derive a training configuration (a recipe) from the depth of the model, by the rules in docs/planner.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TOKENS_PER_PARAM = 1_000_000  # more tokens mean a larger batch, and a large
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """The inputs of a recipe, and the numbers that follow from them without a plan.
+    """The inputs of a recipe, and the numbers that follow from them without a parallel plan.
 
     Attributes:
         depth: the number of layers.

@@ -453,8 +453,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
     """Return the seconds of gradient sums that do not overlap with the passes.
 
-    Only the sum to the owners (sharding), or over ``sep`` and ``dp`` without sharding, can overlap. The sums
-    over replicas of owners and of experts come after it.
+    One sum may overlap: to the owners with sharding, otherwise over ``sep`` and ``dp``. The sums over
+    replicas of owners and of experts come after it.
     """
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
@@ -475,7 +475,7 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return how many seconds the next forward pass waits for the parameters that other ranks have updated.
+    """Return how many seconds the next forward pass waits for parameters that other ranks have updated.
 
     It is 0 without sharding and under stage 3.
     """

@@ -33,12 +33,12 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """The place of values read from a model's directory: ``the model in DIRECTORY``."""
+    """The recorded origin of values from a model's directory: ``the model in DIRECTORY``."""
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether a ``place`` is a model's directory (see :func:`model_in`), not a configuration file."""
+    """Whether ``place`` is a model's directory (see :func:`model_in`), not a configuration file."""
     return place.startswith(_OF_A_MODEL)
 
 
@@ -179,7 +179,7 @@ class _Tree:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """Convert ``node`` and all below it, at the keys and indices in ``path`` (for messages)."""
+        """Convert a PyYAML node and all below it. ``path`` has its keys and indices, for messages."""
         where = self._where(node)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)

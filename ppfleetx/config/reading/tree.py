@@ -37,7 +37,7 @@ class Node:
 
 
 def plain_scalar(text: str) -> Any:
-    """Parse an unquoted YAML scalar, but ``2e-5`` as a number, ``None`` as null and ``1:30`` as text."""
+    """Parse an unquoted YAML scalar. Unlike in YAML 1.1, ``2e-5`` is a number, and ``1:30`` is text."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
@@ -137,7 +137,7 @@ def plain_value(node: Node) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return the nodes of one file name or a list of them. Raises ConfigError for anything but null."""
+    """Return the nodes of a file name, a list of them, or null. Raises ConfigError for other values."""
     if node is None or node.value is None:
         return []
     items = node.value if isinstance(node.value, list) else [node]

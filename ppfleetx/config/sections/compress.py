@@ -83,7 +83,7 @@ class QuantizationConfig(Section):
     """Do not train the embeddings."""
 
     def quantizes(self, name: str, kind: str) -> bool:
-        """Whether the linear layer ``name`` of a kind in :data:`LINEAR_KINDS` is quantized in training."""
+        """Whether layer ``name`` is quantized in training; ``kind`` is one of :data:`LINEAR_KINDS`."""
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
         if name.endswith("attention.kv_up"):  # decoding multiplies queries by this weight, not its own input
@@ -149,7 +149,7 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section, not the user.
+    """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section, users do not.
 
     The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. With
     `asymmetric`, `group_size` also applies to the embedding and the head. Without it, each row of the
@@ -192,7 +192,7 @@ class PruneConfig(Section):
     removes them from the checkpoint afterwards.
 
     Without a schedule (`end_step: null`), all become zero at once after `begin_step` steps. With one, the
-    share after t steps is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta,
+    share at step t is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta,
     2017).
     """
 

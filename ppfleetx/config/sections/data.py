@@ -196,7 +196,7 @@ class DataSplitConfig(Section):
 
     @property
     def shuffles_for_training(self) -> bool:
-        """Whether each pass over these data, as training data, has a new random order."""
+        """Whether these data, if used for training, have a new random order in each pass."""
         traits = DATASETS.traits(self.dataset.name)
         return self.sampler.shuffle or (traits.kind != "corpus" and traits.shuffled)
 

@@ -73,7 +73,7 @@ class LatentAttentionConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head's query and key, with and without rotary positions."""
+        """The width of a head's query and key: its features with rotary positions plus those without."""
         return self.nope_head_dim + self.rope_head_dim
 
     def violations(self) -> Iterator[RuleError]:
@@ -275,9 +275,7 @@ class ModelConfig(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The number of rows of the embedding table: ``vocab_size``, rounded up to
-        ``vocab_size_divisible_unit``.
-        """
+        """The vocabulary size, rounded up to a multiple of ``vocab_size_divisible_unit``."""
         unit = self.vocab_size_divisible_unit
         return -(-self.vocab_size // unit) * unit
 
@@ -321,7 +319,7 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """A copy of section ``moe`` for comparing networks (:meth:`MoEConfig.of_network`), or None."""
+        """Section ``moe`` for comparing networks (:meth:`MoEConfig.of_network`); None: a dense model."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -399,11 +397,11 @@ class ModelConfig(Section):
         return None
 
     def is_recomputed(self, layer: int) -> bool:
-        """Whether the backward pass recomputes a layer, numbered from 0 over the whole model."""
+        """Whether the backward pass recomputes layer number ``layer``, from 0 over the whole model."""
         return layer in self.recomputed_layers()
 
     def recomputed_layers(self) -> Collection[int]:
-        """The layers, numbered from 0 over the whole model, that the backward pass recomputes."""
+        """The numbers of the layers, from 0 over the whole model, that the backward pass recomputes."""
         if not self.use_recompute:
             return ()
         chosen = self.recompute_layers
@@ -531,7 +529,7 @@ class ModelConfig(Section):
             )
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding attention window of a layer, numbered from 0 over the whole model; None: no limit."""
+        """The attention window of layer number ``layer``, from 0 over the whole model; None: no limit."""
         chosen = self.attention_window_layers
         return self.attention_window if chosen is None or layer in chosen else None
 

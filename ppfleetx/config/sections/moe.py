@@ -130,13 +130,13 @@ class MoEConfig(Section):
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers, numbered from 0 over the whole model, that are mixtures of experts."""
+        """The numbers of the layers, from 0 over the whole model, that are mixtures of experts."""
         if self.layers is not None:
             return tuple(sorted(self.layers))
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """A copy for comparing networks, with one spelling, and without keys that only affect training."""
+        """A copy for comparing networks: equal choices are spelled alike, and training-only keys reset."""
         default = type(self).model_fields
         return self.model_copy(
             update={

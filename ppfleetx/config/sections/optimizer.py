@@ -170,7 +170,7 @@ class MuonConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """A group of parameters with training settings of its own. The first group that matches counts."""
+    """Parameters with training settings of their own. The first group that matches a parameter counts."""
 
     parameters: Text | tuple[Text, ...] | None = None
     """Patterns for canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`; null: all
@@ -198,7 +198,7 @@ class ParamGroupConfig(Section):
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def takes(self, name: str, kind: ParamKind) -> bool:
-        """Whether this group's name patterns and kinds match a parameter."""
+        """Whether a parameter matches this group's name patterns and kinds."""
         if self.kinds and kind not in self.kinds:
             return False
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)

@@ -64,7 +64,7 @@ class RunConfig(Section):
 
     @property
     def derived(self) -> frozenset[str]:
-        """The dotted keys of values that other keys or the number of processes determine."""
+        """The dotted keys whose values follow from other keys or the number of processes."""
         return self._derived
 
     @property
@@ -77,11 +77,11 @@ class RunConfig(Section):
         return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), self)
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """Make a ConfigError that the present value of ``key`` breaks ``rule``, with the value's place."""
+        """Make a ConfigError: the value of ``key`` breaks ``rule``. It shows where the value was written."""
         return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
     def changed(self, section: str, **values: Any) -> RunConfig:
-        """A copy with different values, which are not validated, in one section."""
+        """A copy with other values in one section. The values are not validated."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:
