@@ -197,7 +197,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Limit each ``max_seq_len`` that no file or option sets to the model's number of positions."""
+    """Limit default values of ``max_seq_len`` to the model's number of positions."""
     longest = cfg.Model.max_position_embeddings
     for mode in MODES:
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

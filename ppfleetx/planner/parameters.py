@@ -31,8 +31,7 @@ class Held:
         trained: elements of ``values`` that are trained.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer, which sharding stage 3 fetches at once.
-        fills: for each parameter size: (elements initialized after the last parameter of this size, the
-            size).
+        fills: pairs (elements initialized so far, parameter size), at the last parameter of each size.
         num_tensors: the number of parameter tensors.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: elements of ``whole`` whose gradients are summed over ``mp`` under sequence parallelism.

@@ -149,7 +149,7 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section, users do not.
+    """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section; do not edit it.
 
     The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. With
     `asymmetric`, `group_size` also applies to the embedding and the head. Without it, each row of the
@@ -186,14 +186,13 @@ class WeightsConfig(Section):
 
 
 class PruneConfig(Section):
-    """Structured pruning in training: heads and feed-forward units with the smallest weights become zero.
+    """Structured pruning in training: the heads and feed-forward units with the smallest weights stay zero.
 
     Key/value heads are pruned with their query heads, and each layer loses the same number. `ppfleetx prune`
     removes them from the checkpoint afterwards.
 
-    Without a schedule (`end_step: null`), all become zero at once after `begin_step` steps. With one, the
-    share at step t is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta,
-    2017).
+    Without a schedule (`end_step: null`), all are set to zero after `begin_step` steps. With one, the share
+    after t steps is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta, 2017).
     """
 
     enable: Bool = False

@@ -225,7 +225,7 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Return a copy of ``dataset`` with the keys of this evaluation set.
+        """Return ``dataset`` with its keys replaced by those that this evaluation set gives.
 
         Raises:
             RuleError: the result breaks a rule of datasets.

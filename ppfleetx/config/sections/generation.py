@@ -303,10 +303,7 @@ DetokenizerName = Literal["wikitext", "ptb", "lambada", "none"]
 
 
 class OfflineEvalConfig(Section):
-    """Evaluation by `ppfleetx eval` with `Model.module: GPTEvalModule`.
-
-    It measures the perplexity of a text, or the accuracy of last words (cloze).
-    """
+    """`ppfleetx eval` of a `GPTEvalModule`: perplexity of a text, or accuracy of last words (cloze)."""
 
     eval_path: PathText | None = None
     """A text file (perplexity), or a jsonl file of objects with a key `text` (cloze)."""

@@ -28,7 +28,7 @@ def is_router_load(name: str) -> bool:
 
 
 class RouterConfig(Section):
-    """The router, which chooses experts for each position. It always computes in float32."""
+    """The router, which chooses experts for each position. It computes in float32 even in a 16-bit run."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts: the softmax of a position's logits over all experts, or the sigmoid of each."""

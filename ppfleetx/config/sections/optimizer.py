@@ -135,8 +135,8 @@ Coefficients = Literal["simple", "quintic", "polar_express", "aol"]
 class MuonConfig(Section):
     """The Muon optimizer (`Optimizer.name: Muon`).
 
-    For a weight matrix with gradient g, the momentum is `m = momentum * m + (1 - momentum) * g`, and the
-    update is m after orthogonalization.
+    For a weight matrix with gradient g, the momentum is `m = momentum * m + (1 - momentum) * g`. The update
+    is m, or its Nesterov form, after orthogonalization.
     """
 
     momentum: Fraction = 0.95
