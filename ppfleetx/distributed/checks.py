@@ -1,10 +1,11 @@
 """Checks that all ranks use the same configuration, read the right data, hold equal copies of weights, and
-compute finite numbers.
+compute finite numbers. ``Engine.checks`` selects the checks:
 
-``Engine.checks`` selects which checks run. ``cheap`` compares configurations at the start, batches at every
-step (a few bytes per rank), and copies of weights at the start and before each checkpoint. ``full``
-additionally compares copies of weights and optimizer state after every step, compares the samples of all
-ranks, and searches activations and gradients for non-finite numbers. ``off`` checks nothing.
+- ``cheap`` compares configurations at the start, batches at every step (a few bytes per rank), and copies of
+  weights at the start and before each checkpoint.
+- ``full`` also compares copies of weights and optimizer state after every step and the samples of all ranks,
+  and searches activations and gradients for non-finite numbers.
+- ``off`` checks nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +31,16 @@ MAX_NAMED = 4
 
 
 class CheckFailedError(UserError):
-    """Raised when the ranks of a job do not hold the configuration, data or weights that the parallel plan
-    assigns to them."""
+    """The ranks of a job do not hold the configuration, data or weights that the parallel plan assigns to
+    them."""
 
 
 # -- configurations ---------------------------------------------------------------------------
 
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
-    """Check that all ranks run with the same configuration. All ranks must call this.
-
-    Args:
-        values: this rank's configuration, as one entry per dotted key.
-
-    Raises:
-        CheckFailedError: configurations differ. The message names two ranks and the keys in which they
-            differ.
-    """
+    """Check that all ranks run with the same configuration ``values``, by dotted key. All ranks must call
+    this. Raises CheckFailedError, which names two ranks and the keys in which they differ."""
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
     digests = gather(ctx, digest)
@@ -64,8 +58,7 @@ def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) ->
 
 
 def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
-    """Return a 31-bit digest of the batch that a rank reads for one step. Equal batches have
-    equal digests."""
+    """Return a 31-bit digest of the batch that a rank reads for one step."""
     checksum = 0
     for batch in micro_batches:
         for name in ("sample_ids", "tokens"):
@@ -75,16 +68,9 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
-    """Check, from a digest of each rank's batch, that the ranks of one data-parallel replica read the same
-    batch.
-
-    Args:
-        digests: :func:`batch_digest` of each rank's batch, by rank.
-        distinct: whether to check also that different data-parallel replicas read different batches.
-
-    Raises:
-        CheckFailedError: names two ranks. All ranks raise it, because they compare the same digests.
-    """
+    """Check, from :func:`batch_digest` of every rank, that the ranks of one data-parallel replica read the
+    same batch. With ``distinct``, also check that different replicas read different batches. Raises
+    CheckFailedError on all ranks, with two ranks that disagree."""
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = ctx.plan.data_rank(rank)
@@ -105,15 +91,9 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
-    """Check that no two data-parallel replicas read the same sample in a step. All ranks must call this.
-
-    Args:
-        sample_ids: the ids of the samples that this rank reads in the step. Negative ids are padding and not
-            compared.
-
-    Raises:
-        CheckFailedError: names the sample and two ranks. It is raised on every rank.
-    """
+    """Check that no two data-parallel replicas read the same sample in a step. All ranks must call this, each
+    with the ids of its samples; negative ids are padding and not compared. Raises CheckFailedError on every
+    rank, with the sample and two ranks."""
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
     for rank, ids in enumerate(of_rank):
@@ -133,13 +113,10 @@ Held = tuple[str, "Tensor", Any]
 
 def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
     """Check that the copies of each tensor on different ranks are bitwise equal. All ranks must call this.
+    Raises CheckFailedError on every rank, with the tensors that differ and two ranks for each.
 
-    Ranks that differ in dp, sharding, sep or mp can hold copies of the same tensor. So can two pipeline
-    stages, for tied weights. Tensors are copies of each other if they have the same name and the same offset
-    in the whole tensor.
-
-    Raises:
-        CheckFailedError: names the tensors that differ and two ranks for each. It is raised on every rank.
+    Copies have the same name and the same offset in the whole tensor. Ranks that differ in dp, sharding, sep
+    or mp can hold them; so can two pipeline stages, for tied weights.
     """
     if ctx.world_size == 1:
         return
@@ -162,8 +139,8 @@ def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Return a checksum of the tensor: the XOR and the sum of its 64-bit words, and the CRC of the bytes
-    after the last whole word. A CRC of the whole tensor would take ten times as long."""
+    """Return the XOR and the sum of the tensor's 64-bit words, and the CRC of the bytes after the last whole
+    word. A CRC of the whole tensor would take ten times as long."""
     from ppfleetx.distributed.transfer import read
 
     in_place = tensor.place.is_cpu_place() and tensor.is_contiguous() and "bfloat16" not in str(tensor.dtype)
@@ -184,8 +161,8 @@ class NonFinitePlace:
     Attributes:
         in_forward: True if it appeared in the output of a layer, False if it appeared in a gradient.
         index: number of the layer in the model.
-        parameter: for a gradient, the name of its parameter. For the output of a layer, the name of a
-            parameter of the layer that is itself not finite, or "" if all are finite.
+        parameter: for a gradient, the name of its parameter. For an output, the name of a parameter of the
+            layer that is itself not finite, or "".
         micro_batch: number of the micro batch in the step, from 0; None if unknown.
     """
 
@@ -203,8 +180,8 @@ class NonFinitePlace:
 
 
 class NonFiniteSearch:
-    """Context manager that searches for NaNs and infinities while a step runs: in the output of each layer
-    and in the gradient of each parameter."""
+    """Context manager that searches for NaNs and infinities while a step runs, in each layer's output and
+    each parameter's gradient."""
 
     def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
         self._stages = list(stages)
@@ -255,8 +232,8 @@ class NonFiniteSearch:
     def _look_at_gradient(
         self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
     ) -> None:
-        """Check the gradient of ``parameter`` for non-finite numbers. If ``grad`` is None, the gradient is in
-        ``parameter.main_grad``: the backward kernel has added it there."""
+        """Search the gradient of ``parameter`` for non-finite numbers. It is ``grad``, or
+        ``parameter.main_grad`` if ``grad`` is None because the backward kernel has added it there."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = passes[name] = passes.get(name, -1) + 1
@@ -272,11 +249,11 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """Return (rank, place) of the non-finite number that appeared first in the whole job, or None if no rank
-    found one.
+    """Return (rank, place) of the non-finite number that appeared first in the whole job, or None if there is
+    none. All ranks must call this, each with the place that it found.
 
-    All ranks must call this, each with the place that it found. If the number appeared in the forward pass,
-    the lowest layer is the first. If it appeared only in the backward pass, the highest layer is.
+    The first is that in the lowest layer of the forward pass, or else in the highest layer of the backward
+    pass.
     """
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]

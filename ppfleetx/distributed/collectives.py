@@ -1,5 +1,4 @@
-"""Collectives that pack many tensors into few messages, that exchange different numbers of rows between
-ranks, or that are differentiable."""
+"""Collectives that pack many tensors into few messages, exchange rows, or are differentiable."""
 
 from __future__ import annotations
 
@@ -20,14 +19,8 @@ Multi-tensor kernels use vector loads without checking the alignment."""
 
 def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
     """Return where to place tensors in one flat tensor so that each begins at a multiple of :data:`ALIGNMENT`
-    bytes.
-
-    Args:
-        sizes: the tensors' numbers of elements.
-        itemsize: bytes per element.
-
-    Returns:
-        The offset of each tensor, and the end of the last one, in elements.
+    bytes: the offset of each, and the end of the last, in elements. ``sizes`` are the tensors' numbers of
+    elements, ``itemsize`` the bytes per element.
 
     >>> aligned_offsets([3, 64, 65, 1], 4)
     ([0, 64, 128, 256], 257)
@@ -52,20 +45,16 @@ def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> N
 
 
 def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Copy the tensors of one rank to all ranks of ``group``, in place. ``owner`` is that rank's number in
-    the group."""
+    """Copy the tensors of the rank with number ``owner`` in ``group`` to all its ranks, in place."""
     source = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False))
 
 
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum a small tensor elementwise over ``group`` without a reduction: each rank gathers the tensors of all
-    ranks and adds them.
-
-    All ranks add in rank order, so their sums are bitwise equal. Some collective libraries can gather every
-    element type but not reduce each: Ascend's library sums neither float64 nor uint8.
-    """
+    """Sum a small tensor elementwise over ``group``: each rank gathers the tensors of all ranks and adds
+    them. All ranks add in rank order, so their sums are bitwise equal. This also works for types that a
+    library cannot reduce: Ascend's sums neither float64 nor uint8."""
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
     distributed.stream.all_gather(received, own, group=group)
@@ -75,9 +64,8 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
     """Overwrite tensors that should be equal on all ranks of ``group`` with those of the first rank, bitwise.
 
-    This is an all-reduce to which all ranks except the first contribute zeros: their tensors times zero. The
-    result is exact, whatever the order of the sum. But a NaN or an infinity on any rank makes the result
-    non-finite on all ranks.
+    This is an all-reduce to which the other ranks contribute their tensors times zero. The result is exact,
+    but a NaN or an infinity on any rank makes it non-finite on all ranks.
     """
     is_first = group.rank == 0
 
@@ -88,21 +76,15 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Run a collective on ``tensors``, one bucket of packed tensors at a time, so that the extra memory is
-    that of one bucket."""
+    """Run a collective on ``tensors``, one packed bucket after the other to limit the extra memory."""
     for bucket in _buckets(tensors):
         Packed(bucket, start).complete()
 
 
 class Packed:
-    """A running collective on several tensors that are packed into one flat tensor, and so into one message.
-
-    Args:
-        tensors: tensors of one element type. :meth:`complete` writes the result to them; do not use them
-            before.
-        start: starts an asynchronous in-place collective on the flat tensor that it is given, and returns its
-            task.
-    """
+    """A running collective on ``tensors`` of one element type, which are packed into one flat tensor and so
+    into one message. :meth:`complete` writes the result to them; do not use them before. ``start`` starts an
+    asynchronous in-place collective on the flat tensor and returns its task."""
 
     @paddle.no_grad()
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
@@ -123,12 +105,12 @@ class Packed:
 
 @paddle.no_grad()
 def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` into one flat tensor and return it. Each of ``tensors`` then shares memory with its
-    part of the flat tensor.
+    """Move ``tensors`` into one flat tensor and return it. Each tensor then shares memory with its part of
+    the flat one.
 
-    Each part starts at a multiple of :data:`ALIGNMENT` bytes; the gaps are zeros. The old memory is freed,
-    but both exist during the move. ``tensors`` must have the same element type and must not share memory with
-    other tensors. If there is only one tensor, it is returned itself.
+    The tensors must have one element type and must not share memory with others. Each part starts at a
+    multiple of :data:`ALIGNMENT` bytes; the gaps are zeros. Both copies exist during the move; then the old
+    memory is freed. A single tensor is returned itself.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
@@ -165,26 +147,20 @@ def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
 
 def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: int) -> paddle.Tensor:
     """Differentiable all-to-all: each rank splits its tensor along ``split_dim``, sends part i to rank i of
-    ``group``, and concatenates the parts it receives along ``concat_dim``.
-
-    With n ranks in the group, a tensor that has n x k entries along ``split_dim`` and m along ``concat_dim``
-    becomes one with k along ``split_dim`` and n x m along ``concat_dim``.
-    """
+    ``group``, and concatenates the parts it receives along ``concat_dim``. With n ranks, the sizes (n k, m)
+    along these dimensions become (k, n m)."""
     return _Exchange.apply(tensor, group, split_dim, concat_dim)
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``; in the backward pass, pass the gradient of the sum on unchanged.
-
-    This is right if all ranks of the group go on to compute the same loss from the sum. An all-reduce in the
-    backward pass would count that loss once per rank.
-    """
+    """Sum ``tensor`` over ``group``. The backward pass passes the gradient of the sum on unchanged, which
+    is right if all ranks compute the same loss from the sum. An all-reduce would count that loss once per
+    rank."""
     return _SumOfRanks.apply(tensor, group)
 
 
 def sum_gradient(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return a copy of ``tensor``; in the backward pass, sum the gradient of the copy over the ranks of
-    ``group``."""
+    """Return a copy of ``tensor``. The backward pass sums its gradient over the ranks of ``group``."""
     return _SumGradient.apply(tensor, group)
 
 
@@ -199,8 +175,8 @@ def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
     """All-to-all with different numbers of rows: send the first ``sent[0]`` of ``rows`` to rank 0 of
-    ``group``, the next ``sent[1]`` to rank 1, and so on. Returns the received rows in the order of their
-    senders; ``received[i]`` rows come from rank i.
+    ``group``, the next ``sent[1]`` to rank 1, and so on. Returns the ``received[i]`` rows from each rank i,
+    in rank order.
 
     Not differentiable. Every rank of the group must call this, even if it sends and receives no rows.
     """
@@ -210,12 +186,8 @@ def alltoall_rows(
 def start_alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> tuple[paddle.Tensor, Callable[[], paddle.Tensor]]:
-    """Start :func:`alltoall_rows` without waiting for it.
-
-    Returns:
-        The tensor that will contain the received rows, and a function that waits for the rows and returns
-        that tensor.
-    """
+    """Start :func:`alltoall_rows` without waiting. Returns the tensor that will contain the received rows,
+    and a function that waits for the rows and returns that tensor."""
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)
     rows = _whole(rows)
@@ -231,8 +203,8 @@ def start_alltoall_rows(
 
 
 def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:
-    """Gather the rows of all ranks of ``group`` into one tensor with ``stride`` rows for each rank. If a rank
-    has fewer rows, zeros follow them. Not differentiable."""
+    """Gather the rows of all ranks of ``group`` into one tensor with ``stride`` rows per rank, padded with
+    zeros. Not differentiable."""
     missing = stride - rows.shape[0]
     if missing:
         rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])

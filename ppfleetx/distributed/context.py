@@ -1,5 +1,5 @@
 """Where this process is in the parallel job: its rank, its coordinates along the parallel axes, and its
-process groups. The object is created once and passed as an argument; it is not a global."""
+process groups. The object is passed as an argument; it is not a global."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The arrangement of the job's ranks along the parallel axes, both as dense parameters use it and as
-        experts do."""
+        """The arrangement of the job's ranks along the parallel axes, for dense parameters and for
+        experts."""
         return Mesh(self.plan)
 
     @classmethod
@@ -71,7 +71,7 @@ class ParallelContext:
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
-        """Return this process's rank along ``axis``: dp, sharding, sep, mp or pp, or an axis of expert
+        """Return this process's rank along ``axis``: dp, sharding, sep, mp, pp, or an axis of expert
         parallelism."""
         return self.mesh.coordinates(self.rank)[axis]
 
@@ -83,11 +83,11 @@ class ParallelContext:
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """Return the process group of the ranks whose coordinates equal those of this rank except along
-        ``axes``; None if this rank is the only one.
+        """Return the process group of the ranks that differ from this one only along ``axes``; None if there
+        are none.
 
         The groups along a single axis of the plan and the group over dp and sep always exist. A group over
-        other axes together, or along an axis of expert parallelism, must have been created before by
+        other axes together, or along an axis of expert parallelism, must have been created by
         :meth:`with_groups`.
         """
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
@@ -100,11 +100,9 @@ class ParallelContext:
         return self.groups["+".join(axes)]
 
     def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
-        """Create process groups over the combinations of axes in ``needed``, such as ``("dp", "mp")``.
-        Returns a copy of this context that has them, for :meth:`group_over`.
-
-        This is a collective: all ranks must call it with the same ``needed``.
-        """
+        """Return a copy of this context with process groups over the combinations of axes in ``needed``, such
+        as ``("dp", "mp")``, for :meth:`group_over`. This is a collective: all ranks must call it with the
+        same ``needed``."""
         groups = dict(self.groups)
         for axes in needed:
             axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
@@ -115,14 +113,12 @@ class ParallelContext:
         return self if groups == self.groups else replace(self, groups=groups)
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
-        """Create process groups for an all-to-all along ``axis`` in two levels: between nodes, then within
-        nodes. Returns a copy of this context that has them, for :meth:`levels_of`.
+        """Return a copy of this context with process groups for an all-to-all along ``axis`` in two levels:
+        between nodes, then within nodes. :meth:`levels_of` gives access to them. This is a collective: all
+        ranks must call it.
 
-        Returns this context unchanged if the axis cannot be split (:func:`~ppfleetx.config.mesh.levels_of`),
-        for example because its ranks are on one node. This is a collective: all ranks must call it.
-
-        Args:
-            per_node: number of ranks on each node.
+        Returns this context itself if the axis cannot be split into levels of ``per_node`` ranks, for example
+        because its ranks are on one node.
         """
         split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
         if None in split:
@@ -135,14 +131,14 @@ class ParallelContext:
         return replace(self, groups={**self.groups, **made})
 
     def levels_of(self, axis: str) -> tuple[Any, Any] | None:
-        """Return this rank's groups (between nodes, within its node) for a hierarchical all-to-all along
-        ``axis``, or None if :meth:`with_levels` has created none."""
+        """Return this rank's groups (between nodes, within its node) along ``axis`` from :meth:`with_levels`,
+        or None."""
         between, within = (self.groups.get(f"{axis} {level}") for level in LEVELS)
         return None if between is None else (between, within)
 
     def _new_group(self, name: str, lists: Iterable[Sequence[int]]) -> Any:
-        """Create a process group for each list of ranks in ``lists``. Returns the group that contains this
-        rank, and records ``name`` as its name in hang reports."""
+        """Create a process group for each list of ranks. Returns the group that contains this rank, called
+        ``name`` in hang reports."""
         from paddle import distributed
 
         made = [distributed.new_group(list(ranks)) for ranks in lists]
@@ -160,8 +156,8 @@ class ParallelContext:
         return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Sum a small ``tensor`` elementwise over the ranks that differ from this one only along ``axes``,
-        one axis after the other. Returns the sum."""
+        """Return the elementwise sum of a small ``tensor`` over the ranks that differ from this one only
+        along ``axes``."""
         from ppfleetx.distributed.collectives import sum_gathered
 
         for axis in axes:
@@ -170,8 +166,8 @@ class ParallelContext:
         return tensor
 
     def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Replace ``tensor`` in place by the elementwise maximum over the ranks that differ from this one
-        only along ``axes``, and return it."""
+        """Replace ``tensor`` by its elementwise maximum over the ranks that differ from this one only along
+        ``axes``, and return it."""
         from paddle import distributed
 
         for axis in axes:
@@ -180,12 +176,8 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum a number over the data-parallel replicas, given its value on every rank. Each replica counts
-        once. Nothing is communicated.
-
-        Args:
-            values: one number per rank of the job; ranks of the same replica have equal numbers.
-        """
+        """Sum a number over the data-parallel replicas, given its value on every rank of the job; ranks of
+        the same replica have equal values. Each replica counts once. Nothing is communicated."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

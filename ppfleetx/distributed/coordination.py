@@ -1,5 +1,5 @@
-"""Coordination of all ranks of a job: exchange values, raise an error of one rank on all ranks, and let the
-first rank of each node do work for the others.
+"""Exchange values between all ranks of a job, raise an error of one rank on all ranks, and let the first rank
+of each node do work for the others.
 
 Functions that take a context are collectives of the whole job, unless they say otherwise: all ranks must call
 them, in the same order.
@@ -28,17 +28,17 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """Raised on a rank because another rank raised a :class:`UserError`; it has that error's message."""
+    """Raised on a rank because another rank raised a :class:`UserError`. It has the same message."""
 
 
 def beat_seconds() -> float:
-    """Return how often, in seconds, ranks exchange heartbeats while one of them runs a long task. The
-    interval is at most a third of the communication timeout."""
+    """Return the seconds between two heartbeats of ranks that wait for a long task. They are at most a third
+    of the communication timeout."""
     return min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS)
 
 
 def gather(ctx: ParallelContext, value: Any) -> list[Any]:
-    """Return the ``value`` of every rank, in rank order. A value must consist of what JSON can represent."""
+    """Return the ``value`` of every rank, in rank order. The values must be JSON values."""
     if ctx.world_size == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -50,8 +50,8 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Return the integers of every rank as an int64 array ``[rank, index in numbers]``. All ranks must pass
-    the same count of numbers."""
+    """Return the integers of every rank, int64 ``[rank, index]``. All ranks must pass the same count of
+    numbers."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 
@@ -62,8 +62,7 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: if the code inside raises a UserError on one rank, the block ends with an error on all
-    ranks, with the same message.
+    """Context manager: if one rank raises a UserError inside, all ranks raise an error with its message.
 
     The code inside must not communicate, because a rank that fails would leave the others waiting. If only
     some ranks fail with this message, it begins with their numbers. ``name_ranks=False`` leaves the numbers
@@ -104,8 +103,8 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     """Run ``make()`` on the first rank of each node, then on the node's other ranks, and return each rank's
     result. Use it if ``make`` fills a cache on disk that the later calls only read.
 
-    While the first ranks work, all ranks exchange heartbeats. So the others wait for as long as it takes,
-    without a timeout, but notice if a first rank dies. A UserError on any rank is raised on every rank.
+    The other ranks wait without a timeout, but notice by heartbeats if a first rank dies. A UserError on any
+    rank is raised on every rank.
     """
     if ctx.world_size == 1:
         return make()
@@ -118,14 +117,13 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its node, from the environment variables of Paddle's launcher. Not a
-    collective."""
+    """Return this rank's number on its node, as set by Paddle's launcher. Not a collective."""
     return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
 
 
 def ranks_per_node(ctx: ParallelContext) -> int | None:
-    """Return the number of ranks on each node, as Paddle's launcher has set it; None if it is not set or not
-    the same on all nodes."""
+    """Return the number of ranks on each node, from Paddle's launcher; None if it is not set or differs
+    between nodes."""
     sizes = np.unique(gather_numbers(ctx, [_local_size()]))
     return int(sizes[0]) if len(sizes) == 1 and sizes[0] else None
 
@@ -139,8 +137,8 @@ def _has_other_nodes(ctx: ParallelContext) -> bool:
 
 
 def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
-    """Run ``make`` (None: nothing) in a thread, and exchange heartbeats with the other ranks until the
-    ``make`` of every rank has ended. Returns the result of ``make``."""
+    """Run ``make`` (None: nothing) in a thread and return its result. Exchange heartbeats with the other
+    ranks until the ``make`` of every rank has ended."""
     with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
         future = pool.submit(make or (lambda: None))
         with RECORD.asking(only=make is None):

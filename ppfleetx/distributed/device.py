@@ -45,8 +45,8 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """On a plugin's device, make Paddle's error messages say where in Paddle an error occurred. Without this,
-    they contain only an error number."""
+    """On a plugin's device, make Paddle's errors say where in Paddle they occurred. By default they only have
+    a number."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -55,12 +55,8 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Context manager: on a plugin's device, Paddle's executor of exported programs waits for each operator
-    before it starts the next.
-
-    Without this, Paddle (3.3.1) reads loop conditions and frees copied memory too early on such devices. On
-    other devices, nothing changes.
-    """
+    """Context manager: on a plugin's device, exported programs wait for each operator before they start the
+    next. Otherwise Paddle (3.3.1) reads loop conditions and frees copied memory too early there."""
     import paddle
 
     if kind_of(device) in (CPU, GPU, XPU):
@@ -99,15 +95,14 @@ def count(kind: str) -> int:
 
 
 def visible_cards(device: str) -> str:
-    """Return the name of the environment variable that lists the cards which Paddle's launcher may use, such
-    as ``CUDA_VISIBLE_DEVICES``."""
+    """Return the environment variable that lists the cards Paddle's launcher may use, such as
+    ``CUDA_VISIBLE_DEVICES``."""
     kind = kind_of(device)
     return "CUDA_VISIBLE_DEVICES" if kind == GPU else f"{kind.upper()}_VISIBLE_DEVICES"
 
 
 def cards_here() -> list[str]:
-    """Return the kinds of cards that the installed Paddle sees on this machine. ``Global.device: auto``
-    selects the first."""
+    """Return the kinds of cards that the installed Paddle sees on this machine."""
     from paddle.base import core
 
     return [kind for kind in (GPU, XPU, *core.get_all_custom_device_type()) if count(kind)]
@@ -167,10 +162,7 @@ def place() -> Any:
 
 
 def generator() -> Any:
-    """Return the random generator from which operators on this process's device draw.
-
-    Paddle has one generator per device; ``paddle.seed`` seeds the generators of all visible devices.
-    """
+    """Return the random generator from which operators on this process's device draw."""
     from paddle.base import core
 
     here = place()
@@ -184,8 +176,8 @@ def generator() -> Any:
 
 
 def total_memory() -> tuple[float, str] | None:
-    """Return the memory of this process's card in bytes, and the name of the card. Returns None on a CPU, and
-    on cards whose memory Paddle does not report."""
+    """Return the memory of this process's card in bytes, and the card's name. None on a CPU, or if Paddle
+    does not report the memory."""
     import paddle
 
     kind = kind_of(paddle.get_device())
@@ -198,8 +190,7 @@ def total_memory() -> tuple[float, str] | None:
 
 
 def peak_memory() -> int:
-    """Return the largest number of bytes that this process's tensors have occupied so far: on its card, or in
-    host memory on a CPU."""
+    """Return the peak size in bytes of this process's tensors: on its card, or in host memory on a CPU."""
     import paddle
     from paddle.base import core
 
@@ -216,10 +207,8 @@ def capability(device: str) -> tuple[int, int]:
 
 def computes_in(dtype: str) -> bool:
     """Return whether this process's device can compute in ``dtype``, which is ``float16`` or ``bfloat16``.
-
-    On a card, this tries a matrix product, because Paddle may lack the kernel, or warn and compute in float32
-    instead. On a CPU, it looks at the CPU's feature flags.
-    """
+    Cards try a matrix product, because Paddle may lack the kernel, or warn and compute in float32 instead.
+    For CPUs, the feature flags decide."""
     import paddle
 
     if not on_card():
@@ -235,22 +224,21 @@ def computes_in(dtype: str) -> bool:
 
 
 def groups_messages(device: str) -> bool:
-    """Return whether sends and receives with several ranks can be started as one batch, in which their order
-    does not matter. NCCL and the CPU process groups can do that."""
+    """Return whether sends and receives with several ranks can be started as one batch in any order, as by
+    NCCL and the CPU process groups."""
     return kind_of(device) in (CPU, GPU)
 
 
 def backends(device: str) -> tuple[str, ...]:
-    """Return the backends under which Paddle's kernel registry lists the kernels that run on a device. For a
-    plugin's device these include ``CUSTOM``, for kernels that Paddle provides for all plugins."""
+    """Return the backends under which Paddle registers the kernels that run on a device. For a plugin's
+    device these include ``CUSTOM``, for kernels that Paddle provides for all plugins."""
     kind = kind_of(device)
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
 
 @functools.cache
 def kernel_types(kernel: str, device: str) -> frozenset[str]:
-    """Return the element types for which ``kernel`` exists for a device, in the installed Paddle and its
-    plugins."""
+    """Return the element types of ``kernel`` for a device, in the installed Paddle and its plugins."""
     from paddle.base import core
 
     keys = core._get_registered_phi_kernels("function").get(kernel, ())
@@ -259,11 +247,11 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
     """Return whether ``x`` is float16 or bfloat16 and this process's device has no ``kernel`` for that type.
-    The caller then computes in float32.
+    The caller then computes in float32. Paddle would use the CPU's kernel, which waits for the card and draws
+    from an unseeded generator, or raise an error.
 
-    Without a kernel, Paddle would use the CPU's kernel, which waits for the card, copies, and draws from an
-    unseeded generator. If the CPU has none either, it would raise an error. The result is always False on a
-    CPU, on GPUs, which have all kernels that ppfleetx uses, and while a program is traced for export.
+    Always False on a CPU, on GPUs, which have all kernels that ppfleetx uses, and while a program is traced
+    for export.
     """
     import paddle
 
@@ -275,8 +263,7 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """Return the operator ``name`` from the Python package of this device's plugin, or None if it has no such
-    operator."""
+    """Return the operator ``name`` from the Python package of this device's plugin, or None."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -294,13 +281,13 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
 
 def moves_powers(device: str) -> bool:
     """Return whether AdamW's kernel moves its beta powers (``beta1**step`` and ``beta2**step``) from host
-    memory to the device. The kernels for CPUs and GPUs leave them on the host."""
+    memory to the device. Those for CPUs and GPUs do not."""
     return kind_of(device) not in (CPU, GPU)
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """Return the ``targets`` argument of ``paddle.profiler.Profiler`` for a run on a device: the CPU and, if
-    the device is a card, its kind."""
+    """Return the ``targets`` of ``paddle.profiler.Profiler`` for a device: the CPU and, if it is a card, its
+    kind."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}
@@ -308,8 +295,8 @@ def profiler_targets(device: str) -> list[Any]:
 
 
 def recorded_event() -> Any:
-    """Record an event on this process's card, after the work queued so far, and return it. ``query()`` of the
-    event returns whether that work is done."""
+    """Record an event on this process's card, after the work queued so far, and return it. Its method
+    ``query()`` returns whether that work is done."""
     import paddle
 
     event = paddle.device.Event()
@@ -318,12 +305,9 @@ def recorded_event() -> Any:
 
 
 def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Queue a copy of ``array`` to this process's card without waiting for it.
-
-    Returns:
-        The copy, and its source tensor in host memory. Keep the source alive until the copy is done. On GPUs
-        the source is pinned memory; Paddle has none for other cards.
-    """
+    """Queue a copy of ``array`` to this process's card without waiting for it. Returns the copy and its
+    source in host memory, which must be kept alive until the copy is done. On GPUs the source is pinned
+    memory; Paddle has none for other cards."""
     import paddle
 
     here = place()
@@ -335,12 +319,9 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 
 
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Queue a copy of a contiguous tensor to host memory and return the copy. Its contents are valid only
-    after the card has done the work queued before it.
-
-    On GPUs the copy is in pinned memory and the call returns at once. For other cards Paddle has no pinned
-    memory, so the call waits for the copy.
-    """
+    """Queue a copy of a contiguous tensor to host memory and return the copy. It is valid only after the card
+    has done the work queued before it. On GPUs the copy is in pinned memory and the call returns at once. For
+    other cards Paddle has no pinned memory, so the call waits."""
     import paddle
 
     on_gpu = isinstance(place(), paddle.CUDAPlace)
@@ -349,10 +330,7 @@ def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
 
 def join(device_place: Any) -> None:
     """Select the process's card for the calling thread. A new thread must do this before its first CUDA call.
-
-    Otherwise CUDA selects card 0, and every process on the machine would create a context there, which takes
-    a few hundred MB of its memory.
-    """
+    Otherwise CUDA selects card 0, where every process would create a context of a few hundred MB."""
     from paddle.base import core
 
     if isinstance(device_place, core.CUDAPlace):
@@ -384,11 +362,8 @@ def exact_products() -> Iterator[None]:
 
 
 def allow_tf32(allowed: bool) -> str:
-    """Set whether cuBLAS and cuDNN may round float32 to TF32 in this process. Returns a line for the log that
-    says what is in effect.
-
-    May be called at any time, because Paddle reads the setting for each product.
-    """
+    """Set whether cuBLAS and cuDNN may round float32 to TF32 from now on. Returns a line for the log that
+    says what is in effect."""
     import paddle
     from paddle.base import core
 

@@ -1,5 +1,5 @@
-"""Start a process of a training job: choose its device, seed it, connect it to the other processes by
-Paddle's fleet, and create its :class:`ParallelContext`."""
+"""Start a process of a training job: choose its device, seed it, connect it by Paddle's fleet, and create its
+:class:`ParallelContext`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
-    """Prepare this process for a run: set Paddle's device, flags and seeds, and connect to the other
-    processes of the job.
-
-    Raises:
-        ConfigError: ``Global.device`` is not available, or Paddle rejects a flag in ``Global.flags``.
-    """
+    """Set Paddle's device, flags and seeds for a run, and connect to the other processes of the job. Raises
+    ConfigError if ``Global.device`` is not available, or Paddle rejects a flag in ``Global.flags``."""
     device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
@@ -80,13 +76,9 @@ def flags_of_run() -> dict[str, Any]:
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
     """Call ``fleet.init`` with the parallel degrees of ``plan``, and return this process's context. Nothing
-    else in the package calls ``fleet.init``.
-
-    On a CPU, the process groups of :mod:`ppfleetx.distributed.cpu.backend` are installed first.
-
-    Raises:
-        ConfigError: the device is a CPU and Paddle is its CUDA build, where those process groups do not work.
-    """
+    else in the package calls ``fleet.init``. On a CPU, the process groups of
+    :mod:`ppfleetx.distributed.cpu.backend` are installed first. Raises ConfigError if they cannot be, because
+    Paddle is a CUDA build."""
     from paddle.distributed import fleet
 
     if not is_card(device):
@@ -148,8 +140,8 @@ def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
 
 
 def _check_layout(ctx: ParallelContext) -> None:
-    """Check that fleet has put the same ranks into each process group as the plan does. Data loading and
-    checkpoints rely on the plan."""
+    """Check that fleet has put the same ranks into each process group as the plan, on which data loading and
+    checkpoints rely."""
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"

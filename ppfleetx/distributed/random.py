@@ -1,12 +1,12 @@
 """Random numbers for dropout that depend on the training step, not on what the process has done before.
 
 The dropout masks of a layer are a function of (seed, step, micro batch, replica, layer number). So they are
-the same after the run was resumed, after an evaluation in between, and on whatever pipeline rank the layer
-is. Checkpoints need no states of generators.
+the same after a run was resumed or evaluated, and on whatever pipeline rank the layer is. Checkpoints need no
+states of generators.
 
-There are two streams of random numbers. The *default* stream is for activations that all tensor-parallel
-ranks hold a copy of, so they need equal dropout masks. The *sliced* stream is for activations that are split
-between the tensor-parallel ranks. Both are Paddle generators, so recomputation saves and restores them.
+There are two streams of random numbers. The *default* stream is for activations of which all tensor-parallel
+ranks hold a copy, and which need equal masks. The *sliced* stream is for activations that are split between
+these ranks. Both are Paddle generators, so recomputation saves and restores them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive a 63-bit seed from ``parts`` with SHA-256. Different parts give different seeds in practice."""
+    """Return a 63-bit seed derived from ``parts`` with SHA-256."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the default random generators of Python, NumPy and Paddle, for all random numbers that are drawn
-    outside training steps."""
+    """Seed the default generators of Python, NumPy and Paddle, for random numbers outside training steps."""
     import paddle
 
     random.seed(seed)
@@ -44,16 +43,16 @@ def seed_everything(seed: int) -> None:
 
 
 def register_sliced_stream(seed: int) -> None:
-    """Create the random generator that differs between tensor-parallel ranks (:func:`sliced_stream`). Fleet's
-    tensor-parallel layers use the same one."""
+    """Create the random generator of :func:`sliced_stream`. Fleet's tensor-parallel layers use the same
+    one."""
     tracker = stream_tracker()
     tracker.reset()
     tracker.add(_sliced_name(), derive_seed("sliced", seed))
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """Context manager inside which Paddle draws random numbers that differ between tensor-parallel ranks:
-    those of the *sliced* stream."""
+    """Context manager in which Paddle draws from the *sliced* stream of random numbers, which differ between
+    tensor-parallel ranks."""
     return stream_tracker().rng_state(_sliced_name())
 
 
@@ -75,9 +74,9 @@ class DropoutStreams:
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Add a hook to each layer that contains dropout. At the start of each forward pass of the layer, it
-        seeds the random generators that dropout uses. ``stages`` are this rank's layers of the model, each as
-        a pair (index in the whole model, layer)."""
+        """Add a hook to each layer that contains dropout. It seeds the random generators at the start of each
+        forward pass of the layer. ``stages`` are this rank's layers as pairs (index in the whole model,
+        layer)."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

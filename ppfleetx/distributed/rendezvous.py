@@ -1,9 +1,9 @@
 """Rendezvous of the processes of a job: the first process listens, the others connect to it, and each gets
-the names and addresses of all.
+the names and addresses of all. Every wait has a time limit; the error names the address and the missing
+processes.
 
 CPU process groups use this instead of Paddle's TCPStore, which waits in C++ for missing ranks and cannot name
-them. ``ppfleetx doctor`` uses it too, and exchanges further messages over the connections. Every wait has a
-time limit; the error names the address and the missing processes.
+them. ``ppfleetx doctor`` uses it too, and exchanges further messages over the connections.
 """
 
 from __future__ import annotations
@@ -48,12 +48,8 @@ class RendezvousError(Exception):
 
 
 def meeting_point() -> Address:
-    """Return the address (host, port) on which rank 0 listens for the other ranks, from the environment
-    variables of Paddle's launcher.
-
-    Raises:
-        ConfigError: no variable names an address.
-    """
+    """Return the address (host, port) on which rank 0 listens for the other ranks, from environment variables
+    of Paddle's launcher. Raises ConfigError if none names an address."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not (host and port):
         endpoints = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
@@ -70,8 +66,7 @@ def meeting_point() -> Address:
 
 
 class Line:
-    """A TCP connection on which each message is one line of JSON. One thread may receive while
-    others send."""
+    """A TCP connection with one message of JSON per line. One thread may receive while others send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._read = connection, bytearray()
@@ -84,12 +79,8 @@ class Line:
             self._out.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, deadline: float) -> Any:
-        """Wait for the next message and return it.
-
-        Raises:
-            TimeoutError: it has not arrived at ``deadline``, a time of the monotonic clock.
-            ConnectionError: the connection is closed, or what arrives is not JSON.
-        """
+        """Wait for the next message and return it. Raises TimeoutError if it has not arrived at ``deadline``
+        (``time.monotonic``), and ConnectionError if the connection is closed or the message is not JSON."""
         while (value := self.buffered()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -107,7 +98,7 @@ class Line:
             raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
 
     def buffered(self) -> Any:
-        """Return the next message if all of it has been read from the connection, or else None."""
+        """Return the next message if all of it has been read from the connection, or None."""
         line, end, rest = self._read.partition(b"\n")
         if not end:
             return None
@@ -130,7 +121,7 @@ class Member:
         name: its name in messages.
         number: its number in the job; 0 is the process that listens. None: the listening process numbers the
             others in the order of their arrival.
-        address: where other processes can connect to this one after the rendezvous; None if they need not.
+        address: where other processes can connect to this one later; None if they need not.
     """
 
     name: str
@@ -175,8 +166,8 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return for how many seconds the caller may wait: until the log message is due or, if that has been
-        logged, until the time limit."""
+        """Return the seconds until the log message is due or, if that has been logged, until the time
+        limit."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
@@ -186,11 +177,7 @@ class _Wait:
 
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Run the listening side of the rendezvous, in the first process: wait at ``point`` until all ``size``
-    processes have connected.
-
-    Args:
-        own: what this process announces about itself.
-        seconds: time limit.
+    processes have connected, at most ``seconds``. ``own`` is what this process announces about itself.
 
     Raises:
         RendezvousError: the port cannot be opened, or a process did not connect in time or ended early. The
@@ -266,11 +253,7 @@ class _Reception:
 
     def _hear(self, line: Line) -> bool:
         """Read what has arrived on a connection. Returns False if it belongs to no process of the job and is
-        to be closed.
-
-        Raises:
-            RendezvousError: a process of the job that had connected has ended.
-        """
+        to be closed. Raises RendezvousError if a process of the job that had connected has ended."""
         try:
             line.fill()
             said = line.buffered() if line in self._strangers else None
@@ -329,11 +312,8 @@ class _Reception:
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Run the connecting side of the rendezvous, in all processes but the first: connect to ``point``, and
-    wait until all ``size`` processes have done so.
-
-    Args:
-        own: what this process announces about itself.
-        seconds: time limit.
+    wait until all ``size`` processes have done so, at most ``seconds``. ``own`` is what this process
+    announces about itself.
 
     Raises:
         RendezvousError: nobody listens there, nothing comes back, or the first process reports that a process

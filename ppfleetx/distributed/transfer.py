@@ -1,8 +1,8 @@
 """Copies between host and card that do not make the host wait for the card.
 
-``paddle.to_tensor`` of an ordinary NumPy array waits, because it copies from pageable memory. Here all arrays
-of a micro batch are copied in one transfer, which is queued behind the card's other work. The source is
-pinned memory if Paddle supports that for the card. Results are copied back in the same way.
+``paddle.to_tensor`` of a NumPy array waits, because it copies from pageable memory. Here all arrays of a
+micro batch are copied in one transfer, queued behind the card's other work, from pinned memory if Paddle
+supports that. Results are copied back in the same way.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copy several arrays to this process's device, and return the tensors by name. On a card this is one
-    transfer, and the tensors are parts of one buffer."""
+    """Copy arrays to this process's device, and return the tensors by name. On a card this is one transfer,
+    and the tensors are parts of one buffer."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -44,8 +44,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Report to the watchdog that a micro batch begins. On a card, progress is reported a second time when
-    the card has reached this point in its queue."""
+    """Report to the watchdog that a micro batch begins, and again when the card has reached it in its
+    queue."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -54,12 +54,9 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """Wait until the device has computed a tensor, and return its contents.
-
-    ``Tensor.numpy`` would wait for all streams of a card, also for one that still communicates; this does
-    not. While waiting, it reports each micro batch that the card reaches to the watchdog. Otherwise the
-    watchdog would take a long step for a hang.
-    """
+    """Wait until the device has computed a tensor, and return its contents. Does not wait for other streams
+    of the card, as ``Tensor.numpy`` does. Meanwhile it reports each micro batch that the card reaches to the
+    watchdog, which would take a long step for a hang."""
     with RECORD.reading():
         while _begun:
             if _begun[0].query():
@@ -71,12 +68,9 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying a tensor to the host. Returns a function that waits for the copy and returns it as an
-    array; any thread may call it.
-
-    The copy is queued behind the work queued so far. So the program may go on and change the tensor: the card
-    does that after the copy. A bfloat16 tensor arrives as uint16 bits.
-    """
+    """Start copying a tensor to the host. Returns a function, for any thread, that waits for the copy and
+    returns it as an array; bfloat16 becomes uint16 bits. The program may change the tensor at once, because
+    the card does that after the copy."""
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array
@@ -105,11 +99,7 @@ def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
     """Return tensors with the names, element types and shapes of ``arrays``, as parts of the byte tensor
-    ``flat``. ``begins`` has the byte offset of each.
-
-    All of ``flat`` is viewed as each element type, and the views are sliced. A view of a slice would be
-    wrong: Paddle (3.3.1) takes the slice's offset in bytes for an offset in elements.
-    """
+    ``flat``. ``begins`` has the byte offset of each."""
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}
     for name, array in arrays.items():

@@ -29,7 +29,7 @@ def build_optimizer(
 
     Args:
         num_layers: number of blocks of the whole model, for layer-wise learning-rate decay.
-        width_multiplier: model width divided by the width of the base model (``Model.mup_base_width``).
+        width_multiplier: model width divided by ``Model.mup_base_width``, the width of the base model.
 
     Raises:
         ConfigError: the optimizer is not registered, or keeps another number of states than registered.
@@ -54,8 +54,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """Return the parameter groups that section ``Optimizer`` defines. First come those of the key ``groups``,
-    then those of the registered optimizer, for all other parameters."""
+    """Return the parameter groups that section ``Optimizer`` defines: first those of the key ``groups``, then
+    those of the registered optimizer, for all other parameters."""
     groups = []
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
@@ -72,8 +72,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the parameter groups of the registered optimizer. What is registered is either one rule for all
-    parameters, or a function that returns groups."""
+    """Return the parameter groups of the registered optimizer, which is one rule for all parameters or a
+    function that returns groups."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

@@ -1,5 +1,4 @@
-"""Trials of the optimizer's fused operators: each is compared with unfused operators on a few small
-tensors."""
+"""Trials that compare the optimizer's fused operators with unfused ones on a few small tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Return fresh AdamW tensors for each starting value: (parameter, two moments, two powers of the betas).
-    The powers are in host memory, as in Paddle's optimizers."""
+    """Return AdamW's tensors for each starting value: (parameter, two moments, two powers of the betas). The
+    powers are in host memory, as in Paddle's optimizers."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

@@ -1,12 +1,11 @@
-"""Access to gradients, and clipping by the global norm.
+"""Access to gradients, and clipping by the global norm. All code that reads, sums, scales or drops a gradient
+uses this module.
 
 The gradient of a parameter is ``grad`` or, for a 16-bit parameter whose gradient is accumulated in float32,
 ``main_grad`` (the attribute that Paddle's optimizers use); ``grad`` is then empty between backward passes.
-All code that reads, sums, scales or drops a gradient uses this module.
 
-Squared norms are computed by Paddle's kernel in float32, which sums in blocks and so stays accurate for large
-tensors, and are added over parameters in float64, so that the result does not depend on how parameters are
-grouped.
+Squared norms are computed by Paddle's kernel in float32, which sums in blocks and so stays accurate. They are
+added over parameters in float64, so that the result does not depend on how parameters are grouped.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ than their norm."""
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient as a contiguous tensor, to read or change in place; None if the parameter has none.
-
-    The backward pass may produce a strided gradient, which collectives and multi-tensor kernels cannot
-    handle. ``contiguous`` then makes the parameter's own gradient contiguous.
-    """
+    """Return the parameter's gradient, to read or change in place; None if it has none. A strided gradient is
+    made contiguous first, because collectives and multi-tensor kernels cannot handle it."""
     main = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if main is None else main
     return None if gradient is None else gradient.contiguous()
@@ -48,22 +44,22 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def expects_gradient(parameter: Tensor) -> bool:
-    """Return whether a step uses the parameter, so that its gradient takes part in reductions. The answer is
-    the same on all ranks and does not depend on data."""
+    """Return whether a step uses the parameter, so that reductions include its gradient. The answer is the
+    same on all ranks."""
     return not getattr(parameter, "is_idle", False)
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Free the parameter's gradient. It is removed rather than set to zero, so that the next backward pass
-    need not add to it."""
+    """Remove the parameter's gradient. If it were set to zero, the next backward pass would have to add to
+    it."""
     if getattr(parameter, "main_grad", None) is not None:
         parameter.main_grad = None
     parameter.clear_gradient(False)
 
 
 def add_to_main_gradient(parameter: Tensor) -> None:
-    """Move a 16-bit parameter's new gradient ``grad`` to its accumulated float32 gradient: add it to
-    ``main_grad`` and drop ``grad``. Does nothing for a float32 parameter."""
+    """Add the new gradient ``grad`` of a 16-bit parameter to its float32 gradient ``main_grad``, and drop
+    ``grad``. Does nothing for a float32 parameter."""
     if parameter.grad is None or parameter.dtype == paddle.float32:
         return
     with paddle.no_grad():
@@ -74,8 +70,7 @@ def add_to_main_gradient(parameter: Tensor) -> None:
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
-    """Return the parameter's gradient (zeros if it has none) and remove it from the parameter. The next
-    backward pass creates a new gradient instead of adding to this one."""
+    """Return the parameter's gradient (zeros if it has none) and remove it from the parameter."""
     gradient = complete_gradient(parameter)
     if getattr(parameter, "main_grad", None) is None:
         # Dropping the gradient empties the tensor that `grad` returned, so share its memory with another one.
@@ -87,8 +82,8 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to the parameter's gradient. If the parameter has no gradient, ``gradient`` itself
-    becomes its gradient, without a copy."""
+    """Add ``gradient`` to the parameter's gradient. If it has none, ``gradient`` itself becomes its gradient,
+    without a copy."""
     with paddle.no_grad():
         there = gradient_of(parameter)
         if there is not None:
@@ -109,10 +104,8 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
-    """Return the sum of squares of all gradients, a float64 tensor of shape [].
-
-    A parameter that is listed twice (tied) counts once; a parameter without a gradient counts as zero.
-    """
+    """Return the sum of squares of all gradients, a float64 tensor of shape []. A tied parameter counts once;
+    a parameter without a gradient counts as zero."""
     squares = squares_of(list(_gradients(params)), ops)
     if not squares:
         return paddle.zeros([], dtype="float64")
@@ -120,8 +113,7 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return one or several squared norms, of shape [], whose sum is the squared norm of all
-    ``gradients``."""
+    """Return squared norms, each of shape [], whose sum is the squared norm of all ``gradients``."""
     small = [grad for grad in gradients if grad.size < _SMALL]
     if len(small) > 1 and ops.takes("grad_norm", *small):
         joined = paddle.concat([grad.reshape([-1]) for grad in small])
@@ -143,12 +135,11 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
 def scale_to_norm(
     params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
 ) -> None:
-    """Clip: scale all gradients in place so that their global norm, given as ``norm``, is at most
-    ``max_norm``.
+    """Clip the gradients: scale all in place so that their global norm, given as ``norm``, is at most
+    ``max_norm``. The factor is ``max_norm / (norm + 1e-6)`` if that is below 1 (Megatron).
 
-    The factor is ``max_norm / (norm + 1e-6)``, applied if it is below 1 (Megatron). Gradients stay unchanged
-    if ``max_norm`` is None or 0, or if ``norm`` is not finite: the caller decides what to do with such a
-    step, and scaling would hide the bad gradient.
+    Gradients stay unchanged if ``max_norm`` is None or 0, or if ``norm`` is not finite: scaling would hide
+    the bad gradient from the caller.
     """
     if not max_norm or not math.isfinite(norm):
         return

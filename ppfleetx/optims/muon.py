@@ -1,5 +1,4 @@
-"""Muon (Jordan et al., 2024): updates matrices with their orthogonalized momentum, all other parameters with
-AdamW."""
+"""Muon (Jordan et al., 2024), which updates matrices; all other parameters are updated by AdamW."""
 
 from __future__ import annotations
 
@@ -86,8 +85,8 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight, for example the queries: ``piece [..., in, runs,
-        width]``, as its columns are ``runs`` groups of ``width`` adjacent columns of the weight. With
+        """Orthogonalize one matrix of a fused weight, for example the queries. In ``piece [..., in, runs,
+        width]``, its columns are ``runs`` groups of ``width`` adjacent columns of the weight. With
         ``head_dim``, each head is orthogonalized as a matrix of its own."""
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)

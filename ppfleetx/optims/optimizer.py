@@ -1,8 +1,7 @@
 """An optimizer: groups of named parameters, each with an update rule, and the states that the rules keep.
 
-Parameters and states have canonical names, so nothing here depends on the parallel plan.
-``optims/gradients.py`` gives access to gradients. The caller passes learning rate and weight decay to each
-step; the optimizer has no scheduler.
+Parameters and states have canonical names, so nothing here depends on the parallel plan. The caller passes
+learning rate and weight decay to each step; the optimizer has no scheduler.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class UpdatePlace:
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together. If ``weight_decay`` is None, the weight decay that is passed to
-    each step applies."""
+    """Parameters that are updated together. ``weight_decay=None`` stands for the weight decay of each
+    step."""
 
     rule: Rule
     lr_factor: float
@@ -61,8 +60,7 @@ class Optimizer:
         named_params: (canonical name, parameter) pairs; frozen parameters are ignored.
         decays: whether weight decay applies to a parameter, by canonical name.
         weight_decay: weight decay until a step passes another value.
-        rate_factor: factor of a parameter's learning rate, by canonical name, in addition to the group's
-            factor.
+        rate_factor: factor of a parameter's learning rate, by canonical name, on top of the group's factor.
     """
 
     def __init__(
@@ -88,21 +86,21 @@ class Optimizer:
             group.rule.fused = place.fused and not place.on_host
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
-        """Restrict updates and states to the parameters for which ``owned`` returns True, as needed by
-        sharding. ``updated`` is called after each update."""
+        """Restrict updates and states to the parameters for which ``owned`` returns True, as sharding does.
+        ``updated`` is called after each update."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
         self._members = self._find_members()
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use these float32 tensors, given by canonical name, as master weights of 16-bit parameters. Master
-        weights that are missing are copied from the parameters."""
+        """Use float32 tensors, by canonical name, as master weights of 16-bit parameters. Missing ones are
+        copied from the parameters."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
     def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Update all parameters that have a gradient. With ``weight_decay=None``, the weight decay of the
-        previous step applies again."""
+        """Update all parameters that have a gradient. ``weight_decay=None`` stands for the weight decay of
+        the previous step."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
         for each in self._members:
@@ -118,8 +116,7 @@ class Optimizer:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """Return the state tensors by (canonical name, state name). States that do not exist yet are
-        created."""
+        """Return the state tensors by (canonical name, state name). Missing ones are created."""
         for group in self._groups:
             group.rule.forget()
         state: dict[StateKey, Tensor] = {}
@@ -205,8 +202,7 @@ def _is_16_bit(param: Tensor) -> bool:
 
 
 def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return the trainable parameters without duplicates. A tied parameter may be listed twice under one
-    name."""
+    """Return the trainable parameters. A tied parameter that is listed twice is returned once."""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]
 
@@ -215,8 +211,7 @@ def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory. Unlike ``Tensor.cpu``, this also copies a tensor that already is in host
-    memory."""
+    """Copy a tensor to host memory, also if it is there already (unlike ``Tensor.cpu``)."""
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 
@@ -231,8 +226,7 @@ def made_on_host() -> Iterator[None]:
 
 
 def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: float) -> None:
-    """Update one parameter in host memory and copy the result to the device. The rule updates the float32
-    master weight of a 16-bit parameter, or a temporary host copy of a float32 parameter."""
+    """Update one parameter in host memory, and copy the result to the device."""
     with made_on_host():
         value = copy_to_host(view.value) if view.rounded is None else view.value
         here = replace(view, value=value, gradient=copy_to_host(view.gradient), rounded=None)
@@ -248,11 +242,9 @@ def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: floa
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: Callable[[str], Any], *, lr: float, weight_decay: float
 ) -> None:
-    """Apply ``rule.update`` to whole matrices. A collective: all ranks that share a matrix must call this.
-
-    Each matrix has one owner among its ranks. All ranks gather the matrix, its gradient and its states; the
-    owner updates them and broadcasts the result, of which each rank keeps its slice.
-    """
+    """Apply ``rule.update`` to whole matrices. A collective of the ranks that share a matrix: all gather the
+    matrix, its gradient and its states. One of them, the owner, updates these and broadcasts the result, of
+    which each rank keeps its slice."""
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}
     for view in views:

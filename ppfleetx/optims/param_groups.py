@@ -1,5 +1,4 @@
-"""Weight decay, learning-rate factors and optimizer group of each parameter, from its declaration. Does not
-import Paddle."""
+"""Weight decay, learning-rate factor and optimizer group of each parameter. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -15,12 +14,9 @@ from ppfleetx.nn.param_spec import ParamSpec
 
 
 def decays(name: str, global_shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies to a parameter.
-
-    Biases and one-dimensional parameters (norm gains) are not decayed; matrices are, including word and
-    position embeddings (Megatron's rule). ``global_shape`` is the shape of the whole parameter, so the rule
-    does not depend on slicing.
-    """
+    """Return whether weight decay applies to a parameter. Biases and norm gains (one dimension) are not
+    decayed; matrices are, including embeddings (Megatron's rule). ``global_shape`` is the parameter's shape
+    before it is split between ranks."""
     return not (name.endswith(".bias") or len(global_shape) <= 1)
 
 
@@ -39,8 +35,7 @@ the first rule that accepts it."""
 
 
 def width_factor(spec: ParamSpec, width_multiplier: float) -> float:
-    """Return the factor by which muP changes a parameter's learning rate if ``Model.mup_base_width`` is set
-    (Yang et al., 2022, table 8)."""
+    """Return the factor of a parameter's learning rate under muP (Yang et al., 2022, table 8)."""
     return 1 / width_multiplier if is_hidden_matrix(spec) or spec.kind == "router" else 1.0
 
 
@@ -55,7 +50,7 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A parameter group as ``--check`` prints it: its parameters, and the settings that differ from section
+    """A parameter group as ``--check`` prints it, with the settings that differ from section
     ``Optimizer``."""
 
     name: str

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state tensor that a rule keeps for each parameter. Checkpoints store the state under the parameter's
-    name.
+    """A state tensor that a rule keeps for each parameter. Checkpoints store it under the parameter's name.
 
     Attributes:
         start: initial value of all elements.

@@ -27,11 +27,10 @@ from ppfleetx.utils.log import get_logger
 
 @dataclass(frozen=True)
 class Schedule:
-    """All settings that determine the learning rate and weight decay of each step. Checkpoints store them
-    (``state()``).
+    """All settings that determine the learning rate and weight decay of each step. Checkpoints store them.
 
-    ``decay_steps`` is the step at which the decay ends. Afterwards the learning rate stays at ``min_lr``. A
-    style registered with ``decays=False``, such as ``constant``, continues instead.
+    After step ``decay_steps``, the learning rate stays at ``min_lr``, unless the style is registered with
+    ``decays=False``, such as ``constant``.
 
     Raises:
         ConfigError: the lengths of warm-up and decay do not fit together.
@@ -53,8 +52,7 @@ class Schedule:
         _check_lengths(self)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of step ``step`` (the first step is 1). Raises ConfigError if the decay
-        function returns no valid learning rate."""
+        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if it is not a valid one."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
@@ -69,8 +67,7 @@ class Schedule:
         raise ConfigError(f"{rule}; it returns {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
-        """Return the weight decay of step ``step`` (the first step is 1): constant, or a linear or cosine
-        ramp."""
+        """Return the weight decay of step ``step`` (from 1): constant, or a linear or cosine ramp."""
         if self.weight_decay_style == "constant":
             return self.end_weight_decay
         ratio = min(step / self.weight_decay_steps, 1.0)
@@ -93,14 +90,13 @@ class Schedule:
         return text
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule as a JSON-compatible mapping, for a checkpoint. :meth:`from_state` builds an
-        equal schedule from it."""
+        """Return the schedule as JSON values, for a checkpoint. :meth:`from_state` builds an equal schedule
+        from it."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """Build the schedule from ``state``, the result of :meth:`state` that a checkpoint stores. Raises
-        CheckpointError if it does not describe a schedule."""
+        """Build the schedule from a result of :meth:`state`. Raises CheckpointError if it is not one."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "this version cannot read the learning-rate schedule in the checkpoint; "
@@ -119,15 +115,9 @@ class Schedule:
 
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule to continue with after loading a checkpoint (``Engine.save_load.lr_schedule``).
-
-    Args:
-        policy: ``checkpoint`` uses the saved schedule, ``config`` the configured one; ``strict`` requires
-            both to be equal.
-
-    Raises:
-        CheckpointError: the policy is ``strict`` and the schedules differ. The message lists the differences.
-    """
+    """Return the schedule to continue with after loading a checkpoint (``Engine.save_load.lr_schedule``). The
+    policy ``checkpoint`` uses the saved one, and ``config`` the configured one. ``strict`` raises
+    CheckpointError with the differences unless both are equal."""
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
@@ -155,8 +145,8 @@ def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
     """Build the schedule of section ``Optimizer``, in optimizer steps.
 
     Args:
-        max_steps: number of steps of the run: the decay length if ``decay_steps`` is null, and the length of
-            the weight-decay ramp.
+        max_steps: number of steps of the run: the length of the weight-decay ramp, and of the decay if
+            ``decay_steps`` is null.
 
     Raises:
         ConfigError: the lengths do not fit together, or the schedule gives no valid learning rate for the
@@ -256,6 +246,4 @@ def wsd(n: int, schedule: Schedule) -> float:
 
 
 def _done(n: int, schedule: Schedule) -> float:
-    """Return how much of the learning-rate decay is complete at step ``n``: 0 at the end of the warm-up, 1 at
-    step ``decay_steps``."""
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)

@@ -1,8 +1,7 @@
-"""Keep a record of the last collectives and messages of this process, in every kind of process group. Hang
-reports show it.
+"""Record the last collectives and messages of this process, in every process group, for hang reports.
 
-Recording a call costs about 5 microseconds, because only references to the tensor's shape and to the task are
-stored. They are examined when a report is written.
+Recording a call costs about 5 microseconds: only references to the tensor's shape and to the task are stored.
+They are examined when a report is written.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ class Call:
     """One recorded call of a collective, or of a send or receive.
 
     Attributes:
-        operation: name of the operation, such as ``all_reduce``, whichever of the process group's methods
-            performed it.
-        group: the process group.
+        operation: name of the operation, such as ``all_reduce``, whichever method performed it.
         number: number of the call in its group, from 0. Collectives are counted together; sends to each rank
             and receives from each rank are counted separately.
         peer: the rank in the group to which a message is sent or from which it comes; -1 for a collective.
         shape, dtype: shape and element type of this rank's input tensor; None if there is none.
-        begun, ended: times of the call and of its return, in seconds of the monotonic clock; ``ended`` is 0.0
-            until it returns.
+        begun, ended: times of the call and of its return (``time.monotonic``); ``ended`` is 0.0 until it
+            returns.
         task: what the call returned. It knows whether an asynchronous operation is done.
         asks: whether the program only polls other ranks by this call. Such calls do not count as progress.
     """
@@ -67,16 +64,16 @@ class Call:
 
 
 class CallRecord:
-    """The record of the last :data:`KEPT` collectives and messages of this process, and of what is needed to
-    explain a hang.
+    """The last :data:`KEPT` collectives and messages of this process, and what else is needed to explain a
+    hang.
 
     Attributes:
-        blocked_on: a function that returns the task for which the program is waiting, or None. The attribute
-            is None if the communication library cannot tell.
+        blocked_on: returns the task for which the program is waiting, or None. The attribute itself is None
+            if the communication library cannot tell.
         join_device: a function that a thread must call before it asks tasks whether they are done.
         names: names of process groups, such as "mp", by Paddle's number of the group.
-        waited: seconds that this process has spent waiting for other ranks; 0 if the communication library
-            does not measure them.
+        waited: seconds that this process has spent waiting for other ranks; 0 if the library does not measure
+            it.
         reads: whether the program is waiting for its device, and so for all collectives queued there.
         failed, failure: the last call that failed, and its error.
     """
@@ -102,15 +99,15 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """The time of the monotonic clock at which a recorded call last began or returned; 0.0 if there was
-        none. Calls that only poll other ranks do not count."""
+        """The time (``time.monotonic``) at which a call last began or returned, polls aside; 0.0 if there was
+        none."""
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
     def asking(self, *, only: bool = False) -> Iterator[None]:
-        """Context manager for collectives that only poll other ranks. The watchdog does not count them as
-        progress. With ``only``, the program does nothing but poll, so between two polls it still counts as
+        """Context manager for collectives that only poll other ranks, which the watchdog does not count as
+        progress. With ``only``, the program does nothing but poll: between two polls it still counts as
         waiting in the last one."""
         before = self._asks, self._only_asks
         self._asks, self._only_asks = True, only
@@ -120,8 +117,8 @@ class CallRecord:
             self._asks, self._only_asks = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
-        """Record that the call whose task is ``task`` failed with ``error`` while the program waited for the
-        task."""
+        """Record that the call with the task ``task`` failed with ``error`` while the program waited for
+        it."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
             self.failed, self.failure = call, error
@@ -150,7 +147,7 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Return a wrapper of a process group's ``method`` that records each call as ``operation``. Methods
+        """Wrap a process group's ``method`` so that each call is recorded as ``operation``. Other methods
         that are called from inside it are not recorded."""
         nested = self._nested
 
@@ -173,22 +170,22 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Record from now on all calls of the methods ``names`` of the process group class ``cls``. Names of
-        methods that it does not have are ignored."""
+        """Record from now on all calls of the methods ``names`` of the process group class ``cls``, as far as
+        it has them."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
     def totals(self) -> Mapping[int, tuple[Any, int, Mapping[int, int], Mapping[int, int]]]:
-        """Return, for each process group: the group, its number of collectives so far, and by rank in the
-        group the numbers of messages sent to that rank and received from it."""
+        """Return, for each process group: the group, its number of collectives so far, and the numbers of
+        messages to and from each rank of the group."""
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call in which ``thread`` is waiting, or None. It is a call that has not returned, or one
-        that returned a task for which the program is waiting now, or the last poll while the program only
-        polls (:meth:`asking`)."""
+        """Return the call in which ``thread`` is waiting, or None. It is a call that has not returned, or
+        whose task the program is waiting for, or the last poll while the program only polls
+        (:meth:`asking`)."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -244,8 +241,7 @@ def operation_of(method: str) -> str:
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """Return the input tensor from the arguments of a collective. Where the first argument is the output, the
-    input is the second."""
+    """Return the input tensor from a collective's arguments: the second one if the first is the output."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

@@ -37,8 +37,7 @@ class Explanation:
 
 
 def explain(reports: Mapping[int, Report]) -> Explanation:
-    """Explain why a job hangs, or why an error ended it, from the reports of its ranks (by rank, at least
-    one)."""
+    """Explain from the reports of the ranks (at least one) why a job hangs, or why an error ended it."""
     size = max(report.world_size for report in reports.values())
     silent = tuple(rank for rank in range(size) if rank not in reports)
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
@@ -72,8 +71,8 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """Explain a hang as far as this rank's own report allows. Used if no report can be written to disk, so
-    the ranks cannot read each other's."""
+    """Explain a hang from this rank's report alone, because no report can be written for other ranks to
+    read."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -178,8 +177,8 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """Return a text that says why ``ranks`` have written no report: the state of their processes, as the
-    kernel shows it to other ranks on the same machine."""
+    """Return why ``ranks`` have written no report: the state of their processes, which ranks on the same
+    machine have seen."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -302,8 +301,6 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
 
 
 def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
-    """Return the form of a verb that fits the number of ranks: ``waits`` for one rank, ``wait``
-    for several."""
     if plural is not None:
         return singular_stem if len(ranks) == 1 else plural
     return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

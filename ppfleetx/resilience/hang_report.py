@@ -43,8 +43,7 @@ class CallNote:
         ranks: the group's members, as ranks of the job.
         shape: shape of this rank's input tensor; None if there is none.
         seconds_ago: time from the start of the call to the report.
-        state: ``in the call``; ``called`` if the call has returned and the operation continues in the
-            background; ``done``.
+        state: ``in the call``; ``called`` if the call has returned and the operation continues; or ``done``.
     """
 
     operation: str
@@ -61,9 +60,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other ranks of this call count it. For a send it
-        is the beginning of the key of receives, such as ``5<``, and for a receive that of sends, ``5>``. The
-        caller appends the number of this rank."""
+        """The key in :attr:`Report.counts` under which the other ranks count this call. For a message, the
+        caller appends this rank's number: a send in group 5 has the key ``5<`` of receives, a receive the key
+        ``5>`` of sends."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -80,15 +79,13 @@ class Report:
     """The hang report of one rank.
 
     Attributes:
-        rank, world_size: number of this rank, and number of ranks in the job.
         written: when the report was made, in seconds since 1970.
         step: optimizer step; None before the first.
-        place, place_seconds: what the program was doing, such as "reading data", and for how many seconds
-            already.
+        place, place_seconds: what the program was doing, such as "reading data", and for how long already.
         quiet_seconds: seconds since this rank last made progress.
         timeout: seconds without progress after which a rank counts as hung.
-        works: whether the rank moves data to or from files, or has been computing, but not for longer than
-            the watchdog allows.
+        works: whether the rank reads or writes files, or computes and has not done so for longer than the
+            watchdog allows.
         computes: whether the rank computes, however long it has done so.
         where: file, line and function in which the main thread is, or the helper thread for which it waits.
         importing: name of the module that is being imported, or None.
@@ -98,8 +95,8 @@ class Report:
         counts: how many calls this rank has begun so far. The key ``5`` counts the collectives of the process
             group with number 5, ``5>2`` its messages to rank 2 in this group, and ``5<2`` those from rank 2.
         calls: the last recorded calls, oldest first.
-        peers: by rank, for the job's other processes on this machine, why they do not respond: "is stopped",
-            "has ended". "" if the kernel shows nothing unusual.
+        peers: by rank, why the job's other processes on this machine do not respond, such as "has ended"; ""
+            if the kernel shows nothing unusual.
         killed_for_memory: how many processes the kernel has killed for lack of memory since the run began.
         memory: memory of this process and of the machine in bytes, by name.
         stacks: the Python stack of each thread, by the thread's name.
@@ -136,8 +133,8 @@ class Report:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank was the one without progress and so asks the other ranks for their reports. False
-        if it only answers such a request."""
+        """Whether this rank made no progress and asks the other ranks for their reports. False if it only
+        answers."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
@@ -147,11 +144,8 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Return the report in ``text``, which :meth:`to_json` has written.
-
-        Raises:
-            ValueError: the text is not a complete report.
-        """
+        """Return the report that :meth:`to_json` has written. Raises ValueError if ``text`` is not a complete
+        one."""
         try:
             tree = json.loads(text)
         except ValueError:
@@ -192,13 +186,9 @@ def capture_report(
     failed: BaseException | None = None,
     lost: bool = False,
 ) -> Report:
-    """Make the hang report of this rank.
-
-    Args:
-        quiet: seconds since the rank last made progress.
-        failed: the error that ends the rank; None if the rank hangs.
-        timeout, works, computes, lost: the attributes of :class:`Report` with these names.
-    """
+    """Make the hang report of this rank. ``quiet`` is the number of seconds since it last made progress.
+    ``failed`` is the error that ends the rank, or None if it hangs. ``timeout``, ``works``, ``computes`` and
+    ``lost`` are attributes of :class:`Report`."""
     record.join_device()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
     if failed is not None:
@@ -236,8 +226,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Return whether the main thread, whose innermost Python frame is ``frame``, is inside Paddle. Then it
-    presumably waits for its card, and so for the collectives that are queued there."""
+    """Return whether the main thread, at the Python frame ``frame``, is inside Paddle. Then it presumably
+    waits for its card."""
     for _ in range(4):
         if frame is None:
             return False
@@ -248,8 +238,7 @@ def _waits_for_a_device(frame: Any) -> bool:
 
 
 class _Groups:
-    """Looks up the number and the ranks of a process group. Paddle keeps them in another object than the
-    group itself."""
+    """Looks up the number and ranks of process groups, which Paddle does not keep in the group itself."""
 
     def __init__(self, record: CallRecord) -> None:
         collective = sys.modules.get("paddle.distributed.collective")
@@ -307,8 +296,8 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 
 
 def main_place(frame: FrameType | None) -> str:
-    """Return where the main thread is, as ``file.py:12 in function``. If it only waits for one of our helper
-    threads, return where that thread is."""
+    """Return where the main thread is, as ``file.py:12 in function``. If it waits for a helper thread of
+    ppfleetx, return where that thread is."""
     own = innermost(frame)
     begins = _HELPERS.get(own.partition(":")[0])
     if begins is None or frame is None or not _is_waiting(frame):
@@ -331,8 +320,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """Return where a thread is, as ``file.py:12 in function``. Functions of the standard library in which
-    threads wait are skipped; their caller is returned."""
+    """Return where a thread is, as ``file.py:12 in function``. If it is in a waiting function of the standard
+    library, that is the place from which the function was called."""
     while frame is not None and frame.f_back is not None and _is_waiting(frame):
         frame = frame.f_back
     if frame is None:
@@ -350,8 +339,7 @@ def _is_waiting(frame: FrameType) -> bool:
 
 
 def importing(frame: FrameType | None) -> str | None:
-    """Return the name of the module that a thread is importing, or None. Of nested imports, it is the
-    innermost."""
+    """Return the name of the module that a thread is importing, the innermost of nested imports, or None."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTS and frame.f_code.co_name == "_find_and_load":
             return str(frame.f_locals.get("name"))
@@ -360,8 +348,7 @@ def importing(frame: FrameType | None) -> str | None:
 
 
 def stacks() -> dict[str, list[str]]:
-    """Return the Python stack of each thread of this process, by the thread's name. The outermost call comes
-    first."""
+    """Return the Python stack of each thread, by the thread's name. The outermost call comes first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {}
     for ident, frame in sys._current_frames().items():
@@ -379,8 +366,8 @@ _SAME_HANG_SECONDS = 120.0  # the reports of one hang are written within this ti
 
 
 def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """Return only the reports that belong to the last hang. The directory may also contain reports of earlier
-    hangs, or of a job with another number of ranks."""
+    """Return only the reports of the last hang. The directory may also contain reports of earlier hangs, or
+    of a job with another number of ranks."""
     if not reports:
         return {}
     last = max(reports.values(), key=lambda report: report.written)
@@ -394,13 +381,9 @@ def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
 def read_reports(
     directory: Path, *, since: float = 0.0, faults: dict[Path, str] | None = None
 ) -> dict[int, Report]:
-    """Return the newest hang report of each rank in a directory.
-
-    Args:
-        since: ignore reports written before this time (seconds since 1970).
-        faults: if given, filled with the files that cannot be read and the reasons; a full disk may have cut
-            them short.
-    """
+    """Return the newest hang report of each rank in a directory. Ignores reports written before ``since``
+    (seconds since 1970). Files that cannot be read, for example because a full disk has cut them short, are
+    added to ``faults`` with the reason."""
     found: dict[int, Report] = {}
     for path in sorted(directory.glob("rank_*.json")):
         try:

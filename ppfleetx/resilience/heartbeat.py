@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """What the program is doing, and when it last made progress. The program's main thread writes it, and the
+    """What the program is doing, and when it last made progress. Its main thread writes this, and the
     watchdog's thread reads it.
 
     Attributes:
-        place: what the program is doing, such as "reading data".
+        place: the activity, such as "reading data".
         step: optimizer step; None before the first.
-        since: when the program last made progress, in seconds of the monotonic clock.
+        since: time of the last progress (``time.monotonic``).
         is_under_way: whether the start is over: the first training step is done, or the model to evaluate or
             generate with is loaded. Until then, the watchdog has another time limit.
     """
@@ -27,8 +27,8 @@ class Progress:
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """Record progress: the program begins the activity ``place``, in optimizer step ``step`` (None: the
-        step does not change)."""
+        """Record progress: the program begins the activity ``place``, in optimizer step ``step`` (None: as
+        before)."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step
@@ -38,8 +38,8 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context manager: record ``place`` as the program's activity inside the block. At its end, record
-        the previous activity again. Both count as progress."""
+        """Context manager: ``place`` is the program's activity inside the block, and the previous activity
+        after it. Both changes count as progress."""
         before = self.place
         self.beat(place)
         try:

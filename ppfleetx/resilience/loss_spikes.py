@@ -3,8 +3,8 @@ updated. All ranks come to the same decision.
 
 A value is a spike if it exceeds the median of the last steps by more than a set number of deviations. The
 deviation is 1.4826 times the median absolute deviation (MAD), which is the standard deviation for normally
-distributed values. It is at least 1 % of the median, because otherwise, after nearly equal values, any change
-would count as a spike.
+distributed values. It is at least 1 % of the median; otherwise any change after nearly equal values would
+count as a spike.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """What caused the spike, judged by computing the step again. ``data``: the same values came out, so
-        the cause is the data or the model. ``machine``: other values came out, so the machine has computed
+        """The cause of the spike, judged by computing the step again. ``data``: the same values came out, so
+        the cause is the data or the model. ``machine``: other values came out, so the machine computed
         wrongly. ``unknown``: the step was not computed again."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
@@ -99,13 +99,9 @@ class Spike:
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
-        """Return a copy of this spike that says what became of it.
-
-        Args:
-            to_step: the step of the checkpoint to which the run went back; None if it did not. An intended
-                ``rewind`` without such a checkpoint becomes a ``skip``.
-            samples: the samples of the step, for :attr:`samples`.
-        """
+        """Return a copy of this spike that says what became of it. ``to_step`` is the step of the checkpoint
+        to which the run went back; if it is None, a ``rewind`` becomes a ``skip``. ``samples`` is for
+        :attr:`samples`."""
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
 
@@ -132,15 +128,8 @@ class SpikeGuard:
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
         """Decide whether this step's update of the weights may be made. The decision is the same on all
-        ranks.
-
-        Args:
-            repeat: computes the step again and returns its loss and gradient norm. It is called for a spike
-                if ``Engine.spike.replay`` is on.
-
-        Returns:
-            The loss and the gradient norm to use from now on, and whether to make the update.
-        """
+        ranks. For a spike, if ``Engine.spike.replay`` is on, ``repeat`` computes the step again. Returns the
+        loss and gradient norm to use from now on, and whether to make the update."""
         spike = self._agreed(loss, grad_norm)
         again: tuple[float, float] | None = None
         if spike is not None and self._options.replay:
@@ -160,13 +149,13 @@ class SpikeGuard:
 
     @property
     def gives_up(self) -> bool:
-        """Whether so many steps in a row were spikes that the run must end: more than
-        ``Engine.spike.max_in_a_row``."""
+        """Whether more steps in a row than ``Engine.spike.max_in_a_row`` were spikes, so that the run must
+        end."""
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:
-        """Return why the run must end after this spike, or "" if it may go on. Counts how often the run has
-        gone back to each checkpoint, so call it once per spike."""
+        """Return why the run must end after this spike, or "". Call it once per spike, because it counts how
+        often the run has gone back to each checkpoint."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -176,13 +165,12 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must contain so that a resumed run detects spikes as this one would: the
-        values of the last steps. Consists of JSON values."""
+        """Return the last steps' values as JSON values. A resumed run that loads them detects the same
+        spikes."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned. With an empty ``state``, as from a checkpoint without it, the
-        guard starts anew."""
+        """Restore what :meth:`state` returned. With an empty ``state``, the guard starts anew."""
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
         self._losses = deque(losses, maxlen=self._options.window)
@@ -190,11 +178,8 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed(self, loss: float, grad_norm: float) -> str | None:
-        """Return which value jumped, ``loss`` or ``grad_norm``, if it did so on any rank; otherwise None.
-
-        The ranks exchange this, because their sums may differ in the last bit, so a value can exceed the
-        limit on one rank only.
-        """
+        """Return which value jumped on any rank, ``loss`` or ``grad_norm``, or None. The ranks exchange this,
+        because their sums may differ in the last bit."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

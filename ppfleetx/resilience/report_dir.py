@@ -25,14 +25,12 @@ Result = TypeVar("Result")
 
 
 class ReportDir:
-    """One directory of hang reports. It is created, when the first report is written, with the permissions
-    ``mode``.
+    """One directory of hang reports. It is created with the permissions ``mode`` when the first report is
+    written.
 
     All accesses run in a separate thread, because a broken disk can block a thread forever. If one takes
-    longer than :data:`PATIENCE_SECONDS`, the directory is not used any more.
-
-    Attributes:
-        seconds: CPU time that the thread has used.
+    longer than :data:`PATIENCE_SECONDS`, the directory is not used any more. ``seconds`` is the CPU time of
+    the thread.
     """
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:
@@ -42,15 +40,15 @@ class ReportDir:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread that accesses the directory. Call this early if the directory is needed at exit,
-        because Python starts no threads once the process is ending."""
+        """Start the thread that accesses the directory. Call this early: at exit, Python starts no
+        threads."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Return whether, after ``since`` (seconds since 1970), a rank has written a report because it made
-        no progress. Such a report is a request to all other ranks to write theirs."""
+        """Return whether a rank has written a report after ``since`` (seconds since 1970) because it made no
+        progress. Such a report asks all other ranks to write theirs."""
 
         def look() -> bool:
             if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
@@ -61,7 +59,7 @@ class ReportDir:
 
     def write(self, report: Report, text: str) -> bool:
         """Write this rank's report to the directory, as JSON for other ranks and as ``text`` for the user.
-        Returns False if that was not possible."""
+        Returns whether that was possible."""
 
         def write_both() -> bool:
             base = self.directory / f"rank_{report.rank:05d}"
@@ -82,8 +80,7 @@ class ReportDir:
         return self._do(lambda: read_reports(self.directory, since=since)) or {}
 
     def clear(self, rank: int | None = None) -> None:
-        """Delete the hang reports of ``rank`` (None: of all ranks) from the directory, and the directory if
-        it is empty then."""
+        """Delete the hang reports of ``rank`` (None: of all ranks), and the directory if it is empty then."""
         if not self._is_started:
             return
 
@@ -100,15 +97,9 @@ class ReportDir:
         self._do(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
     def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
-        """Run ``act``, which accesses the directory of reports, in the thread for that, and return its
-        result. Returns None if it fails or takes too long.
-
-        With ``mode`` :data:`PRIVATE`, ``act`` does not run if the directory, or a link with its name, belongs
-        to another user.
-
-        Args:
-            creates: whether to create the directory if it does not exist.
-        """
+        """Run ``act`` in the thread that accesses the directory, and return its result. Returns None if it
+        fails or takes too long, or if the directory is :data:`PRIVATE` and belongs to another user. With
+        ``creates``, the directory is created first if it does not exist."""
         if self._is_dead:
             return None
         self.open()

@@ -28,8 +28,8 @@ class StopRequest:
         return self._agreed
 
     def agree(self, requested: object) -> bool:
-        """Record whether the run must stop, and return it. ``requested`` says whether any rank of the job has
-        got a signal; pass the same value on all ranks."""
+        """Record whether the run must stop, and return it. ``requested`` says whether any rank got a signal;
+        it must be equal on all ranks."""
         self._agreed = self._agreed or bool(requested)
         return self._agreed
 

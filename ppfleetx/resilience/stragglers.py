@@ -4,9 +4,9 @@ A step takes equally long on all ranks, because fast ranks wait for slow ones. W
 time*, in which it does not wait. If it is 1.3 s on the slowest rank and 1.0 s on the others, the job loses
 0.3 s per step.
 
-The own time of a rank is compared with that of the other ranks of its pipeline stage, which have the same
-work. A rank that is alone in its stage is compared with the other stages. Because these may have less work,
-it counts as slow only if it takes 1.5 times as long.
+A rank is compared with the other ranks of its pipeline stage, which have the same work. A rank that is alone
+in its stage is compared with the other stages. Because these may have less work, it counts as slow only if it
+takes 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class SlowRank:
     not wait for other ranks.
 
     Attributes:
-        data: time in which the rank waited for training data. It is part of its own time.
+        data: the part of its own time in which the rank waited for training data.
         compute: the rest of its own time.
-        usual: median own time of the ranks with which it is compared; for an even number of ranks, the lower
-            of the two middle values.
+        usual: median own time of the ranks with which it is compared; the lower of two middle values.
         alone: whether no other rank is in its pipeline stage, so it is compared with other stages.
     """
 
@@ -92,25 +91,21 @@ class StragglerTable:
         self.found: Stragglers | None = None
 
     def took(self, total: float, data: float, waited: float) -> None:
-        """Record how long this rank's last step took: in total, waiting for training data, and waiting for
-        other ranks, in seconds."""
+        """Record the seconds of this rank's last step: in total, waiting for training data, waiting for other
+        ranks."""
         self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
     @property
     def own(self) -> list[int]:
-        """The three times of this rank's last step, as given to :meth:`took`, in microseconds. They are meant
-        to be sent to the other ranks."""
+        """The three times that :meth:`took` recorded, in microseconds, to be sent to the other ranks."""
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add the times of step ``step`` on all ranks. After a set number of steps, compare the ranks and set
-        :attr:`found`.
+        """Add the times of step ``step``: :attr:`own` of every rank, as int64 ``[rank, 3]``. All ranks must
+        call this.
 
-        :attr:`found` is the same on all ranks. It is None if it was not yet time to compare, or if no rank is
-        slow. All ranks must call this, because they exchange their host names.
-
-        Args:
-            times: the value of :attr:`own` on each rank, int64 ``[rank, 3]``.
+        Then :attr:`found` has the slow ranks, equally on all ranks. It is None if no rank is slow, or if the
+        number of steps after which ranks are compared is not yet complete.
         """
         self.found = None
         if not self._every or not times.any():

@@ -1,9 +1,8 @@
 """Run a training command again when it fails, after all of its processes have ended.
 
 Paddle's launcher can restart ranks only with an etcd server; without one, its ``--max_restart`` does nothing.
-The supervisor needs no server, because it restarts the launcher itself. If a launcher is killed, its ranks
-live on, because each has its own session. The supervisor finds and ends them, because they are its
-descendants.
+The supervisor needs no server, because it restarts the launcher itself. The ranks of a killed launcher live
+on; the supervisor finds and ends them as its descendants.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _FINAL = {
 
 
 class ProcessesRemainError(RuntimeError):
-    """Processes of the command that failed cannot be ended, so it is not started again: they would get in its
-    way."""
+    """The processes of the failed command cannot be ended. They would get in the way of a restart."""
 
 
 RESUME = "Engine.save_load.resume"
@@ -39,11 +37,8 @@ RESUME = "Engine.save_load.resume"
 
 def with_resume(command: Sequence[str]) -> list[str]:
     """Return ``command`` with ``-o Engine.save_load.resume=auto``, so that a restarted run continues from its
-    last checkpoint. A command that already sets this key to resume is returned unchanged.
-
-    Raises:
-        ConfigError: the command sets the key to another value, with which each restart would begin a new run.
-    """
+    last checkpoint. A command that already resumes is returned unchanged. Raises ConfigError if the command
+    sets the key to another value, with which each restart would begin a new run."""
     overrides = [text.partition("=") for text in _overrides(command)]
     given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
     for value in given:
@@ -71,7 +66,8 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
-    """Run ``command``, and run it again when it fails, at most ``max_restarts`` times.
+    """Run ``command``, and run it again when it fails, at most ``max_restarts`` times. Returns the last exit
+    code.
 
     Before each restart, all processes of the failed run must have ended. There is no restart after a user
     error (exit code 2), after Ctrl-C, or after a signal to the supervisor.
@@ -79,9 +75,6 @@ def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grac
     Args:
         backoff: seconds to wait before the first restart; doubled for each further one.
         grace: seconds that processes have to end after SIGTERM, before SIGKILL.
-
-    Returns:
-        The exit code of the last run.
     """
     log = configure_logging()
     stop = threading.Event()
@@ -131,11 +124,7 @@ def _run_once(
 
 
 def _end_rest(grace: float) -> None:
-    """End the processes that the command has started and that still run after it has ended.
-
-    Raises:
-        ProcessesRemainError: some of them do not end.
-    """
+    """End the processes that the command has left behind. Raises ProcessesRemainError if some do not end."""
     log = get_logger()
     deadline = time.monotonic() + _SETTLE_SECONDS
     while (running := descendants()) and time.monotonic() < deadline:
@@ -159,9 +148,8 @@ def _processes(pids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
-    """Context manager inside which SIGTERM and SIGINT to this process set ``stop`` and are forwarded to the
-    supervised command and its process group. It yields an empty list, into which the caller puts the
-    command's process."""
+    """Context manager in which SIGTERM and SIGINT set ``stop`` and are forwarded to the supervised command
+    and its process group. It yields an empty list, into which the caller puts the command's process."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""The watchdog: a thread in each rank that notices when the run makes no progress, and has all ranks find the
+"""The watchdog: a thread in each rank that notices when the run makes no progress. All ranks then find the
 cause together.
 
 1. A rank that has made no progress for the timeout writes a report (``hang_report.py``).
@@ -7,7 +7,7 @@ cause together.
    rank that is frozen has written none.
 
 If a rank still makes progress, the job is only slow, and it continues. Otherwise the cause is printed, and
-every rank ends with exit code 4. If the configuration says so, they keep waiting instead.
+every rank ends with exit code 4, or keeps waiting if the configuration says so.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class Limits:
         timeout: seconds without progress after which a rank counts as hung; 0: no watchdog.
         start_timeout: the timeout until the first step is done.
         ends: whether to end the process after a hang, or only to report it.
-        counts_work: whether computing counts as progress for a while. Set it to False for a run on a card.
-            Computing then does not count during a step or while the program waits for the card, because a
-            thread that waits for a card keeps a core busy.
+        counts_work: whether computing counts as progress for a while. Set it to False for a run on a card,
+            where a thread that waits for the card keeps a core busy.
     """
 
     timeout: float = 600.0
@@ -64,19 +63,13 @@ class Limits:
 
 
 def own_process() -> tuple[str, int, float]:
-    """Return what identifies this process to other ranks, for :func:`remember_peers`: machine, process id,
-    start time."""
+    """Return this process's machine, process id and start time, for :func:`remember_peers`."""
     return machine(), os.getpid(), birth_of(os.getpid())
 
 
 class Watchdog:
-    """A thread that watches whether this process makes progress, and reports and explains a hang.
-
-    Args:
-        who: rank and machine of this process.
-        directory: where the ranks write their hang reports.
-        end: ends the process after a hang; called if ``limits.ends``.
-    """
+    """A thread that watches whether this process makes progress, and reports and explains a hang. If
+    ``limits.ends``, it then calls ``end``."""
 
     def __init__(
         self,
@@ -121,8 +114,8 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """Return the seconds since this rank last made progress, to compare with the timeout. It is 0 during
-        the rendezvous at the start, which has a time limit of its own."""
+        """Return the seconds since this rank last made progress; 0 during the rendezvous, which has its own
+        time limit."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)
@@ -131,24 +124,23 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silence(self) -> float:
-        """Return the seconds since the program last recorded progress or began or ended a collective. Time in
-        which the process was suspended does not count."""
+        """Return the seconds since the program last recorded progress or began or ended a collective, without
+        the time in which the process was suspended."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
     @property
     def _patience_with_computing(self) -> float:
-        """The number of seconds for which computing alone, without another sign of progress, counts as
-        progress. There is no limit at the start, which may take long. Nor is there one for a single process,
-        because it keeps no other process waiting."""
+        """The number of seconds for which computing alone counts as progress. There is no limit at the start,
+        which may take long, nor for a single process, because nobody waits for it."""
         limits = self._limits
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Take a suspended process into account. If the watchdog slept for ``seconds``, much longer than it
-        wanted, the process was suspended, so that time does not count towards the timeout."""
+        """Do not count the time in which the process was suspended. It was if the watchdog slept for
+        ``seconds``, much longer than it wanted."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
@@ -176,8 +168,7 @@ class Watchdog:
                 self._inquire(timeout, works)
 
     def _own_seconds(self) -> float:
-        """Return the CPU time that the watchdog's own threads have used. :class:`WorkMeter` subtracts it,
-        because it is not work of the program."""
+        """Return the CPU time of the watchdog's own threads, which is not work of the program."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
 
@@ -245,8 +236,8 @@ class Watchdog:
         return replace(report, peers=states, killed_for_memory=killed)
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
-        """Write a hang report for a rank that an error ends. ``ppfleetx hang-report`` shows it. Does nothing
-        if the job has only one rank.
+        """Write a hang report for a rank that an error ends, for ``ppfleetx hang-report``. Does nothing if
+        the job has only one rank.
 
         Args:
             lost: whether the error only says that another rank has ended.
@@ -313,8 +304,7 @@ def _since(reports: Mapping[int, Report]) -> str:
 
 
 def readable(report: Report) -> str:
-    """Format a hang report as text for the user: what the rank was doing, its last collectives, and the
-    stacks of all threads."""
+    """Format a hang report as text for the user."""
     lines = [
         f"rank {report.rank} of {report.world_size}, process {report.pid} on {report.host}",
         f"step {report.step}, {report.place} for {report.place_seconds:.1f} s, no progress for "
@@ -334,8 +324,8 @@ def readable(report: Report) -> str:
 
 
 def _beside(directory: Path) -> list[Path]:
-    """Return further directories for hang reports, one on the local disk and one in memory. If ``directory``
-    is on a broken or full disk, the ranks of one machine find each other's reports there."""
+    """Return two more directories for hang reports, on the local disk and in memory, in case ``directory`` is
+    on a broken or full disk."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
     name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
     local = Path(tempfile.gettempdir())
@@ -350,8 +340,8 @@ def current() -> Watchdog | None:
 
 
 def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], None]) -> Watchdog | None:
-    """Start the watchdog of this process and return it, or None if ``limits`` turn it off. An earlier
-    watchdog is stopped."""
+    """Start the watchdog of this process in place of an earlier one, and return it. Returns None if
+    ``limits`` turn it off."""
     global _current
     finish()
     PROGRESS.begin()
@@ -369,7 +359,6 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Tell the watchdog which processes the ranks of the job are. For each rank, ``processes`` has what
-    :func:`own_process` returned there."""
+    """Tell the watchdog about the job's processes: for each rank, the result of :func:`own_process` there."""
     if _current is not None:
         _current.processes = {rank: tuple(one) for rank, one in processes.items()}

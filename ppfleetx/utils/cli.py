@@ -1,5 +1,5 @@
-"""How a program ends: an error that is not a bug of the program becomes one message and an exit code, without
-a traceback."""
+"""How a program ends: an error that is not a bug becomes one message and an exit code, without a
+traceback."""
 
 from __future__ import annotations
 
@@ -86,19 +86,18 @@ def _call(main: Callable[[], int | None]) -> int | None:
 
 
 class _SignalCameError(BaseException):
-    """Raised by the handler of a signal that is to end this process. It lets ``finally`` blocks clean up
-    first."""
+    """Raised by a signal's handler, so that ``finally`` blocks clean up before the signal ends the
+    process."""
 
 
 _received: list[int] = []  # signal numbers
 
 
 def _unwind_at_signals() -> None:
-    """Let this process clean up when SIGTERM or SIGHUP comes: it removes temporary directories, prints a
-    message, and then ends by the signal. A shell shows exit code 143 or 129. A second signal ends it at once.
+    """Let SIGTERM and SIGHUP end this process only after it has removed its temporary directories and printed
+    a message. A shell shows exit code 143 or 129. A second signal ends the process at once.
 
-    Does nothing in the ranks of a job. They may be waiting for others in C++ code, where no Python handler
-    runs, and the launcher reports why it ends them.
+    Does nothing in the ranks of a job: they may wait in C++ code, where no Python handler runs.
     """
     own, handled = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
 
@@ -128,15 +127,13 @@ def _end_by_signal() -> None:
 
 
 def _keep_exit_code() -> None:
-    """Ignore SIGTERM from now on, if this process is a rank of a job: it ends by itself, and the launcher's
-    SIGTERM would replace its exit code."""
+    """Ignore SIGTERM in a rank that ends by itself. The launcher's SIGTERM would replace its exit code."""
     if is_rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_code_of(error: Exception) -> int | None:
-    """Return the exit code for an error that is not a bug of this program, and print a message. Returns None
-    for a bug."""
+    """Print a message for an error that is not a bug, and return its exit code. Returns None for a bug."""
     ended = ended_peer_in(error)
     if ended is not None and is_end_decided():
         time.sleep(_GRACE_SECONDS)  # another thread has reported the reason and ends the process
@@ -159,7 +156,7 @@ def _exit_code_of(error: Exception) -> int | None:
 
 def _wait_for_the_launcher() -> None:
     """Wait before this rank ends because another one has failed, so that the launcher finds the other rank
-    first. The wait ends with the launcher's SIGTERM, or after a few seconds."""
+    first. Ends at the launcher's SIGTERM, or after a few seconds."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS
@@ -174,8 +171,8 @@ def _reader_has_gone() -> bool:
 
 
 def _discard_output() -> None:
-    """Discard what standard output has buffered. Nobody reads it any more, and Python would fail to write it
-    at exit."""
+    """Discard what standard output has buffered. Nobody reads it, and Python would fail to write it at
+    exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -17,12 +17,9 @@ The file affects only processes started as ``python -m paddle.distributed.launch
 - After Ctrl-C, the last lines of the first rank's log are printed, such as where the run was saved. Paddle's
   launcher closes the log before.
 
-The first point sets an environment variable; a thread and an exit handler do the rest. Nothing in Paddle is
-replaced.
-
 Python runs the ``import`` lines of ``.pth`` files whenever it starts in this environment. Only in this way
 can code run before Paddle's launcher when users start it by its usual command. In all other processes, the
-line only looks for the launcher's name on the command line.
+line only looks for the launcher's name on the command line. Nothing in Paddle is replaced.
 """
 
 from __future__ import annotations
@@ -75,16 +72,16 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """If this process is Paddle's launcher, make the changes that this module describes. Python may call this
-    twice (from lib and lib64); the second call has no effect."""
+    """Make the changes that this module describes if this process is Paddle's launcher. Has no effect when
+    Python calls it a second time, as with lib and lib64."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Make the changes that this module describes in this process, which is Paddle's launcher with the
-    arguments ``options``. A second call has no effect."""
+    """Make the changes that this module describes in this process, a launcher with the arguments ``options``.
+    A second call has no effect."""
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
@@ -95,8 +92,8 @@ def prepare(options: Sequence[str]) -> None:
 
 
 def launcher_options(argv: Sequence[str]) -> list[str] | None:
-    """Return the arguments of Paddle's launcher if the command line ``argv`` starts it (``-m
-    paddle.distributed.launch``); otherwise None."""
+    """Return the arguments of Paddle's launcher if ``argv`` starts it (``-m paddle.distributed.launch``), or
+    None."""
     words = iter(range(1, len(argv)))
     for place in words:
         if argv[place] == "-m":
@@ -110,7 +107,7 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Set ``CUDA_VISIBLE_DEVICES`` in ``environ`` such that Paddle's launcher starts as many processes as its
-    ``--devices`` or ``--nproc_per_node`` ask for. The user's value is kept if it already allows that."""
+    options ask for. The user's value is kept if it already allows that."""
     visible = environ.get(_VISIBLE, "").split(",")
     devices = option_of(options, "--devices") or option_of(options, "--gpus")
     number = option_of(options, "--nproc_per_node") or ""
@@ -123,11 +120,8 @@ def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> N
 
 
 def install(site_packages: Path | None = None) -> Path:
-    """Write the ``.pth`` file that makes Python call :func:`apply` when it starts. Returns its path.
-
-    Args:
-        site_packages: directory for the file; None: that of this Python environment.
-    """
+    """Write the ``.pth`` file that makes Python call :func:`apply` when it starts, to ``site_packages``
+    (None: that of this environment). Returns its path."""
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
@@ -150,8 +144,8 @@ def watch_launcher(argv: Sequence[str]) -> None:
 
 
 def option_of(argv: Sequence[str], name: str) -> str | None:
-    """Return the value of the launcher's option ``name`` from its arguments, or None if it is not
-    among them."""
+    """Return the value of the launcher's option ``name`` from ``argv``, or None if the option is not
+    there."""
     for place, word in enumerate(argv):
         if word.endswith(".py"):  # what follows are the program's arguments
             break
@@ -163,8 +157,7 @@ def option_of(argv: Sequence[str], name: str) -> str | None:
 
 
 def _controller() -> Any:
-    """Return the object of Paddle's launcher that controls the ranks, or None if it does not exist yet. It is
-    found as the launcher's handler of SIGTERM."""
+    """Return the object of Paddle's launcher that controls the ranks, or None if it does not exist yet."""
     controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
@@ -185,11 +178,9 @@ def _watch(limit: float) -> None:
 
 
 def _end_with_conventional_code() -> None:
-    """End the launcher with the exit code that is usual in a shell. Python calls this at exit.
-
-    After a signal, the code is 0 if all ranks ended without errors, and else 128 + the signal's number. After
-    a failure, it is the code of the rank that explains it best: a hang, too little memory, a broken card.
-    """
+    """End the launcher with the exit code that is usual in a shell. Python calls this at exit. After a
+    signal, the code is 0 if all ranks ended without errors, and else 128 + the signal's number. After a
+    failure, it is the code of the rank that explains it best."""
     controller = _controller()
     if controller is None:
         return
@@ -211,8 +202,8 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling(codes: Sequence[int | None]) -> int:
-    """Return the exit code that best explains why a job failed, from those of its ranks. Ranks that the
-    launcher has ended are considered last."""
+    """Return the exit code of a rank that best explains why a job failed. Ranks that the launcher ended come
+    last."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
@@ -223,8 +214,7 @@ def _most_telling(codes: Sequence[int | None]) -> int:
 
 
 class _Log:
-    """The log file of the first rank. Paddle's launcher shows it, but closes it after a signal; this class
-    prints the rest."""
+    """Prints the end of the first rank's log, which Paddle's launcher no longer shows after a signal."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -233,11 +223,7 @@ class _Log:
 
     def follow(self, controller: Any) -> bool:
         """Open the log if the launcher has created it, and after a signal print what the launcher has not
-        shown of it. Call this repeatedly.
-
-        Returns:
-            Whether the log exists.
-        """
+        shown. Call this repeatedly. Returns whether the log exists."""
         containers = controller.pod.containers
         opened = getattr(containers[0], "_log_handler", None) if containers else None
         with self._lock, contextlib.suppress(OSError, ValueError):  # the file or terminal may be closed
@@ -258,8 +244,8 @@ _log = _Log()
 
 
 def _watch_meeting(controller: Any, limit: float) -> None:
-    """Wait until the nodes of the job have met and the launcher starts its ranks. If that takes longer than
-    ``limit`` seconds or is impossible, end the launcher with a message."""
+    """Wait until the nodes of the job have met. If they have not after ``limit`` seconds, or cannot, end the
+    launcher with a message."""
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -290,8 +276,8 @@ class _Meeting:
         self._port, self._where = int(port or 0), address
 
     def examine_port(self) -> None:
-        """End the launcher with a message if the nodes are to meet at a port of this machine that another
-        program holds."""
+        """End the launcher with a message if another program holds the port of this machine where the nodes
+        meet."""
         if self._port and self._host in ("127.0.0.1", self._controller.ctx.node.ip):
             problem = self._problem_of_port()
             if problem and self._controller.master.server is None and _is_meeting(self._controller):
@@ -324,8 +310,8 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """Return what the launcher is waiting for, as a sentence with advice. The second result says whether
-        something other than a launcher answers at the address where the nodes meet."""
+        """Return what the launcher is waiting for, as a sentence with advice, and whether a program other
+        than a launcher answers at the address where the nodes meet."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -349,8 +335,7 @@ class _Meeting:
         return "Is the first node's launcher started, is the address right, does a firewall block it?"
 
     def _entries(self) -> list[dict[str, Any]]:
-        """Ask the first node's launcher which nodes have arrived, and return what they have announced about
-        themselves.
+        """Return what the nodes have announced about themselves to the first node's launcher.
 
         Raises:
             OSError: nothing answers at its address.

@@ -1,5 +1,5 @@
-"""Find out which device Paddle will use, and whether it can do what the configuration asks for, without
-importing Paddle."""
+"""Find out, without importing Paddle, which device it will use, and whether the device supports the
+configuration."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def cpu_obstacle(dtype: str) -> str | None:
-    """Return why this machine's CPU cannot compute in ``dtype``, which is ``float16`` or ``bfloat16``.
-    Returns None if it has the instructions for that type."""
+    """Return why this CPU cannot compute in ``dtype``, ``float16`` or ``bfloat16``; None if it can."""
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
     if not BFLOAT16 & flags_in(read_cpuinfo()):
@@ -47,12 +46,8 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each key of the configuration whose value the device does not support.
-
-    Args:
-        cfg: a loaded configuration.
-        device: the kind of device on which it is to run, such as ``cpu``.
-    """
+    """Return a sentence for each key of the configuration whose value the kind of device, such as ``cpu``,
+    does not support."""
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
         return []
@@ -119,7 +114,7 @@ def refused_at_import(error: Exception) -> ConfigError | None:
 
 
 def no_such_card(variable: str, number: str) -> ConfigError:
-    """Return the error for a process to which the launcher has assigned a card that this machine does not
+    """Return the error for a card that the launcher has assigned to this process but the machine does not
     have."""
     return ConfigError(
         "this process was given a card that this machine does not have or does not show: start as many "
@@ -131,27 +126,22 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return whether the installed Paddle may support a kind of device. True if that cannot be ruled out: if
-    Paddle is not installed, or if there is a directory of plugins."""
+    """Return whether the installed Paddle may support a kind of device. True also if Paddle is not installed
+    or a directory of plugins exists."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` for a recipe that is made for a kind of card, and why it differs
-    from ``kind``.
-
-    It is ``kind``, with the reason "", if the installed Paddle may support that kind. Otherwise it is
-    ``auto``.
-    """
+    """Return the value of ``Global.device`` for a recipe that is made for cards of ``kind``, and a reason. It
+    is ``kind``, and "", if the installed Paddle may support that kind. Otherwise it is ``auto``, and why."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"
 
 
 def _kinds_of_cards() -> list[str]:
-    """Return the kinds of cards, such as ``gpu``, that the installed builds and plugins of Paddle support.
-    ``Global.device: auto`` selects the first."""
+    """Return the kinds of cards, such as ``gpu``, that the installed Paddle and its plugins support."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
     # Names of directories, because reading the metadata of all packages takes a tenth of a second.
     packages = (

@@ -1,9 +1,6 @@
-"""Make sure that no process of a job is left running: a rank ends with the launcher that started it, and a
-supervisor can end all of its descendants.
-
-Without this, ranks would live on after a ``kill -9`` of their launcher. It works on Linux; on other systems,
-most functions have no effect.
-"""
+"""Make sure that no process of a job is left running. A rank ends with the launcher that started it, even
+after a ``kill -9``, and a supervisor can end all of its descendants. On systems other than Linux, most
+functions have no effect."""
 
 from __future__ import annotations
 
@@ -40,12 +37,9 @@ def is_rank() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Let this rank end with its launcher: when the launcher is gone, however it ended, this process gets
-    SIGTERM, and later SIGKILL.
-
-    On SIGTERM a training run stops after its step and saves. Further calls have no effect, nor does a call in
-    a process that Paddle's launcher has not started.
-    """
+    """When the launcher of this rank is gone, send this process SIGTERM, on which training saves and stops,
+    and later SIGKILL. Has no effect in a process that Paddle's launcher has not started, or when called
+    again."""
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
     _watched.add(os.getpid())
@@ -105,8 +99,8 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[int]:
-    """Return the ids of all running processes that descend from this one. Processes that have ended (zombies)
-    are not included."""
+    """Return the ids of all running descendants of this process. Processes that have ended (zombies) are not
+    included."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -122,12 +116,8 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> list[int]:
-    """End all processes that descend from this one: by SIGTERM, and ``grace`` seconds later by SIGKILL.
-
-    Returns:
-        The ids of those that have not ended even then, for example because the kernel waits for a broken
-        disk.
-    """
+    """End all descendants of this process: by SIGTERM, and ``grace`` seconds later by SIGKILL. Returns the
+    ids of those that still run, for example because the kernel waits for a broken disk."""
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
         signaled: set[int] = set()
         deadline = time.monotonic() + seconds

@@ -22,10 +22,8 @@ _RANDOM_CHARACTERS = 8  # random characters in names made by tempfile.mkstemp
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> Iterator[IO]:
     """Context manager that replaces a file as a whole: yields a temporary file beside ``path``, and at the
-    end renames it to ``path``.
-
-    Readers see either the old file or the complete new one. If the code inside raises an exception, the
-    temporary file is removed and the old file stays.
+    end renames it to ``path``. Readers see either the old file or the complete new one. If the code inside
+    raises an exception, the old file stays.
 
     Args:
         flush: whether to wait until the new file is on the disk. Without this, it may be lost if the machine
@@ -59,25 +57,21 @@ def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> I
 
 
 def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
-    """Remove temporary files of :func:`atomic_write` that remain because a process was killed while it wrote
-    one of the files ``names`` in ``directory``.
-
-    No other process may be writing these files.
-    """
+    """Remove temporary files that killed processes have left in ``directory`` while they wrote ``names`` by
+    :func:`atomic_write`. No other process may be writing these files."""
     for name in names:
         for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
             path.unlink(missing_ok=True)
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether there is already something at ``path``: a file, or a directory that is not empty. Output
-    written there would mix with it."""
+    """Return whether ``path`` is a file, or a directory that is not empty. Output there would mix with it."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Return why no files can be written to ``directory``, or None if they can. If the directory does not
-    exist, it must be possible to create it."""
+    """Return why no files can be written to ``directory``, or None if they can. A directory that does not
+    exist must be possible to create."""
     # Unlike Path.exists, os.path.exists does not raise for an unreadable directory.
     places = (directory.absolute(), *directory.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
@@ -89,8 +83,8 @@ def why_not_writable(directory: Path) -> str | None:
 
 
 def refuse_unwritable(directory: Path, key: str) -> None:
-    """Raise ConfigError if no files can be written to ``directory``, which the user has given by the option
-    ``key``. Call this before long work whose results are to be written there."""
+    """Raise ConfigError if no files can be written to ``directory``, given by the option ``key``. Call this
+    before long work whose results go there."""
     rule = why_not_writable(directory)
     if rule is not None:
         raise ConfigError(rule, key=key, value=str(directory))
@@ -98,13 +92,8 @@ def refuse_unwritable(directory: Path, key: str) -> None:
 
 @contextlib.contextmanager
 def writing(key: str | None, path: str | Path, *, place: str | None = None) -> Iterator[None]:
-    """Context manager: turn an OSError raised inside into a ConfigError which says that ``path`` cannot be
-    written.
-
-    Args:
-        key: the option by which the user has given the path; None if there is none.
-        place: where the option was set, for the error message.
-    """
+    """Context manager that turns an OSError into a ConfigError which says that ``path`` cannot be written.
+    ``key`` is the option that gave the path (None: no option), and ``place`` is where the option was set."""
     try:
         yield
     except OSError as error:
@@ -114,8 +103,8 @@ def writing(key: str | None, path: str | Path, *, place: str | None = None) -> I
 
 
 def refuse_as_new_file(path: Path, key: str) -> None:
-    """Raise ConfigError if ``path``, given by the option ``key``, is not good as the name of a new file: it
-    exists, or its directory does not."""
+    """Raise ConfigError if ``path``, given by the option ``key``, cannot be a new file: it exists, or its
+    directory does not."""
     if path.exists():
         raise ConfigError("the file exists already; nothing is overwritten", key=key, value=path)
     if not path.parent.is_dir():
@@ -123,8 +112,8 @@ def refuse_as_new_file(path: Path, key: str) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename the file ``name.suffix`` to ``name.1.suffix``, or to the next number that is not taken. Returns
-    the new path."""
+    """Rename the file ``name.suffix`` to ``name.1.suffix``, or with the next free number. Returns the new
+    path."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     return path.rename(aside)
@@ -141,13 +130,8 @@ def fsync_dir(path: str | Path) -> None:
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
     """Context manager that holds a lock file at ``path``, so that no other process enters the block at the
-    same time.
-
-    The system releases the lock even if the process is killed. The empty file remains.
-
-    Args:
-        refusal: the exception to raise if another process still holds the lock after ``seconds``.
-    """
+    same time. Raises ``refusal`` if another process still holds it after ``seconds``. The system releases the
+    lock even if the process is killed. The empty file remains."""
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:
         while True:

@@ -1,8 +1,8 @@
-"""The kernels of Paddle that ppfleetx runs on a card, as a table in ``gpu_operators.json``. ``make
-operators`` records it from test runs.
+"""The kernels of Paddle that ppfleetx runs on a card, as a table in ``gpu_operators.json``, which ``make
+operators`` records from test runs. Does not import Paddle.
 
 For each kernel, the table has the element types with which ppfleetx uses it, and those that Paddle registers
-for GPUs and for Ascend cards. This module only reads the file; it does not import Paddle.
+for GPUs and for Ascend cards.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _IN_FLOAT32 = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of Paddle in the table ``gpu_operators.json``.
+    """One kernel of Paddle in the table ``gpu_operators.json``, with element types, usually those of its
+    first operand.
 
     Attributes:
-        used: element types with which ppfleetx uses it; usually the types of its first operand.
-        gpu: element types that Paddle registers for a GPU.
-        npu: element types that are available on Ascend cards, from their plugin or from kernels that Paddle
-            registers for the devices of all plugins.
+        used: types with which ppfleetx uses it.
+        gpu: types that Paddle registers for a GPU.
+        npu: types that are available on Ascend cards, from their plugin or from Paddle's kernels for all
+            plugins.
     """
 
     used: tuple[str, ...]
@@ -62,29 +63,25 @@ def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]
     """Return the kernels that ppfleetx uses on a plugin's device, such as an Ascend card, each with its
     element types.
 
-    Left out are kernels that ppfleetx uses only on GPUs: flash attention, fused operators, products with
-    biases. ``all_reduce`` is left out because process groups perform it there. Also left out are types for
-    which ppfleetx uses float32 instead if the device has no kernel.
+    Left out are kernels that ppfleetx uses only on GPUs (flash attention, fused operators, products with
+    biases), ``all_reduce``, which process groups perform there, and types for which ppfleetx falls back to
+    float32.
     """
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
     return {name: tuple(t for t in types if (name, t) not in _IN_FLOAT32) for name, types in asked.items()}
 
 
 def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:
-    """Return the element types for which a build of Paddle has a kernel, on GPUs or on other ``backends``.
-
-    Args:
-        keys: the kernel's keys in ``paddle.base.core._get_registered_phi_kernels("function")``, such as
-            ``(GPU, Undefined(AnyLayout), float32)``.
-    """
+    """Return the element types for which Paddle has a kernel on ``backends``. ``keys`` are the kernel's keys
+    in ``paddle.base.core._get_registered_phi_kernels("function")``, such as ``(GPU, Undefined(AnyLayout),
+    float32)``."""
     parts = (key.strip("() ").split(", ") for key in keys)
     return {part[-1] for part in parts if part[0] in backends}
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """For a run on an Ascend card, list the keys of the configuration that make some operations run on the
-    host, with copies, because the plugin lacks their kernels. Returns a sentence for each key.
-    ``docs/devices/ascend.md`` has the full list."""
+    """Return a sentence for each configuration key that makes some operations of an Ascend card run on the
+    host, because the plugin lacks their kernels. ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

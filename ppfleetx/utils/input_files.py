@@ -1,8 +1,5 @@
-"""Read files that a user or another program has written. Whatever is wrong with a file becomes an error with
-one sentence that names it.
-
-The functions take the class ``error`` of the exception that they raise.
-"""
+"""Read files that a user or another program has written. Whatever is wrong with a file becomes one sentence
+that names it, in an exception of the class ``error`` that the caller passes."""
 
 from __future__ import annotations
 
@@ -22,12 +19,8 @@ _KINDS = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISCHR: "a
 
 @contextmanager
 def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Context manager: open a file to read bytes from it.
-
-    Raises:
-        error: the file does not exist, is not a regular file, or cannot be read. ``error`` is the class that
-            was passed.
-    """
+    """Context manager that opens a file to read bytes. Raises ``error`` if it does not exist, is not a
+    regular file, or cannot be read."""
     file_status(path, error)
     try:
         with Path(path).open("rb") as file:
@@ -37,7 +30,7 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
 
 
 def first_bytes(path: str | Path) -> bytes:
-    """Return the first 8 bytes of a file. Raises CheckpointError, also if the file is only the pointer that
+    """Return the first 8 bytes of a file. Raises CheckpointError if it cannot be read, or is the pointer that
     Git LFS leaves in its place."""
     with opened(path) as file:
         begin = file.read(8)
@@ -47,12 +40,8 @@ def first_bytes(path: str | Path) -> bytes:
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """Return what ``os.stat`` says about a file.
-
-    Raises:
-        error: the file does not exist, or is a directory, a device or a pipe, from which reading could block
-            forever. ``error`` is the class that was passed.
-    """
+    """Return what ``os.stat`` says about a regular file. Raises ``error`` if it does not exist, or is a
+    directory, a device or a pipe, from which reading could block forever."""
     try:
         status = Path(path).stat()
     except (OSError, ValueError) as reason:
@@ -65,8 +54,7 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """Context manager or decorator: turn an OSError into an exception of the class ``error``, with the name
-    of the file in its message."""
+    """Context manager or decorator that turns an OSError into an ``error`` with the name of the file."""
     try:
         yield
     except OSError as reason:
@@ -74,12 +62,7 @@ def os_errors(error: type[UserError]) -> Iterator[None]:
 
 
 def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = CheckpointError) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        error: the file cannot be read, or is longer than ``max_bytes``. ``error`` is the class that was
-            passed.
-    """
+    """Return the bytes of a file. Raises ``error`` if it cannot be read, or is longer than ``max_bytes``."""
     with opened(path, error) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -90,25 +73,15 @@ def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = Chec
 def read_json(
     path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, error: type[UserError] = CheckpointError
 ) -> dict[str, Any]:
-    """Read a JSON file that contains an object, and return that as a dictionary.
-
-    Raises:
-        error: the file cannot be read, is longer than ``max_bytes``, or is not accepted by
-            :func:`parse_json`. ``error`` is the class that was passed.
-    """
+    """Read a JSON file that contains an object, and return that as a dictionary. Raises ``error`` if the file
+    cannot be read, is longer than ``max_bytes``, or is not accepted by :func:`parse_json`."""
     return parse_json(read_bounded(path, max_bytes, error), str(path), error)
 
 
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
-    """Parse JSON text that contains an object, and return that as a dictionary.
-
-    Args:
-        place: where the text comes from, for the error message.
-
-    Raises:
-        error: the text is not valid JSON, has NaN or an infinity, is not an object, or has a key twice.
-            ``error`` is the class that was passed.
-    """
+    """Parse JSON text that contains an object, and return that as a dictionary. ``place`` says where the text
+    comes from. Raises ``error`` if it is not valid JSON, has NaN or an infinity, is not an object, or has a
+    key twice."""
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)

@@ -12,14 +12,13 @@ _FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger of ppfleetx. It writes nothing by itself until a program calls
-    :func:`configure_logging`."""
+    """Return the logger of ppfleetx. It writes nothing until a program calls :func:`configure_logging`."""
     return logging.getLogger("ppfleetx")
 
 
 def configure_logging(*, quiet: bool = False) -> logging.Logger:
     """Make ppfleetx's logger write to standard output, and return it. With ``quiet``, it writes only warnings
-    and errors. That is for ranks whose progress is not shown."""
+    and errors."""
     logger = get_logger()
     logger.handlers.clear()
     handler = _Handler(_Stdout())
@@ -32,7 +31,7 @@ def configure_logging(*, quiet: bool = False) -> logging.Logger:
 
 class _Handler(logging.StreamHandler):
     """A log handler that passes on a broken pipe, as after ``| head -1``, so that the program ends. Python's
-    own handler would print a traceback and go on."""
+    own prints a traceback and goes on."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging's name
         if isinstance(sys.exception(), BrokenPipeError):
@@ -41,8 +40,7 @@ class _Handler(logging.StreamHandler):
 
 
 class _Stdout:
-    """A stream that writes to whatever ``sys.stdout`` is at that moment. A progress bar or a test may replace
-    ``sys.stdout`` at any time."""
+    """A stream that writes to the current ``sys.stdout``, which a progress bar or a test may replace."""
 
     def write(self, text: str) -> int:
         return sys.stdout.write(text)

@@ -1,5 +1,4 @@
-"""What a process does about the other processes of its job: how long it waits for them at the start, and how
-it ends when one of them is gone.
+"""How long a process waits for the others of its job at the start, and how it ends when one of them is gone.
 
 Code that communicates reports a lost process here. The program that runs (``utils/cli.py``) sets how this
 process ends then.
@@ -26,21 +25,15 @@ _START_SECONDS = 600.0
 
 
 def start_timeout() -> float:
-    """Return for how many seconds the nodes of a job, and then its ranks, wait for each other at the start
-    (``PPFLEETX_START_TIMEOUT``, default 600).
-
-    Raises:
-        ConfigError: the variable is not a number of at least 1.
-    """
+    """Return for how many seconds nodes and ranks wait for each other at the start of a job
+    (``PPFLEETX_START_TIMEOUT``, default 600). Raises ConfigError if the variable is not a number of at least
+    1."""
     return seconds_in(START_VARIABLE, _START_SECONDS, least=1.0)
 
 
 def seconds_in(variable: str, default: float, *, least: float = 0.0) -> float:
-    """Return the number of seconds in the environment variable ``variable``, or ``default`` if it is not set.
-
-    Raises:
-        ConfigError: the variable is not a number, or is less than ``least``.
-    """
+    """Return the number of seconds in an environment variable, or ``default`` if it is not set. Raises
+    ConfigError if the value is not a number, or is less than ``least``."""
     text = os.environ.get(variable, "")
     try:
         seconds = float(text) if text else default
@@ -68,24 +61,21 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """From now on, the loss of another process of the job ends this process with ``exit_code``: ``grace``
-    seconds later, whatever it is doing then.
-
-    Usually it ends earlier, because its next communication raises an error. But without this it might compute
-    for hours before it communicates.
-    """
+    """Let the loss of another process of the job end this process with ``exit_code``, ``grace`` seconds
+    later. Usually an error of its next communication ends it earlier, but it might compute for hours before
+    that."""
     _state.grace, _state.exit_code = grace, exit_code
 
 
 def may_end_process() -> bool:
-    """Return whether ppfleetx may end this process: True for ppfleetx's own programs, which have called
-    :func:`end_with_peers`, and False for a user's program."""
+    """Return whether ppfleetx may end this process: True only for its own programs, which have called
+    :func:`end_with_peers`."""
     return _state.grace is not None
 
 
 def decide_end() -> None:
-    """Record that a thread, such as the watchdog, has decided to end this process. Errors that other threads
-    raise from now on are only consequences and are not reported."""
+    """Record that a thread, such as the watchdog, is about to end this process. Errors that other threads
+    raise from now on are not reported."""
     _state.is_ending = _state.is_decided = True
 
 
@@ -95,12 +85,8 @@ def is_end_decided() -> bool:
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
     """Record that another process of the job is gone, so the job cannot continue. If :func:`end_with_peers`
-    was called, this process ends after the time set there.
-
-    Args:
-        sentence: the message to print then.
-        say_goodbye: informs the other processes; called just before this process ends.
-    """
+    was called, this process ends after the time set there. It then prints ``sentence`` and calls
+    ``say_goodbye``, which informs the other processes."""
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))
@@ -109,8 +95,8 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember and return ``error``, which says that another process has ended; the caller raises it.
-    :func:`ended_peer_in` recognizes it even if Paddle replaces it by another error."""
+    """Remember and return ``error``, which says that another process has ended. :func:`ended_peer_in` then
+    recognizes it even if Paddle replaces it by another error."""
     _state.raised = error
     return error
 
@@ -119,12 +105,9 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """Return the error which says that another process of the job has ended, if that is the cause of
-    ``error``; otherwise None.
-
-    It may be hidden: Paddle turns an error in the backward pass of a ``PyLayer`` into an OSError that quotes
-    it.
-    """
+    """Return the error which says that another process of the job has ended, if that caused ``error``;
+    otherwise None. Finds it even if Paddle hides it: an error in the backward pass of a ``PyLayer`` becomes
+    an OSError that quotes it."""
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
             return one

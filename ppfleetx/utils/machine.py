@@ -35,7 +35,7 @@ def flags_in(cpuinfo: str) -> frozenset[str]:
 
 
 def available_cpus() -> int:
-    """Return on how many CPUs this process may run. That can be fewer than the machine has (CPU affinity)."""
+    """Return on how many CPUs this process may run, according to its CPU affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -51,8 +51,8 @@ def available_bytes() -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Read a file of ``/proc`` with one name and number per line, such as ``MemTotal: 16384 kB``, and return
-    the numbers by name. Returns an empty dictionary if the file cannot be read."""
+    """Return the numbers in a file of ``/proc`` with lines such as ``MemTotal: 16384 kB``, by name. Returns
+    an empty dictionary if the file cannot be read."""
     try:
         words = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -61,11 +61,9 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to use huge pages of 2 MiB for a block of memory, so that a core reads matrices faster: by up
-    to a fifth, and small ones by up to a third. Does nothing if the system cannot do that.
-
-    A huge page at either end of the block is included if the rest of it belongs to the process too.
-    """
+    """Ask Linux to use huge pages of 2 MiB for a block of memory, so that a core reads matrices up to a fifth
+    faster, small ones up to a third. Does nothing if the system cannot do that. A huge page at either end of
+    the block is included if the rest of it belongs to the process too."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
         return
@@ -77,8 +75,8 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def back_process_by_huge_pages() -> None:
-    """Ask Linux to use huge pages for all large blocks of memory that this process has allocated so far
-    (:func:`back_by_huge_pages`)."""
+    """Call :func:`back_by_huge_pages` for all large blocks of memory that this process has allocated so
+    far."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -90,21 +88,14 @@ def back_process_by_huge_pages() -> None:
 
 
 def interface_address(name: str) -> str:
-    """Return the IPv4 address of a network interface.
-
-    Raises:
-        OSError: there is no such interface, or it has no address.
-    """
+    """Return the IPv4 address of a network interface. Raises OSError if there is no such interface or it has
+    no address."""
     get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
     return socket.inet_ntoa(_ask_interface(name, get_address)[4:8])
 
 
 def interface_flags(name: str) -> int:
-    """Return the flags of a network interface, as defined in linux/if.h, such as 0x1 for "up".
-
-    Raises:
-        OSError: there is no such interface.
-    """
+    """Return the flags of a network interface (linux/if.h). Raises OSError if there is no such interface."""
     get_flags = 0x8913  # SIOCGIFFLAGS, linux/sockios.h
     return int.from_bytes(_ask_interface(name, get_flags)[:2], sys.byteorder)
 
@@ -125,12 +116,8 @@ _STATES = {
 
 def state_of(pid: int, born: float) -> str:
     """Return why a process on this machine does not respond, such as "has ended" or "is stopped by a
-    debugger"; "" if it runs normally.
-
-    Args:
-        born: start time of the process (:func:`birth_of`). It tells the process from a later one with the
-            same number.
-    """
+    debugger"; "" if it runs normally. ``born``, the result of :func:`birth_of`, tells the process from a
+    later one with the same number."""
     if not Path("/proc/self/stat").exists():
         return ""
     fields = _stat(pid)
@@ -140,8 +127,7 @@ def state_of(pid: int, born: float) -> str:
 
 
 def birth_of(pid: int) -> float:
-    """Return when a process has started, in clock ticks since the machine booted; 0 if that
-    cannot be read."""
+    """Return the start time of a process, in clock ticks since the machine booted; 0 if it cannot be read."""
     fields = _stat(pid)
     return float(fields[19]) if fields else 0.0
 
@@ -179,11 +165,8 @@ def _queued_seconds() -> float:
 
 
 class WorkMeter:
-    """Measures whether this process is working: whether it computes, and whether it reads or writes files.
-
-    Args:
-        watching: returns the CPU seconds that do not count, such as those of the thread that measures.
-    """
+    """Measures whether this process computes, and whether it reads or writes files. ``watching`` returns the
+    CPU seconds that do not count, such as those of the thread that measures."""
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
         self._watching = watching

@@ -1,8 +1,6 @@
-"""Import plugins: the user's own modules that register callbacks, optimizers, layers and so on.
-
-``--plugin`` or the environment variable ``PPFLEETX_PLUGINS`` names the modules. They are imported before the
-configuration is validated, so that it may use the names that they register.
-"""
+"""Import plugins: the user's own modules that register callbacks, optimizers, layers and so on. ``--plugin``
+or the environment variable ``PPFLEETX_PLUGINS`` names them. They are imported before the configuration is
+validated, which may use the names that they register."""
 
 from __future__ import annotations
 
@@ -20,14 +18,9 @@ from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
 
 def import_named_plugins(names: Iterable[str] = ()) -> None:
-    """Import the modules in the environment variable ``PPFLEETX_PLUGINS`` (separated by commas), and those in
-    ``names``.
-
-    Afterwards the variable names all of them, so that child processes import them too.
-
-    Raises:
-        ConfigError: a plugin cannot be imported.
-    """
+    """Import the modules in ``names`` and in the environment variable ``PPFLEETX_PLUGINS`` (separated by
+    commas). Then set the variable to all of them, for child processes. Raises ConfigError if a plugin cannot
+    be imported."""
     from_environment = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     wanted = [name for name in dict.fromkeys((*from_environment, *names)) if name]
     for name in wanted:
@@ -63,8 +56,7 @@ def _import(name: str, named_by: str) -> None:
 
 
 def _failed(error: BaseException, name: str, named_by: str) -> ConfigError:
-    """Return the error to raise if a plugin cannot be imported: one sentence that says what is wrong, and in
-    which line of the plugin."""
+    """Return the error for a plugin that cannot be imported. It says what is wrong, and in which line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -2,9 +2,8 @@
 product.
 
 Without them, Paddle's MKL uses only SSE on AMD processors. And glibc's malloc returns large blocks to the
-kernel after every operator; the kernel must zero them before they are used again. The settings correct both,
-unless the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` disables them. ``docs/numerics.md`` has
-measurements.
+kernel after every operator; the kernel must zero them before they are used again. Variables that the user has
+set are kept. ``PPFLEETX_TUNE_CPU=0`` disables the settings. ``docs/numerics.md`` has measurements.
 """
 
 from __future__ import annotations
@@ -48,12 +47,8 @@ _TOO_LATE = (
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
     """Return the value of ``MKL_DEBUG_CPU_TYPE`` that makes MKL use an AMD processor's vector instructions:
-    "7" for AVX-512, "5" for AVX2. Returns None, for MKL's own choice, if the processor has neither or is not
-    from AMD.
-
-    Args:
-        cpuinfo: content of ``/proc/cpuinfo``.
-    """
+    "7" for AVX-512, "5" for AVX2. Returns None if the processor, according to its ``/proc/cpuinfo``, has
+    neither or is not from AMD."""
     if "AuthenticAMD" not in cpuinfo:
         return None
     flags = flags_in(cpuinfo)
@@ -63,8 +58,7 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """Return how many threads each rank on this machine should compute with: ``num_cpus`` divided by the
-    number of ranks."""
+    """Return how many threads each rank computes with: ``num_cpus`` divided by the ranks on this machine."""
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
@@ -76,15 +70,11 @@ _ours: dict[str, str] = {}
 
 def prepare_process(*, device: str = "cpu") -> str:
     """Make the settings for speed on CPUs in this process, and, if it is a rank, let it end with its
-    launcher. Call this before importing Paddle.
+    launcher. Call this before importing Paddle. Otherwise only malloc can be set, and a warning is logged the
+    first time.
 
-    If Paddle is imported already, only malloc can be set, and a warning is logged the first time.
-
-    Args:
-        device: for "cpu", the number of threads and the way in which Paddle copies tensors are also set.
-
-    Returns:
-        One line for the log: which settings were made, and which the user's variables have kept.
+    With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set.
+    Returns a line for the log: which settings were made, and which the user's variables have kept.
     """
     global _said
     end_with_launcher()
@@ -138,7 +128,6 @@ def _set_contiguous_copies() -> str:
 
 
 def _is_theirs(name: str) -> bool:
-    """Return whether the environment variable ``name`` was set by the user, and not by this module."""
     return os.environ.get(name) not in (None, _ours.get(name))
 
 
@@ -151,11 +140,9 @@ def _set(name: str, value: str) -> str:
 
 
 def _set_by_launcher(name: str) -> bool:
-    """Return whether Paddle's launcher, and not the user, has set an environment variable of this rank.
-
-    The launcher imports Paddle, which sets OMP_NUM_THREADS=1, and the ranks inherit that. But ``/proc`` still
-    shows the environment with which the user started the launcher.
-    """
+    """Return whether Paddle's launcher, and not the user, has set an environment variable of this rank. Its
+    import of Paddle sets OMP_NUM_THREADS=1, which the ranks inherit. But ``/proc`` still shows the
+    environment with which the user started it."""
     if "PADDLE_LOCAL_SIZE" not in os.environ:
         return False
     try:
@@ -167,13 +154,10 @@ def _set_by_launcher(name: str) -> bool:
 
 def import_paddle() -> None:
     """Import Paddle faster and with less output than by ``import paddle``. Does nothing if it is imported
-    already.
+    already. Raises NotInstalledError if Paddle is not installed.
 
-    If OMP_NUM_THREADS is not 1, Paddle prints a banner that warns of ranks which share cores. It is left out,
-    because :func:`thread_count` prevents that. All other output of the import is kept.
-
-    Raises:
-        NotInstalledError: Paddle is not installed.
+    Left out is the banner that warns of ranks which share cores if OMP_NUM_THREADS is not 1;
+    :func:`thread_count` prevents that. All other output of the import is kept.
     """
     if "paddle" in sys.modules:
         return
@@ -186,8 +170,7 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context manager for code that may import Paddle. If it does, the import is as fast and as quiet as by
-    :func:`import_paddle`."""
+    """Context manager in which an import of Paddle is as fast and as quiet as by :func:`import_paddle`."""
     if "paddle" in sys.modules:
         yield
         return
@@ -235,14 +218,12 @@ def _held_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quick_imports() -> Iterator[None]:
-    """Context manager that makes importing Paddle faster: 1.7 s of CPU time instead of 2.2 s (Xeon, 2.5 GHz),
-    in every command and every rank.
+    """Context manager that makes importing Paddle faster: 1.7 s of CPU time instead of 2.2 s (Xeon, 2.5 GHz).
 
-    - Garbage collection is off during the import, and ignores the imported objects afterwards. Modules,
-      functions and classes are never garbage, but there are so many that examining them takes time.
-    - Paddle imports ``httpx``, which imports a terminal library only for its command line program. That
-      program, ``httpx._main``, is hidden during the import, so the library is not loaded. Afterwards it can
-      be imported as usual.
+    - Garbage collection is off during the import. Later it ignores the many imported objects, which are never
+      garbage.
+    - ``httpx._main``, which Paddle does not need, is hidden during the import, because it loads a terminal
+      library. Afterwards it can be imported as usual.
     """
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules
@@ -260,12 +241,9 @@ def _quick_imports() -> Iterator[None]:
 
 
 def _undo_root_logging(stream: io.StringIO) -> None:
-    """Remove the log handler that Paddle added to Python's root logger during its import.
-
-    The handler writes to ``stream``, which replaced standard error during the import and is not read
-    afterwards, so messages of other libraries would be lost. Without the handler, Python prints their
-    warnings and errors to standard error.
-    """
+    """Remove the log handler that Paddle's import added to Python's root logger. It writes to ``stream``,
+    which nobody reads after the import. Without it, Python prints warnings and errors of other libraries to
+    standard error."""
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
             logging.root.removeHandler(handler)

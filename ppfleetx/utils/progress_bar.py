@@ -106,8 +106,7 @@ class _NotebookLine:
 
 
 class _TerminalBar:
-    """A progress bar in a terminal, drawn by the library ``rich``. Other output of the program appears above
-    the bar."""
+    """A progress bar in a terminal, drawn by the library ``rich``. Other output appears above the bar."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._progress = _make_progress(unit)

@@ -1,5 +1,4 @@
-"""NumPy access to the memory of Paddle's CPU tensors, and reductions whose results are bitwise equal on all
-ranks."""
+"""NumPy views of Paddle's CPU tensors, and reductions whose results are bitwise equal on all ranks."""
 
 from __future__ import annotations
 
@@ -35,11 +34,8 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """Return a flat NumPy array that shares the tensor's memory.
-
-    Raises:
-        CommError: NumPy cannot represent the element type, or the tensor is not contiguous.
-    """
+    """Return a flat NumPy array that shares the tensor's memory. Raises CommError if the tensor is not
+    contiguous or NumPy lacks its element type."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"tensors of {tensor.dtype} cannot be communicated")
@@ -57,8 +53,8 @@ class TensorMemory:
     :meth:`finish`.
 
     For a strided tensor, such as a transposed gradient, the view is a contiguous copy, which :meth:`finish`
-    writes back. Tests set ``takes_strided`` to False: strided tensors then raise CommError. NCCL refuses them
-    too, so such tests find on a CPU what would fail on a GPU.
+    writes back. Tests set ``takes_strided`` to False, so that strided tensors raise CommError on a CPU, as
+    NCCL refuses them on a GPU.
     """
 
     takes_strided = True
@@ -80,8 +76,8 @@ class TensorMemory:
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 
     def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """Return the flat array through which a collective writes its result to ``tensor``. At first, it has
-        the tensor's contents. Call :meth:`finish` when the result is in it."""
+        """Return a flat array, with the tensor's contents, into which a collective writes its result. Call
+        :meth:`finish` when the result is in it."""
         array = self.read(tensor)
         if not tensor.is_contiguous():
             self._strided.append((_strided_array(tensor), array))
@@ -107,9 +103,8 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
     """Reduce the arrays ``parts`` elementwise into ``out``, in the order of ``parts`` (one array per rank, in
-    rank order).
-
-    ``out`` may be one of ``parts``. 16-bit floats are accumulated in float32 and rounded once at the end.
+    rank order). ``out`` may be one of them. 16-bit floats are accumulated in float32 and rounded once at the
+    end.
 
     Args:
         op: SUM, MAX, MIN or PRODUCT of this module.

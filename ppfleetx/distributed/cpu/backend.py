@@ -1,10 +1,9 @@
 """Process groups for Paddle's CPU build, on which fleet's tensor-parallel and pipeline-parallel code runs
-unmodified.
+unmodified. They are meant for development and continuous integration.
 
-They are meant for development and continuous integration. Paddle's own CPU groups, based on Gloo, lack half
-of the operations that fleet uses, and several of them conflict with each other. With a CUDA build,
-``install()`` does nothing and NCCL is used. ``docs/cpu_backend.md`` explains how the backend works and what
-it guarantees. ``patches.py`` lists every attribute of Paddle that is replaced.
+Paddle's own CPU groups, based on Gloo, lack half of the operations that fleet uses, and several of them
+conflict with each other. With a CUDA build, ``install()`` does nothing and NCCL is used.
+``docs/cpu_backend.md`` has the guarantees, ``patches.py`` every attribute of Paddle that is replaced.
 """
 
 from __future__ import annotations
@@ -28,13 +27,8 @@ _groups: list[CpuProcessGroup] = []
 
 def install() -> bool:
     """Make Paddle create this module's process groups wherever it would create those of its backend "gloo".
-
-    Call it before ``fleet.init``; further calls have no effect.
-
-    Returns:
-        Whether this module's groups are used. With a CUDA build of Paddle, nothing is replaced, and the
-        result is False.
-    """
+    Call it before ``fleet.init``; further calls have no effect. Returns False if Paddle is a CUDA build, in
+    which nothing is replaced, and else True."""
     if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # the launcher's default without GPUs
@@ -81,19 +75,15 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Tell the other ranks that this rank ends. Python calls this at exit. Before ``os._exit``, which skips
-    that, call it yourself."""
+    """Tell the other ranks that this rank ends. Runs at exit; call it yourself before ``os._exit``."""
     if _mesh is not None:
         _mesh.close()
 
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
-    """Create a process group of CPU tensors. ``install()`` lets Paddle call this in place of
-    ``ProcessGroupGloo.create``.
-
-    The first group contains all ranks. Creating it opens the connections between them, so all ranks must do
-    that together. Creating later groups needs no communication.
-    """
+    """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. The first
+    group contains all ranks and connects them, so all must create it together. Later groups need no
+    communication."""
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()

@@ -1,5 +1,4 @@
-"""A process group for CPU tensors with the interface of Paddle's process groups: collectives and
-point-to-point messages.
+"""A process group for CPU tensors with the interface of Paddle's process groups.
 
 Reductions add the ranks' contributions in rank order; 16-bit floats are added in float32. So results are
 bitwise equal on all ranks and in every run.
@@ -56,8 +55,8 @@ class CpuProcessGroup:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The group's members, as ranks of the job. They are looked up at first use, because Paddle knows
-        them only after it has created this object."""
+        """The group's members, as ranks of the job. Looked up at first use, because Paddle knows them only
+        later."""
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -116,8 +115,8 @@ class CpuProcessGroup:
         return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather the ``tensor`` of every member into ``out``, in rank order. Without ``sync_op``, the call is
-        taken as Paddle's older ``all_gather(tensor, out)``."""
+        """Gather the ``tensor`` of every member into ``out``, in rank order. Without ``sync_op``, the first
+        argument is taken as ``tensor``, as in Paddle's older interface."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()
@@ -173,15 +172,15 @@ class CpuProcessGroup:
     def _steps_of_root(
         self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
     ) -> Callable[[int, Signature], Steps]:
-        """Make the function that runs a collective in which member ``root`` sends ``outgoing[member]`` to
-        each other member. Each of them receives it into ``incoming[root]``."""
+        """Make the function that runs a collective in which member ``root`` sends ``outgoing[m]`` to each
+        other member m, which receives it into ``incoming[root]``."""
         if self._rank == root:
             return partial(self._exchange, phase=0, outgoing=outgoing, incoming={})
         return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
         """Reduce ``tensor`` over the members with ``op``; only member ``dst`` gets the result, in its
-        ``tensor``. To share the work, each member reduces one part of the tensor and sends it to ``dst``."""
+        ``tensor``."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         is_root = self._rank == dst
         array = memory.write(tensor) if is_root else memory.read(tensor)
@@ -204,8 +203,8 @@ class CpuProcessGroup:
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
         """Distribute the ``tensors`` of member ``src``: member i receives ``tensors[i]``, or the i-th equal
-        part of a single tensor, into ``out``. Without ``sync_op``, the call is taken as Paddle's older
-        ``scatter(tensors, out, src)``."""
+        part of a single tensor, into ``out``. Without ``sync_op``, the first argument is taken as
+        ``tensors``, as in Paddle's older interface."""
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
         memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
@@ -356,19 +355,17 @@ class CpuProcessGroup:
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Wait for the sends and receives that were called since ``_start_coalescing``. Paddle calls both
-        around a batch of messages."""
+        """Wait for the sends and receives since ``_start_coalescing``. Paddle calls both around a batch of
+        messages."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
 
     def eager_connect(self) -> None:
-        """Do nothing. Paddle calls this to connect the members early, but they have been connected since the
-        first group was created."""
+        """Do nothing. Paddle calls this to connect members early, but all are connected already."""
 
     def eager_connect_ring_exchange(self) -> None:
-        """Do nothing. Paddle calls this to connect neighboring members early, but they have been connected
-        since the first group was created."""
+        """Do nothing. Paddle calls this to connect neighbors early, but all members are connected already."""
 
     # -- building blocks -------------------------------------------------------------------
 
@@ -423,8 +420,8 @@ class CpuProcessGroup:
         outgoing: dict[int, np.ndarray],
         incoming: dict[int, np.ndarray],
     ) -> Steps:
-        """Send the array ``outgoing[m]`` to each member m, and wait until a message of each member m has
-        arrived in the array ``incoming[m]``."""
+        """Send ``outgoing[m]`` to each member m, and wait until a message of each member m is in
+        ``incoming[m]``."""
         me, size = self._rank, self._size
         wanted: list[tuple[Key, Signature, memoryview]] = [
             ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
@@ -445,8 +442,8 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """Perform a reduce-scatter: send ``pieces[m]`` to each member m, and reduce this member's piece over
-        all members into ``out``."""
+        """Reduce the members' ``pieces[m]`` on each member m: send the pieces, and write the result of this
+        member's to ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, code)
@@ -486,8 +483,7 @@ def _finished(steps: Steps, memory: TensorMemory) -> Steps:
 
 
 def _add_paddles_spellings() -> None:
-    """Add the other method names that Paddle uses: ``allreduce``, and each name with ``_on_calc_stream``,
-    which makes no difference because a CPU has only one stream."""
+    """Add the other method names that Paddle uses: ``allreduce``, and each name with ``_on_calc_stream``."""
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
         method = getattr(CpuProcessGroup, name.removesuffix(ending), None)

@@ -1,8 +1,8 @@
 """Open the connections between the ranks of a CPU job. Both ends of a connection prove with a secret token
-that they belong to the job.
+that they belong to the job; other connections are closed.
 
 Each pair of ranks has one connection for messages. Ranks on different hosts have a second, idle one, which
-detects the loss of the other host (``keepalive.py``). Connections of other programs are closed.
+detects the loss of the other host (``keepalive.py``).
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Connect this rank to every other rank of the job and return the connections by rank. The ranks learn
-    each other's addresses in a rendezvous.
-
-    Args:
-        address: this machine's IP address, at which the other ranks can connect.
+    """Connect this rank to every other rank of the job, and return the connections by rank. ``address`` is
+    this machine's IP address, at which the others can connect; they learn it in a rendezvous.
 
     Raises:
         ConfigError: this process cannot listen on ``address``.
@@ -83,8 +80,8 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Take part in the job's rendezvous, in which all ranks announce the address on which they listen;
-    ``own`` is that of this rank. Returns all addresses and a secret token that is the same for all ranks.
+    """Take part in the job's rendezvous, in which all ranks announce the address on which they listen, this
+    one ``own``. Returns all addresses and a secret token that is the same for all ranks.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet.
@@ -128,13 +125,9 @@ def _accept(
 
 
 def local_address() -> str:
-    """Return the IP address at which other ranks can connect to this one: the address of the network
-    interface ``GLOO_SOCKET_IFNAME`` if that is set, as in Paddle's Gloo. Otherwise, the host in
-    ``PADDLE_CURRENT_ENDPOINT``, which Paddle's launcher sets.
-
-    Raises:
-        ConfigError: the interface has no address.
-    """
+    """Return the IP address at which other ranks can connect to this one: that of the network interface
+    ``GLOO_SOCKET_IFNAME`` if it is set, as in Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``,
+    which Paddle's launcher sets. Raises ConfigError if the interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"

@@ -3,8 +3,7 @@ connections, so their other ends notice nothing.
 
 On a connection that carries data, the loss can go unnoticed for 15 minutes, and a time limit would mistake a
 slow reader for a lost host. So each pair of ranks on different hosts has a second, idle connection with TCP
-keepalive probes. The kernel answers probes even while the process computes, is stopped or waits for a lock,
-so a slow rank is never mistaken for a lost host.
+keepalive probes. The kernel answers these even while the process computes, is stopped or waits for a lock.
 """
 
 from __future__ import annotations
@@ -28,21 +27,15 @@ _AFTER_THE_END_SECONDS = 5.0
 
 def silence_limit() -> float:
     """Return after how many seconds without an answer to keepalive probes a host counts as lost
-    (``PADDLE_CPU_COMM_SILENCE``, default 30).
-
-    Raises:
-        ConfigError: the variable is not a number of at least 3.
-    """
+    (``PADDLE_CPU_COMM_SILENCE``, default 30). Raises ConfigError if the variable is not a number of at least
+    3."""
     return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
 
 
 def end_when_silent(connection: socket.socket) -> None:
-    """Enable TCP keepalive, so that an idle connection fails when its other host has not answered for
-    :func:`silence_limit`.
-
-    Do not use this for a connection that carries data: the kernel would mistake a slow reader for a lost
-    host.
-    """
+    """Let an idle connection fail when the other host has not answered keepalive probes for
+    :func:`silence_limit`. Do not use this for a connection that carries data: the kernel would mistake a slow
+    reader for a lost host."""
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -53,8 +46,8 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """A thread that watches the idle connections to ranks on other hosts. When one fails, it calls
-    ``lost(rank, reason)``."""
+    """A thread that watches the idle connections to ranks on other hosts. If one fails, it calls ``lost(rank,
+    reason)``."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost
@@ -68,8 +61,8 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close the watched connections in a forked child, which has inherited them. If it kept them open,
-        they would outlive the parent process."""
+        """Close the watched connections in a forked child, which would keep them open after its parent has
+        died."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}

@@ -1,5 +1,4 @@
-"""Running collectives and messages of a CPU process group, and the thread that continues them while the
-program computes."""
+"""Running collectives and messages of a CPU process group, and the thread that continues them."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Receive:
-    """A message that an operation expects, and the memory ``view`` into which it is to be read. If the
-    message came before it was expected, or is not the expected one, it is kept in ``spare``."""
+    """A message that an operation expects, and the memory ``view`` to read it into. A message that arrives
+    early, or is not the expected one, is kept in ``spare``."""
 
     __slots__ = ("done", "key", "signature", "spare", "spare_signature", "view")
 
@@ -56,13 +55,8 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """If the message for ``receive`` was read into a spare buffer, check it and copy it into the memory
-        of the operation. Otherwise it was already checked and read there, and nothing is done.
-
-        Raises:
-            OutOfStepError: the message belongs to another operation, so the ranks do not run the same
-                operations.
-        """
+        """Check the message for ``receive`` and copy it into the memory of the operation, unless it was read
+        there directly. Raises OutOfStepError if it belongs to another operation."""
         if receive.spare is None:
             return
         buffer, receive.spare = receive.spare, None
@@ -79,9 +73,8 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Take an arriving message of ``length`` bytes from a connection: directly into the memory of the
-        operation that expects it, or else into a buffer. The thread that reads from the connection calls
-        this; ``read`` fills the memory that it is given."""
+        """Take an arriving message of ``length`` bytes, in the thread that reads a connection. ``read`` fills
+        the memory of the operation that expects it, or else a buffer."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -138,11 +131,10 @@ STARTED_SUMS = 2
 class Operation:
     """A running collective or message. It is also the task that Paddle gets from a process group's methods.
 
-    The operation is a generator ``steps``. Each ``yield`` hands over the messages that must arrive before the
-    generator can continue. So a thread that waits for one operation can meanwhile continue others, and two
-    ranks may wait for the same operations in different orders.
-
-    ``busy`` is set while a thread runs the generator; change it only while holding ``Mesh.state``.
+    Each ``yield`` of the generator ``steps`` hands over the messages that must arrive before it can continue.
+    So a thread that waits for one operation can meanwhile continue others, and two ranks may wait for the
+    same operations in different orders. ``busy`` is set while a thread runs the generator; change it only
+    while holding ``Mesh.state``.
     """
 
     def __init__(
@@ -165,8 +157,8 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Return whether a thread may continue this operation now: no other thread does, and the messages
-        that it waits for have arrived."""
+        """Return whether a thread may continue this operation now: no other thread does, it is not done, and
+        the messages that it waits for have arrived."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:
@@ -209,14 +201,12 @@ class Operation:
 
 
 class Progress:
-    """A thread that continues asynchronous operations while the program computes, oldest first.
+    """A thread that continues asynchronous operations while the program computes, oldest first. It continues
+    operations of all process groups whose messages have arrived, so groups cannot deadlock by waiting for
+    each other.
 
-    Sending and summing release the GIL, so the program does not stand still. The thread continues any
-    operation whose messages have arrived, of any process group, so groups cannot deadlock by waiting for each
-    other.
-
-    Reductions need memory for the data they receive. So at most :data:`STARTED_SUMS` of them run at a time in
-    each group, in the order of their calls; other operations start at once. This cannot deadlock, because the
+    A reduction needs memory for the data it receives. So each group runs at most :data:`STARTED_SUMS` of them
+    at a time, in the order of their calls; other operations start at once. This cannot deadlock, because the
     oldest unfinished operation has started on every member.
     """
 

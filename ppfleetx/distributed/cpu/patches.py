@@ -1,9 +1,9 @@
-"""The list of everything in Paddle that the CPU process groups replace, each with the reason and the Paddle
-version.
+"""Everything in Paddle that the CPU process groups replace, as ``TABLE``. Each entry has its reason and the
+Paddle version.
 
-The list is ``TABLE``. Nothing is replaced before ``backend.install()``. For each entry,
-``tests/distributed/cpu/test_patches.py`` checks in unmodified Paddle that the reason still holds. If that
-test fails, Paddle has been fixed, and the entry can be removed.
+Nothing is replaced before ``backend.install()``. ``tests/distributed/cpu/test_patches.py`` checks in
+unmodified Paddle that each reason still holds. If that test fails, Paddle has been fixed, and the entry can
+be removed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ class _Identity(PyLayer):
 
 class _SoftmaxCrossEntropy(PyLayer):
     """Cross-entropy of vocabulary-parallel logits: each rank of the group holds the logits of a range of
-    classes, in rank order.
-
-    It is computed in float32, or in float64 for float64 logits. The loss has the shape of the logits with 1
-    as last dimension, and is zero where the label is ``ignore_index``.
-    """
+    classes, in rank order. Computed in float32, or in float64 for float64 logits. The loss has the shape of
+    the logits with 1 as last dimension, and is zero where the label is ``ignore_index``."""
 
     @staticmethod
     def forward(

@@ -2,9 +2,8 @@
 Every wait has a time limit.
 
 Each pair of ranks has one connection, shared by all process groups. A thread reads from it all the time, so a
-send never waits until the receiver's program calls receive, and no order of sends and receives can deadlock.
-Collectives with ``sync_op=False`` run in another thread, so their messages are sent while the program
-computes.
+send never waits for the receiver's program, and no order of sends and receives can deadlock. Another thread
+continues collectives with ``sync_op=False`` while the program computes.
 
 ``handshake.py`` makes the connections, ``wire.py`` defines the format of messages, ``operation.py`` matches
 messages with the operations that expect them, and ``keepalive.py`` detects lost hosts. None of these modules
@@ -51,7 +50,7 @@ class Mesh:
     """The connections of this rank to all other ranks, and its running collectives and messages.
 
     Attributes:
-        blocked_on: the operation that the program is waiting for at the moment, or None.
+        blocked_on: the operation for which the program waits now, or None.
         state: the lock of all data that the threads share. Waiting threads are notified through it.
     """
 
@@ -71,12 +70,9 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank to all other ranks of the job. Raises what :func:`connect_ranks` raises.
-
-        Args:
-            address: this machine's IP address, at which the other ranks can connect.
-            timeout: time limit in seconds of each wait for another rank; 0: none.
-        """
+        """Connect this rank to all other ranks of the job. ``address`` is this machine's IP address. Each
+        wait for another rank takes at most ``timeout`` seconds (0: no limit). Raises what
+        :func:`connect_ranks` raises."""
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
@@ -93,8 +89,7 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """Close this process's copies of the connections. A forked child, such as a data loader's worker,
-        calls this; otherwise its copies would keep the connections open after the parent has died."""
+        """Close the connections in a forked child, which would keep them open after its parent has died."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -102,8 +97,8 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends, and the error if it failed. Waits up to two seconds until
-        they have received that."""
+        """Tell the other ranks that this rank ends, and with what error. Waits at most 2 s for the
+        delivery."""
         if self._closed:
             return
         self._closed = True
@@ -123,10 +118,8 @@ class Mesh:
 
     def _has_undelivered(self) -> bool:
         """Return whether some data that this rank has sent is not yet acknowledged by the receiving kernel.
-
-        While there is such data, the process must not exit. Its kernel would answer messages that still
-        arrive with a TCP reset, which discards the data in flight, including this rank's closing message.
-        """
+        Until it is, the process must not exit: its kernel would answer later messages with a TCP reset, which
+        discards the data in flight."""
         with self.state:
             peers = [peer for rank, peer in self.peers.items() if rank not in self._ended]
         with contextlib.suppress(OSError):
@@ -138,12 +131,8 @@ class Mesh:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> None:
-        """Send the bytes of ``view`` to rank ``dst``. They may be overwritten as soon as this returns.
-
-        Raises:
-            PeerLostError: the rank has ended.
-            CommTimeoutError: the rank does not read what is sent to it.
-        """
+        """Send the bytes of ``view`` to rank ``dst``. They may be overwritten as soon as this returns. Raises
+        PeerLostError if the rank has ended, and CommTimeoutError if it does not read."""
         peer = self.peers.get(dst)
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
@@ -213,8 +202,7 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait until ``operation`` is complete. Meanwhile, continue other operations that the program has
-        started.
+        """Wait until ``operation`` is complete. Meanwhile, continue other operations of the program.
 
         Raises:
             PeerLostError: a rank that must take part has ended.
@@ -237,10 +225,7 @@ class Mesh:
 
     def advance(self, operation: Operation) -> None:
         """Continue ``operation``, which the calling thread has marked ``busy``, until it ends or has to wait
-        for a message.
-
-        If it fails, the error is raised here, and again in the thread that waits for the operation.
-        """
+        for a message. If it fails, the error is raised here, and again in the thread that waits for it."""
         try:
             operation.advance()
         except BaseException as error:
@@ -286,9 +271,8 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
-        """Return whether the thread that waits for ``operation`` has something to do: ``operation`` is over,
-        or messages have arrived with which it, or another operation outside the background thread, can
-        continue. Call this while holding ``state``."""
+        """Return whether ``operation`` has ended, or messages have arrived with which the thread that waits
+        for it can continue this or another operation. Call it while holding ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -303,12 +287,7 @@ class Mesh:
 
 class EndedRanks:
     """The other ranks that have ended, each with the reason, and which of them failed first. Use it only
-    while holding ``Mesh.state``.
-
-    Args:
-        rank: this rank.
-        names: the names of the other ranks, for messages.
-    """
+    while holding ``Mesh.state``."""
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
         self._rank, self._names = rank, names
@@ -334,13 +313,9 @@ class EndedRanks:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """Record the closing message that ``rank`` sent before it ended. Returns whether this is the first
-        failure in the job that this rank learns of.
-
-        Args:
-            text: the error with which ``rank`` ended; "" if it ended as planned.
-            lost: the rank whose end caused that error; -1 if ``rank`` failed by itself.
-        """
+        """Record the closing message of ``rank``, which ended with the error ``text`` ("": as planned).
+        ``lost`` is the rank whose end caused the error; -1 if ``rank`` failed by itself. Returns whether this
+        is the first failure in the job that this rank learns of."""
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
                 text = f"it lost the connection to this rank: {text}"
@@ -352,22 +327,15 @@ class EndedRanks:
         return is_first
 
     def sentence(self) -> str:
-        """Return the sentence that says which rank failed first and why. Call it only after a rank has
-        failed."""
+        """Return which rank failed first and why, as a sentence. Call it only after a rank has failed."""
         assert self._cause is not None
         rank, reason = self._cause
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """Make the error of an operation that cannot complete because a rank has ended.
-
-        The error names the rank of the job that failed first, because ``rank`` may have ended only as a
-        consequence.
-
-        Args:
-            text: description of the operation.
-            rank: the rank for which the operation waits; -1 if unknown.
-        """
+        """Make the error of an operation, described by ``text``, that waits for a rank that has ended (-1:
+        unknown). It names the rank that failed first, because ``rank`` may have ended only as a
+        consequence."""
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
@@ -385,11 +353,8 @@ class EndedRanks:
 
 def time_limit() -> float:
     """Return for how many seconds a rank waits for another before it raises an error
-    (``PADDLE_CPU_COMM_TIMEOUT``, default 1800; 0: without limit).
-
-    Raises:
-        ConfigError: the variable is not a number of at least 0.
-    """
+    (``PADDLE_CPU_COMM_TIMEOUT``, default 1800; 0: no limit). Raises ConfigError if the variable is not a
+    number of at least 0."""
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 

@@ -1,5 +1,4 @@
-"""The format of messages between two ranks of a CPU job. A message on the TCP connection is a header of fixed
-size, followed by the payload."""
+"""The format of messages between two ranks of a CPU job: a header of fixed size, then the payload."""
 
 from __future__ import annotations
 
@@ -82,13 +81,8 @@ def make_header(
 
 
 class Peer:
-    """The connection to another rank.
-
-    Attributes:
-        name: that rank and its address, for error messages.
-        watch: a second connection to the same rank, on which nothing is sent. It detects the loss of the
-            other host; None if both ranks are on the same host.
-    """
+    """The connection to another rank. ``name`` is that rank and its address, for error messages. ``watch`` is
+    a second, idle connection that detects the loss of the other host; None if both ranks are on one host."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
@@ -97,8 +91,7 @@ class Peer:
         self._sending = threading.Lock()
 
     def receive(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes from the connection. Raises EOFError if the other rank has closed
-        it."""
+        """Fill ``view`` with the next bytes from the connection. Raises EOFError if it is closed."""
         while view.nbytes:
             count = self.connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)
             if count == 0:
@@ -106,19 +99,16 @@ class Peer:
             view = view[count:]
 
     def receive_header(self) -> tuple[int, ...]:
-        """Receive the header of the next message and return its fields. Raises EOFError if the other rank has
-        closed the connection."""
+        """Receive the next header and return its fields. Raises EOFError if the other rank has closed the
+        connection."""
         header = bytearray(HEADER.size)
         self.receive(memoryview(header))
         return HEADER.unpack(header)
 
     def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
         """Send one message: ``header``, then ``payload``. If the other rank does not read, this blocks until
-        the socket's send timeout. Raises OSError if the message cannot be sent.
-
-        Args:
-            patience: seconds to wait while another thread is sending on this connection; -1: without limit.
-        """
+        the socket's send timeout. ``patience`` is the number of seconds to wait while another thread is
+        sending on this connection (-1: no limit). Raises OSError if the message cannot be sent."""
         if not self._sending.acquire(timeout=patience):
             raise TimeoutError("another thread is still sending")
         parts = [memoryview(header)] if payload is None else [memoryview(header), payload]
@@ -133,7 +123,7 @@ class Peer:
             self._sending.release()
 
     def undelivered(self) -> int:
-        """Return the number of sent bytes that the other rank's kernel has not yet acknowledged. A shutdown
-        of the connection counts as one byte."""
+        """Return the number of sent bytes that the other rank's kernel has not yet acknowledged. Shutting
+        down the connection counts as one byte."""
         count = fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(count, sys.byteorder)
