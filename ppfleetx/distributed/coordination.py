@@ -109,7 +109,7 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     if ctx.world_size == 1:
         return make()
     is_first = local_rank() == 0
-    made = _make_beating(ctx, make if is_first else None)
+    made = _make_with_heartbeats(ctx, make if is_first else None)
     with joint_errors(ctx, name_ranks=_has_other_nodes(ctx)):
         if not is_first:
             made = make()
@@ -136,7 +136,7 @@ def _has_other_nodes(ctx: ParallelContext) -> bool:
     return _local_size() != ctx.world_size
 
 
-def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
+def _make_with_heartbeats(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
     """Run ``make`` (None: nothing) in a thread and return its result. Exchange heartbeats with the other
     ranks until the ``make`` of every rank has ended."""
     with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:

@@ -100,6 +100,7 @@ def _unpacked(
 ) -> dict[str, paddle.Tensor]:
     """Return tensors with the names, element types and shapes of ``arrays``, as parts of the byte tensor
     ``flat``. ``begins`` has the byte offset of each."""
+    # A view of a slice would be wrong: Paddle (3.3.1) takes the slice's offset in bytes for one in elements.
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}
     for name, array in arrays.items():

@@ -60,18 +60,18 @@ def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
         changed = cfg.model_copy(update={**given, "name": own.optimizer or cfg.name})
-        for group in _registered(changed):
+        for group in _registered_groups(changed):
             name = f"groups[{number}] {group.name}"
             takes = partial(_takes_both, own, group)
             groups.append(Group(name, group.rule, takes, own.lr_factor, own.weight_decay))
-    return [*groups, *_registered(cfg)]
+    return [*groups, *_registered_groups(cfg)]
 
 
 def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
     return own.takes(spec.name, spec.kind) and group.takes(spec)
 
 
-def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
+def _registered_groups(cfg: OptimizerConfig) -> Sequence[Group]:
     """Return the parameter groups of the registered optimizer, which is one rule for all parameters or a
     function that returns groups."""
     part = OPTIMIZERS.load(cfg.name)

@@ -22,7 +22,7 @@ def adamw(dtype: str) -> Pairs:
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]
-    fused, plain = _states(start), _states(start)
+    fused, plain = _fresh_states(start), _fresh_states(start)
     for weight_decay in (0.1, 0.0, 0.1):
         gradients = [paddle.to_tensor(generator.standard_normal(s).astype(dtype)) for s in _SHAPES]
         values, *states = zip(*fused, strict=True)
@@ -36,7 +36,7 @@ def adamw(dtype: str) -> Pairs:
         yield from zip(ours, theirs, strict=True)
 
 
-def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
+def _fresh_states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
     """Return AdamW's tensors for each starting value: (parameter, two moments, two powers of the betas). The
     powers are in host memory, as in Paddle's optimizers."""
     states = []

@@ -79,12 +79,12 @@ class Muon(Rule):
         fused = parts[0].name == "q" and len(parts) > 1  # several query heads for one key head
         widths = [min(p.width for p in parts) if fused else part.width for part in parts]
         changed = [
-            self._of_part(piece, width if heads else None)
+            self._orthogonalize_part(piece, width if heads else None)
             for piece, width in zip(pieces, widths, strict=True)
         ]
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
-    def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
+    def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
         """Orthogonalize one matrix of a fused weight, for example the queries. In ``piece [..., in, runs,
         width]``, its columns are ``runs`` groups of ``width`` adjacent columns of the weight. With
         ``head_dim``, each head is orthogonalized as a matrix of its own."""

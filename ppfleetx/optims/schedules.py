@@ -213,13 +213,13 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
 def cosine(n: int, schedule: Schedule) -> float:
     """Decay along half a cosine from `max_lr` at the end of the warm-up to `min_lr` at step D, the decay
     length."""
-    left = 0.5 * (1.0 + math.cos(math.pi * _done(n, schedule)))
+    left = 0.5 * (1.0 + math.cos(math.pi * _decay_progress(n, schedule)))
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * left
 
 
 def linear(n: int, schedule: Schedule) -> float:
     """Decay linearly from `max_lr` at the end of the warm-up to `min_lr` at step D, the decay length."""
-    return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * (1.0 - _done(n, schedule))
+    return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * (1.0 - _decay_progress(n, schedule))
 
 
 def constant(n: int, schedule: Schedule) -> float:
@@ -245,5 +245,5 @@ def wsd(n: int, schedule: Schedule) -> float:
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * coefficient
 
 
-def _done(n: int, schedule: Schedule) -> float:
+def _decay_progress(n: int, schedule: Schedule) -> float:
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)

@@ -127,7 +127,7 @@ def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
-    parts = [f"{ranks_text(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
+    parts = [f"{ranks_text(who)} {_verb_form(who, 'wait')} in {call}" for call, who in by_call.items()]
     more = f", and {len(parts) - _SHOWN_WAITS} more such groups of ranks" if len(parts) > _SHOWN_WAITS else ""
     return ", ".join(parts[:_SHOWN_WAITS]) + more
 
@@ -158,7 +158,7 @@ def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool |
     if len(by_place) == 1 and not name:
         return f"{'it is' if len(ranks) == 1 else 'they are'} {next(iter(by_place))}"
     return ", ".join(
-        f"{ranks_text(who)} {_verb(who, 'is', 'are')} {place}" for place, who in by_place.items()
+        f"{ranks_text(who)} {_verb_form(who, 'is', 'are')} {place}" for place, who in by_place.items()
     )
 
 
@@ -214,7 +214,7 @@ def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) 
                 theirs.setdefault(_signature(note), []).append(other)
         if len(theirs) > 1:
             parts = ", ".join(
-                f"{ranks_text(who)} {_verb(who, 'call')} {what}"
+                f"{ranks_text(who)} {_verb_form(who, 'call')} {what}"
                 for what, who in sorted(theirs.items(), key=_size)
             )
             return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {parts}"
@@ -295,12 +295,14 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
         return f" (step {next(iter(by_step))})"
     usual = max(by_step, key=lambda step: (len(by_step[step]), step))
     parts = [
-        f"{ranks_text(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
+        f"{ranks_text(who)} {_verb_form(who, 'is', 'are')} at step {s}"
+        for s, who in by_step.items()
+        if s != usual
     ]
     return f"; {', '.join(parts)}, the others at step {usual}"
 
 
-def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
+def _verb_form(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
     if plural is not None:
         return singular_stem if len(ranks) == 1 else plural
     return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

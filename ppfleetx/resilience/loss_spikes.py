@@ -130,11 +130,11 @@ class SpikeGuard:
         """Decide whether this step's update of the weights may be made. The decision is the same on all
         ranks. For a spike, if ``Engine.spike.replay`` is on, ``repeat`` computes the step again. Returns the
         loss and gradient norm to use from now on, and whether to make the update."""
-        spike = self._agreed(loss, grad_norm)
+        spike = self._agreed_jump(loss, grad_norm)
         again: tuple[float, float] | None = None
         if spike is not None and self._options.replay:
             again = repeat()
-            if self._agreed(*again) is None:
+            if self._agreed_jump(*again) is None:
                 self._found = self._made(spike, loss, grad_norm, "repeated", again)
                 loss, grad_norm = again
                 spike = None
@@ -177,7 +177,7 @@ class SpikeGuard:
         self._norms = deque(norms, maxlen=self._options.window)
         self._in_a_row = in_a_row
 
-    def _agreed(self, loss: float, grad_norm: float) -> str | None:
+    def _agreed_jump(self, loss: float, grad_norm: float) -> str | None:
         """Return which value jumped on any rank, ``loss`` or ``grad_norm``, or None. The ranks exchange this,
         because their sums may differ in the last bit."""
         what = None

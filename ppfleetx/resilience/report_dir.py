@@ -55,7 +55,7 @@ class ReportDir:
                 return any(report.asks for report in read_reports(self.directory, since=since).values())
             return False
 
-        return bool(self._do(look))
+        return bool(self._do_in_thread(look))
 
     def write(self, report: Report, text: str) -> bool:
         """Write this rank's report to the directory, as JSON for other ranks and as ``text`` for the user.
@@ -74,10 +74,10 @@ class ReportDir:
                 file.write(text)
             return True
 
-        return bool(self._do(write_both, creates=True))
+        return bool(self._do_in_thread(write_both, creates=True))
 
     def reports(self, since: float) -> dict[int, Report]:
-        return self._do(lambda: read_reports(self.directory, since=since)) or {}
+        return self._do_in_thread(lambda: read_reports(self.directory, since=since)) or {}
 
     def clear(self, rank: int | None = None) -> None:
         """Delete the hang reports of ``rank`` (None: of all ranks), and the directory if it is empty then."""
@@ -91,12 +91,12 @@ class ReportDir:
                 (self.directory / _SUMMARY).unlink(missing_ok=True)
             self.directory.rmdir()  # fails until all ranks have done this
 
-        self._do(remove)
+        self._do_in_thread(remove)
 
     def write_summary(self, sentence: str) -> None:
-        self._do(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
+        self._do_in_thread(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
-    def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
+    def _do_in_thread(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
         """Run ``act`` in the thread that accesses the directory, and return its result. Returns None if it
         fails or takes too long, or if the directory is :data:`PRIVATE` and belongs to another user. With
         ``creates``, the directory is created first if it does not exist."""

@@ -93,8 +93,8 @@ class Watchdog:
         self.directory = directory
         self._directories = [ReportDir(directory)]
         if who.world_size > 1 or not directory.exists():
-            self._directories += [ReportDir(path, PRIVATE) for path in _beside(directory)]
-        self._work = WorkMeter(self._own_seconds)
+            self._directories += [ReportDir(path, PRIVATE) for path in _fallback_directories(directory)]
+        self._work = WorkMeter(self._own_cpu_seconds)
         self._tick = min(1.0, min(t for t in (limits.timeout, limits.start_timeout) if t) / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -113,24 +113,24 @@ class Watchdog:
         limits = self._limits
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
-    def _quiet(self) -> float:
+    def _quiet_seconds(self) -> float:
         """Return the seconds since this rank last made progress; 0 during the rendezvous, which has its own
         time limit."""
         if self._progress.place == MEETING:
             return 0.0
-        latest = max(time.monotonic() - self._silence(), self._excused)
-        if self._silence() < self._patience_with_computing:
+        latest = max(time.monotonic() - self._silent_seconds(), self._excused)
+        if self._silent_seconds() < self._longest_computing:
             latest = max(latest, self._worked)
         return time.monotonic() - latest
 
-    def _silence(self) -> float:
+    def _silent_seconds(self) -> float:
         """Return the seconds since the program last recorded progress or began or ended a collective, without
         the time in which the process was suspended."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
     @property
-    def _patience_with_computing(self) -> float:
+    def _longest_computing(self) -> float:
         """The number of seconds for which computing alone counts as progress. There is no limit at the start,
         which may take long, nor for a single process, because nobody waits for it."""
         limits = self._limits
@@ -143,10 +143,10 @@ class Watchdog:
         ``seconds``, much longer than it wanted."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
-            now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
+            now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
             self._slept_until = now - max(silence - late, 0.0)
             self._excused = max(self._excused, now - max(quiet - late, 0.0))
-        if late > self._patience(self._timeout):
+        if late > self._seconds_for_reports(self._timeout):
             self._seen_until = time.time()  # the other ranks have decided without this rank
 
     def _watch(self) -> None:
@@ -160,14 +160,14 @@ class Watchdog:
             timeout = self._timeout
             if not timeout:
                 continue
-            due = self._quiet() >= timeout
+            due = self._quiet_seconds() >= timeout
             if not due and time.monotonic() - news_at >= max(self._tick, timeout / 60):
                 news_at = time.monotonic()
                 due = any(one.has_news(self._seen_until) for one in self._directories)
             if due:
                 self._inquire(timeout, works)
 
-    def _own_seconds(self) -> float:
+    def _own_cpu_seconds(self) -> float:
         """Return the CPU time of the watchdog's own threads, which is not work of the program."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
@@ -176,7 +176,7 @@ class Watchdog:
         self._computes, moves = self._work.look(share=_WORKING_SHARE, size=_WORKING_BYTES)
         if not self._limits.counts_work and (self._record.reads or self._progress.place in _ON_DEVICE):
             self._computes = moves = False
-        works = moves or (self._computes and self._silence() < self._patience_with_computing)
+        works = moves or (self._computes and self._silent_seconds() < self._longest_computing)
         if works:
             self._worked = time.monotonic()
         return works
@@ -201,7 +201,11 @@ class Watchdog:
             decide_end()
             # Wait until the other ranks have decided too; otherwise the end of this process would look like
             # the cause.
-            last = max(one.written for one in reports.values()) + self._patience(timeout) + 2 * self._tick
+            last = (
+                max(one.written for one in reports.values())
+                + self._seconds_for_reports(timeout)
+                + 2 * self._tick
+            )
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
         if report.rank == min(reports):
             self._print(f"{_since(reports)}: {explanation.sentence}", explanation, written)
@@ -213,7 +217,7 @@ class Watchdog:
         self._excused = time.monotonic()
 
     def _report(self, timeout: float, works: bool) -> Report:
-        quiet = self._quiet()
+        quiet = self._quiet_seconds()
         return self._with_peers(
             capture_report(
                 self._who,
@@ -271,7 +275,7 @@ class Watchdog:
             one.write_summary(explain(latest(one.reports(self._began))).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
-        deadline = time.monotonic() + self._patience(timeout)
+        deadline = time.monotonic() + self._seconds_for_reports(timeout)
         while True:
             reports = {own.rank: own}
             for one in self._directories:
@@ -282,7 +286,7 @@ class Watchdog:
                 return reports
             time.sleep(self._tick / 2)
 
-    def _patience(self, timeout: float) -> float:
+    def _seconds_for_reports(self, timeout: float) -> float:
         """Return for how many seconds a rank waits for the reports of the other ranks."""
         return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
@@ -323,7 +327,7 @@ def readable(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _beside(directory: Path) -> list[Path]:
+def _fallback_directories(directory: Path) -> list[Path]:
     """Return two more directories for hang reports, on the local disk and in memory, in case ``directory`` is
     on a broken or full disk."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])

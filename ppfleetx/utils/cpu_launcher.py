@@ -158,6 +158,7 @@ def option_of(argv: Sequence[str], name: str) -> str | None:
 
 def _controller() -> Any:
     """Return the object of Paddle's launcher that controls the ranks, or None if it does not exist yet."""
+    # The launcher has made a method of this object its handler of SIGTERM.
     controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
@@ -191,7 +192,7 @@ def _end_with_conventional_code() -> None:
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALED + number
     else:
         failed = next((code for code in codes if code), 0)
-        telling = _most_telling(codes)
+        telling = _most_telling_code(codes)
         if telling == failed >= 0:
             return  # the launcher's own choice
         code = telling if telling >= 0 else _SIGNALED - telling
@@ -201,7 +202,7 @@ def _end_with_conventional_code() -> None:
     os._exit(code)
 
 
-def _most_telling(codes: Sequence[int | None]) -> int:
+def _most_telling_code(codes: Sequence[int | None]) -> int:
     """Return the exit code of a rank that best explains why a job failed. Ranks that the launcher ended come
     last."""
     failed = [code for code in codes if code]

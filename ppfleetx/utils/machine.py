@@ -41,16 +41,16 @@ def available_cpus() -> int:
 
 def available_fraction() -> float:
     """Return what fraction of the machine's memory is available, from 0 to 1; 1 if unknown."""
-    kibibytes = _numbers(_MEMINFO)
+    kibibytes = _read_numbers(_MEMINFO)
     return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
 
 
 def available_bytes() -> int | None:
-    kibibytes = _numbers(_MEMINFO).get("MemAvailable")
+    kibibytes = _read_numbers(_MEMINFO).get("MemAvailable")
     return None if kibibytes is None else kibibytes << 10
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def _read_numbers(path: Path) -> dict[str, int]:
     """Return the numbers in a file of ``/proc`` with lines such as ``MemTotal: 16384 kB``, by name. Returns
     an empty dictionary if the file cannot be read."""
     try:
@@ -148,11 +148,11 @@ def machine() -> str:
 
 
 def killed_for_memory() -> int:
-    return _numbers(Path("/proc/vmstat")).get("oom_kill", 0)
+    return _read_numbers(Path("/proc/vmstat")).get("oom_kill", 0)
 
 
 def memory() -> dict[str, int]:
-    kibibytes = _numbers(Path("/proc/self/status")) | _numbers(_MEMINFO)
+    kibibytes = _read_numbers(Path("/proc/self/status")) | _read_numbers(_MEMINFO)
     names = {"resident": "VmRSS", "peak": "VmHWM", "machine_available": "MemAvailable"}
     return {ours: kibibytes[name] << 10 for ours, name in names.items() if name in kibibytes}
 
@@ -173,7 +173,7 @@ class WorkMeter:
         self._seen = self._now()
 
     def _now(self) -> tuple[float, float, int]:
-        io = _numbers(Path("/proc/self/io"))
+        io = _read_numbers(Path("/proc/self/io"))
         moved = io.get("rchar", 0) + io.get("wchar", 0)
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 

@@ -49,13 +49,13 @@ def _import(name: str, named_by: str) -> None:
                 key=named_by,
                 value=name,
             ) from error
-        raise _failed(error, name, named_by) from error
+        raise _import_error(error, name, named_by) from error
     except (Exception, SystemExit) as error:  # a plugin that was written as a script may call sys.exit
-        raise _failed(error, name, named_by) from error
+        raise _import_error(error, name, named_by) from error
     note_plugin(name)
 
 
-def _failed(error: BaseException, name: str, named_by: str) -> ConfigError:
+def _import_error(error: BaseException, name: str, named_by: str) -> ConfigError:
     """Return the error for a plugin that cannot be imported. It says what is wrong, and in which line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]

@@ -97,7 +97,7 @@ def prepare_process(*, device: str = "cpu") -> str:
 
 def _set_mkl() -> str:
     name = "MKL_DEBUG_CPU_TYPE"
-    value = os.environ.get(name) if _is_theirs(name) else mkl_cpu_type(read_cpuinfo())
+    value = os.environ.get(name) if _set_by_user(name) else mkl_cpu_type(read_cpuinfo())
     return "MKL's own choice" if value is None else _set(name, value)
 
 
@@ -127,13 +127,13 @@ def _set_contiguous_copies() -> str:
     return _set("FLAGS_use_stride_kernel", "0")
 
 
-def _is_theirs(name: str) -> bool:
+def _set_by_user(name: str) -> bool:
     return os.environ.get(name) not in (None, _ours.get(name))
 
 
 def _set(name: str, value: str) -> str:
     """Set an environment variable unless the user has set it. Returns its name and value, for the log."""
-    if _is_theirs(name):
+    if _set_by_user(name):
         return f"{name}={os.environ[name]} (yours)"
     os.environ[name] = _ours[name] = value
     return f"{name}={value}"
@@ -176,7 +176,12 @@ def loading_paddle() -> Iterator[None]:
         return
     said, on_sigterm = io.StringIO(), signal.getsignal(signal.SIGTERM)
     try:
-        with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports(), _held_interrupt():
+        with (
+            contextlib.redirect_stderr(said),
+            warnings.catch_warnings(),
+            _quick_imports(),
+            _delayed_interrupt(),
+        ):
             # Printed on every machine without a compiler cache, but nothing is compiled here.
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
@@ -195,7 +200,7 @@ def loading_paddle() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held_interrupt() -> Iterator[None]:
+def _delayed_interrupt() -> Iterator[None]:
     """Context manager that delays Ctrl-C to the end of the block. While Paddle loads, Ctrl-C would become
     a misleading ``ImportError``. A second Ctrl-C takes effect at once."""
     before, came = signal.getsignal(signal.SIGINT), []

@@ -196,4 +196,4 @@ def test_exit_codes_are_the_usual_ones(launch, tmp_path, does: str, number: int 
     ],
 )
 def test_the_rank_that_says_most_decides_the_exit_code(codes, told):
-    assert cpu_launcher._most_telling(codes) == told
+    assert cpu_launcher._most_telling_code(codes) == told

@@ -96,7 +96,7 @@ class CpuProcessGroup:
             else:
                 pieces = self._pieces(array)
                 mine, others = pieces[self._rank], {m: pieces[m] for m in self._others()}
-                yield from self._reduce_piece(number, signature, pieces, mine, kind, code)
+                yield from self._reduce_scatter_steps(number, signature, pieces, mine, kind, code)
                 yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
 
         return self._run(
@@ -154,7 +154,7 @@ class CpuProcessGroup:
         self._count("reduce_scatter", total, total - target.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
-            return self._reduce_piece(number, signature, parts, target, int(op), code)
+            return self._reduce_scatter_steps(number, signature, parts, target, int(op), code)
 
         return self._run(
             "reduce_scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
@@ -190,7 +190,7 @@ class CpuProcessGroup:
         def steps(number: int, signature: Signature) -> Steps:
             mine = pieces[self._rank]
             total = mine if is_root else np.empty_like(mine)
-            yield from self._reduce_piece(number, signature, pieces, total, int(op), code)
+            yield from self._reduce_scatter_steps(number, signature, pieces, total, int(op), code)
             incoming = {m: pieces[m] for m in self._others()} if is_root else {}
             yield from self._exchange(number, signature, 1, {} if is_root else {dst: total}, incoming)
 
@@ -433,7 +433,7 @@ class CpuProcessGroup:
             self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
         yield receives
 
-    def _reduce_piece(
+    def _reduce_scatter_steps(
         self,
         number: int,
         signature: Signature,
@@ -482,7 +482,7 @@ def _finished(steps: Steps, memory: TensorMemory) -> Steps:
     memory.finish()
 
 
-def _add_paddles_spellings() -> None:
+def _add_method_aliases() -> None:
     """Add the other method names that Paddle uses: ``allreduce``, and each name with ``_on_calc_stream``."""
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
@@ -492,4 +492,4 @@ def _add_paddles_spellings() -> None:
     CpuProcessGroup.allreduce = CpuProcessGroup.all_reduce
 
 
-_add_paddles_spellings()
+_add_method_aliases()

@@ -66,7 +66,7 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         acceptor.start()
         for other in range(rank):
             for role in roles[other]:
-                connected[other, role] = _dial(rank, other, members, role)
+                connected[other, role] = _connect_to(rank, other, members, role)
         acceptor.join(HANDSHAKE_SECONDS + 1.0)
     peers: dict[int, Peer] = {}
     for other in (*range(rank), *range(rank + 1, world_size)):
@@ -142,7 +142,7 @@ def local_address() -> str:
         ) from error
 
 
-def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
+def _connect_to(rank: int, other: int, members: Members, role: int) -> Peer:
     """Connect to rank ``other``, which listens, and check its identity: each side sends the secret token that
     all ranks got in the rendezvous."""
     try:

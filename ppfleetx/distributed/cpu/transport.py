@@ -85,10 +85,10 @@ class Mesh:
             threading.Thread(
                 target=self._read, args=(peer,), name=f"cpu-comm-{peer.rank}", daemon=True
             ).start()
-        os.register_at_fork(after_in_child=self._abandon)
+        os.register_at_fork(after_in_child=self._close_in_child)
         atexit.register(self.close)
 
-    def _abandon(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the connections in a forked child, which would keep them open after its parent has died."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
@@ -263,14 +263,14 @@ class Mesh:
                     waited_for = ", ".join(self.peers[rank].name for rank in operation.missing())
                     text = f"rank {self.rank}: waited {self.timeout:g} s for {waited_for} in {operation.text}"
                     raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
-                if not self._can_go_on(operation):
+                if not self._can_continue(operation):
                     gone = [rank for rank in operation.missing() if rank in self._ended]
                     raise self._lost(operation.text, (*gone, *operation.missing(), -1)[0])
         finally:
             self.blocked_on = None
             RECORD.waited += time.monotonic() - began
 
-    def _can_go_on(self, operation: Operation) -> bool:
+    def _can_continue(self, operation: Operation) -> bool:
         """Return whether ``operation`` has ended, or messages have arrived with which the thread that waits
         for it can continue this or another operation. Call it while holding ``state``."""
         if operation.done or operation.failure is not None:
@@ -278,7 +278,7 @@ class Mesh:
         return any(o.ready() for o in self.pending if o is operation or not o.background)
 
     def _is_woken(self, operation: Operation) -> bool:
-        if self._can_go_on(operation):
+        if self._can_continue(operation):
             return True
         if operation.busy:  # another thread advances the operation and will find the error
             return False

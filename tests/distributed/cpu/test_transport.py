@@ -32,7 +32,7 @@ def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
     thread.start()
     try:
         members = Members(1, ["rank"] * 3, [("host", 1)] * 3, token_of_dialer)
-        results["dial"] = handshake._dial(1, addressed, members, handshake.MESSAGES)
+        results["dial"] = handshake._connect_to(1, addressed, members, handshake.MESSAGES)
     except CommError as error:
         results["dial"] = error
     thread.join(10)
