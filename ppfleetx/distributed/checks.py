@@ -31,15 +31,14 @@ MAX_NAMED = 4
 
 
 class CheckFailedError(UserError):
-    """The ranks of a job do not hold the configuration, data or weights that the parallel plan assigns to
-    them."""
+    """The ranks of a job do not hold the configuration, data or weights that the plan assigns to them."""
 
 
 # -- configurations ---------------------------------------------------------------------------
 
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
-    """Check that all ranks run with the same configuration ``values``, by dotted key. All ranks must call
+    """Check that ``values``, the configuration by dotted key, is the same on all ranks. All ranks must call
     this. Raises CheckFailedError, which names two ranks and the keys in which they differ."""
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
@@ -252,8 +251,8 @@ def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int,
     """Return (rank, place) of the non-finite number that appeared first in the whole job, or None if there is
     none. All ranks must call this, each with the place that it found.
 
-    The first is that in the lowest layer of the forward pass, or else in the highest layer of the backward
-    pass.
+    The lowest layer of the forward pass comes first. If all outputs are finite, the highest layer of the
+    backward pass does.
     """
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]

@@ -1,4 +1,4 @@
-"""Collectives that pack many tensors into few messages, exchange rows, or are differentiable."""
+"""Collectives that pack tensors into few messages, exchange rows of tensors, or are differentiable."""
 
 from __future__ import annotations
 
@@ -153,14 +153,14 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``. The backward pass passes the gradient of the sum on unchanged, which
-    is right if all ranks compute the same loss from the sum. An all-reduce would count that loss once per
-    rank."""
+    """Sum ``tensor`` over ``group``. In the backward pass, the gradient of the sum becomes the gradient of
+    ``tensor``, which is right if all ranks compute the same loss from the sum. An all-reduce would count that
+    loss once per rank."""
     return _SumOfRanks.apply(tensor, group)
 
 
 def sum_gradient(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return a copy of ``tensor``. The backward pass sums its gradient over the ranks of ``group``."""
+    """Return a copy of ``tensor`` whose gradient is summed over ``group`` in the backward pass."""
     return _SumGradient.apply(tensor, group)
 
 

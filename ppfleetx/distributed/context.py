@@ -39,8 +39,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The arrangement of the job's ranks along the parallel axes, for dense parameters and for
-        experts."""
+        """The job's ranks along all parallel axes, for dense parameters and for experts."""
         return Mesh(self.plan)
 
     @classmethod
@@ -71,8 +70,7 @@ class ParallelContext:
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
-        """Return this process's rank along ``axis``: dp, sharding, sep, mp, pp, or an axis of expert
-        parallelism."""
+        """Return this process's rank along ``axis``, such as ``dp`` or an axis of expert parallelism."""
         return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:
@@ -83,8 +81,8 @@ class ParallelContext:
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """Return the process group of the ranks that differ from this one only along ``axes``; None if there
-        are none.
+        """Return the process group of the ranks that differ from this one only along ``axes``; None if this
+        rank is the only one.
 
         The groups along a single axis of the plan and the group over dp and sep always exist. A group over
         other axes together, or along an axis of expert parallelism, must have been created by

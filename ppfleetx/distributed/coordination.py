@@ -50,8 +50,7 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Return the integers of every rank, int64 ``[rank, index]``. All ranks must pass the same count of
-    numbers."""
+    """Return the integers of every rank, int64 ``[rank, index]``. All ranks must pass equally many."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 

@@ -45,8 +45,7 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """On a plugin's device, make Paddle's errors say where in Paddle they occurred. By default they only have
-    a number."""
+    """On a plugin's device, make Paddle's errors say where they occurred, and not only a number."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -176,8 +175,8 @@ def generator() -> Any:
 
 
 def total_memory() -> tuple[float, str] | None:
-    """Return the memory of this process's card in bytes, and the card's name. None on a CPU, or if Paddle
-    does not report the memory."""
+    """Return the memory of this process's card in bytes, and the card's name. Returns None on a CPU, or if
+    Paddle does not report the memory."""
     import paddle
 
     kind = kind_of(paddle.get_device())
@@ -224,8 +223,8 @@ def computes_in(dtype: str) -> bool:
 
 
 def groups_messages(device: str) -> bool:
-    """Return whether sends and receives with several ranks can be started as one batch in any order, as by
-    NCCL and the CPU process groups."""
+    """Return whether sends and receives with several ranks can be started as one batch, in which their order
+    does not matter. NCCL and the CPU process groups can do that."""
     return kind_of(device) in (CPU, GPU)
 
 
@@ -250,8 +249,8 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
     The caller then computes in float32. Paddle would use the CPU's kernel, which waits for the card and draws
     from an unseeded generator, or raise an error.
 
-    Always False on a CPU, on GPUs, which have all kernels that ppfleetx uses, and while a program is traced
-    for export.
+    Always False on CPUs and GPUs, which have all kernels that ppfleetx uses there, and while a program is
+    traced for export.
     """
     import paddle
 
@@ -263,7 +262,8 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """Return the operator ``name`` from the Python package of this device's plugin, or None."""
+    """Return the operator ``name`` from the Python package of this device's plugin, or None if it has
+    none."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -281,12 +281,12 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
 
 def moves_powers(device: str) -> bool:
     """Return whether AdamW's kernel moves its beta powers (``beta1**step`` and ``beta2**step``) from host
-    memory to the device. Those for CPUs and GPUs do not."""
+    memory to the device. The kernels for CPUs and GPUs leave them on the host."""
     return kind_of(device) not in (CPU, GPU)
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """Return the ``targets`` of ``paddle.profiler.Profiler`` for a device: the CPU and, if it is a card, its
+    """Return the ``targets`` of ``paddle.profiler.Profiler``: the CPU and, if the device is a card, its
     kind."""
     from paddle.profiler import ProfilerTarget
 

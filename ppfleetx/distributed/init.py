@@ -76,9 +76,11 @@ def flags_of_run() -> dict[str, Any]:
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
     """Call ``fleet.init`` with the parallel degrees of ``plan``, and return this process's context. Nothing
-    else in the package calls ``fleet.init``. On a CPU, the process groups of
-    :mod:`ppfleetx.distributed.cpu.backend` are installed first. Raises ConfigError if they cannot be, because
-    Paddle is a CUDA build."""
+    else in the package calls ``fleet.init``.
+
+    On a CPU, the process groups of :mod:`ppfleetx.distributed.cpu.backend` are installed first. Raises
+    ConfigError if Paddle is its CUDA build, in which they do not work.
+    """
     from paddle.distributed import fleet
 
     if not is_card(device):

@@ -43,8 +43,7 @@ def seed_everything(seed: int) -> None:
 
 
 def register_sliced_stream(seed: int) -> None:
-    """Create the random generator of :func:`sliced_stream`. Fleet's tensor-parallel layers use the same
-    one."""
+    """Create the random generator of :func:`sliced_stream`, which fleet's tensor-parallel layers use too."""
     tracker = stream_tracker()
     tracker.reset()
     tracker.add(_sliced_name(), derive_seed("sliced", seed))
@@ -75,8 +74,7 @@ class DropoutStreams:
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
         """Add a hook to each layer that contains dropout. It seeds the random generators at the start of each
-        forward pass of the layer. ``stages`` are this rank's layers as pairs (index in the whole model,
-        layer)."""
+        forward pass of the layer. ``stages`` are pairs (index in the whole model, layer) of this rank."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

@@ -44,8 +44,7 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Report to the watchdog that a micro batch begins, and again when the card has reached it in its
-    queue."""
+    """Report to the watchdog that a micro batch begins, and once more when the card begins it."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -54,9 +53,9 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """Wait until the device has computed a tensor, and return its contents. Does not wait for other streams
-    of the card, as ``Tensor.numpy`` does. Meanwhile it reports each micro batch that the card reaches to the
-    watchdog, which would take a long step for a hang."""
+    """Wait until the device has computed a tensor, and return its contents. Unlike ``Tensor.numpy``, this
+    does not wait for the card's other streams. While waiting, it reports each micro batch that the card
+    begins to the watchdog, so that a long step does not look like a hang."""
     with RECORD.reading():
         while _begun:
             if _begun[0].query():

@@ -50,8 +50,7 @@ def expects_gradient(parameter: Tensor) -> bool:
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Remove the parameter's gradient. If it were set to zero, the next backward pass would have to add to
-    it."""
+    """Remove the parameter's gradient, so that the next backward pass need not add to zeros."""
     if getattr(parameter, "main_grad", None) is not None:
         parameter.main_grad = None
     parameter.clear_gradient(False)

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024), which updates matrices; all other parameters are updated by AdamW."""
+"""Muon (Jordan et al., 2024) for matrices, together with AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight, for example the queries. In ``piece [..., in, runs,
-        width]``, its columns are ``runs`` groups of ``width`` adjacent columns of the weight. With
+        """Orthogonalize one matrix of a fused weight, for example the queries: ``piece [..., in, runs,
+        width]``, whose columns are ``runs`` groups of ``width`` adjacent columns of the weight. With
         ``head_dim``, each head is orthogonalized as a matrix of its own."""
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)

@@ -43,8 +43,7 @@ class UpdatePlace:
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together. ``weight_decay=None`` stands for the weight decay of each
-    step."""
+    """Parameters that are updated together. With ``weight_decay=None``, that of each step applies."""
 
     rule: Rule
     lr_factor: float
@@ -242,9 +241,9 @@ def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: floa
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: Callable[[str], Any], *, lr: float, weight_decay: float
 ) -> None:
-    """Apply ``rule.update`` to whole matrices. A collective of the ranks that share a matrix: all gather the
-    matrix, its gradient and its states. One of them, the owner, updates these and broadcasts the result, of
-    which each rank keeps its slice."""
+    """Apply ``rule.update`` to whole matrices. This is a collective of the ranks that share a matrix: all
+    gather the matrix, its gradient and its states. One of them, the owner, updates them and broadcasts the
+    result, of which each rank keeps its slice."""
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}
     for view in views:

@@ -50,8 +50,7 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A parameter group as ``--check`` prints it, with the settings that differ from section
-    ``Optimizer``."""
+    """A parameter group as ``--check`` prints it, with the settings that differ from ``Optimizer``."""
 
     name: str
     optimizer: str

@@ -52,7 +52,8 @@ class Schedule:
         _check_lengths(self)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if it is not a valid one."""
+        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if the decay gives no valid
+        one."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
@@ -90,13 +91,13 @@ class Schedule:
         return text
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule as JSON values, for a checkpoint. :meth:`from_state` builds an equal schedule
-        from it."""
+        """Return the schedule as JSON values, for a checkpoint. :meth:`from_state` rebuilds it from them."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """Build the schedule from a result of :meth:`state`. Raises CheckpointError if it is not one."""
+        """Build the schedule from a result of :meth:`state`. Raises CheckpointError if that is not
+        complete."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "this version cannot read the learning-rate schedule in the checkpoint; "

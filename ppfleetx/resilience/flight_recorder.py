@@ -55,7 +55,7 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part of the operation is done. For an asynchronous operation, its task is
+        """Whether this rank's part of the operation is done. The task of an asynchronous operation is
         asked."""
         if not self.ended:
             return False
@@ -64,8 +64,7 @@ class Call:
 
 
 class CallRecord:
-    """The last :data:`KEPT` collectives and messages of this process, and what else is needed to explain a
-    hang.
+    """The last :data:`KEPT` collectives and messages of this process, and what else explains a hang.
 
     Attributes:
         blocked_on: returns the task for which the program is waiting, or None. The attribute itself is None
@@ -99,8 +98,8 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """The time (``time.monotonic``) at which a call last began or returned, polls aside; 0.0 if there was
-        none."""
+        """The time (``time.monotonic``) at which a call last began or returned; 0.0 if there was none. Polls
+        do not count."""
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
 
@@ -117,8 +116,7 @@ class CallRecord:
             self._asks, self._only_asks = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
-        """Record that the call with the task ``task`` failed with ``error`` while the program waited for
-        it."""
+        """Record that the call whose task is ``task`` failed with ``error`` while the program waited."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
             self.failed, self.failure = call, error
@@ -170,8 +168,8 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Record from now on all calls of the methods ``names`` of the process group class ``cls``, as far as
-        it has them."""
+        """Record from now on all calls of the methods ``names`` of the process group class ``cls``. Names of
+        methods that it does not have are ignored."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):

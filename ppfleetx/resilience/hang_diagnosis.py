@@ -71,8 +71,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """Explain a hang from this rank's report alone, because no report can be written for other ranks to
-    read."""
+    """Explain a hang from this rank's report alone, if the ranks cannot read each other's reports."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -177,8 +176,8 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """Return why ``ranks`` have written no report: the state of their processes, which ranks on the same
-    machine have seen."""
+    """Return why ``ranks`` have written no report: the state of their processes, as seen by other ranks on
+    the same machine."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]

@@ -60,9 +60,8 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other ranks count this call. For a message, the
-        caller appends this rank's number: a send in group 5 has the key ``5<`` of receives, a receive the key
-        ``5>`` of sends."""
+        """The key in :attr:`Report.counts` under which the other ranks count this call. For a send in group 5
+        it is ``5<`` (a receive), and for a receive ``5>``; the caller appends this rank's number."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -133,8 +132,7 @@ class Report:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank made no progress and asks the other ranks for their reports. False if it only
-        answers."""
+        """Whether this rank asks the other ranks for their reports, because it made no progress."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
@@ -144,8 +142,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Return the report that :meth:`to_json` has written. Raises ValueError if ``text`` is not a complete
-        one."""
+        """Return the report that :meth:`to_json` has written. Raises ValueError if it is not complete."""
         try:
             tree = json.loads(text)
         except ValueError:
@@ -320,8 +317,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """Return where a thread is, as ``file.py:12 in function``. If it is in a waiting function of the standard
-    library, that is the place from which the function was called."""
+    """Return where a thread is, as ``file.py:12 in function``. Functions of the standard library in which
+    threads wait are skipped."""
     while frame is not None and frame.f_back is not None and _is_waiting(frame):
         frame = frame.f_back
     if frame is None:

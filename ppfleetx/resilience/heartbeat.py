@@ -27,8 +27,7 @@ class Progress:
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """Record progress: the program begins the activity ``place``, in optimizer step ``step`` (None: as
-        before)."""
+        """Record progress: the program begins the activity ``place``, in step ``step`` (None: as before)."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step
@@ -38,8 +37,8 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context manager: ``place`` is the program's activity inside the block, and the previous activity
-        after it. Both changes count as progress."""
+        """Context manager: ``place`` is the program's activity inside the block; afterwards, the previous
+        activity goes on. Both changes count as progress."""
         before = self.place
         self.beat(place)
         try:

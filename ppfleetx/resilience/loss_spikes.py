@@ -100,8 +100,8 @@ class Spike:
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
         """Return a copy of this spike that says what became of it. ``to_step`` is the step of the checkpoint
-        to which the run went back; if it is None, a ``rewind`` becomes a ``skip``. ``samples`` is for
-        :attr:`samples`."""
+        to which the run went back; if it went back to none, a ``rewind`` becomes a ``skip``. ``samples`` is
+        the new value of :attr:`samples`."""
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
 
@@ -149,8 +149,8 @@ class SpikeGuard:
 
     @property
     def gives_up(self) -> bool:
-        """Whether more steps in a row than ``Engine.spike.max_in_a_row`` were spikes, so that the run must
-        end."""
+        """Whether the run must end, because more than ``Engine.spike.max_in_a_row`` steps in a row were
+        spikes."""
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:
@@ -165,8 +165,7 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return the last steps' values as JSON values. A resumed run that loads them detects the same
-        spikes."""
+        """Return the last steps' values as JSON values, so that a resumed run detects the same spikes."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -40,8 +40,7 @@ class ReportDir:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread that accesses the directory. Call this early: at exit, Python starts no
-        threads."""
+        """Start the thread that accesses the directory. Call it early: at exit, Python starts no threads."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()

@@ -31,7 +31,7 @@ class SlowRank:
     Attributes:
         data: the part of its own time in which the rank waited for training data.
         compute: the rest of its own time.
-        usual: median own time of the ranks with which it is compared; the lower of two middle values.
+        usual: median own time of the ranks with which it is compared (of two middle values, the lower).
         alone: whether no other rank is in its pipeline stage, so it is compared with other stages.
     """
 
@@ -91,7 +91,7 @@ class StragglerTable:
         self.found: Stragglers | None = None
 
     def took(self, total: float, data: float, waited: float) -> None:
-        """Record the seconds of this rank's last step: in total, waiting for training data, waiting for other
+        """Record the seconds of this rank's last step: in total, waiting for data, waiting for other
         ranks."""
         self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
@@ -101,11 +101,11 @@ class StragglerTable:
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add the times of step ``step``: :attr:`own` of every rank, as int64 ``[rank, 3]``. All ranks must
+        """Add the times of step ``step``, int64 ``[rank, 3]``: the :attr:`own` of every rank. All ranks must
         call this.
 
-        Then :attr:`found` has the slow ranks, equally on all ranks. It is None if no rank is slow, or if the
-        number of steps after which ranks are compared is not yet complete.
+        When enough steps have been added, :attr:`found` is set to the slow ranks, equally on all ranks. It is
+        None after all other steps, and if no rank is slow.
         """
         self.found = None
         if not self._every or not times.any():

@@ -69,7 +69,7 @@ def own_process() -> tuple[str, int, float]:
 
 class Watchdog:
     """A thread that watches whether this process makes progress, and reports and explains a hang. If
-    ``limits.ends``, it then calls ``end``."""
+    ``limits.ends``, it then calls ``end``, which ends the process."""
 
     def __init__(
         self,
@@ -114,8 +114,7 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet_seconds(self) -> float:
-        """Return the seconds since this rank last made progress; 0 during the rendezvous, which has its own
-        time limit."""
+        """Return the seconds since this rank last made progress; 0 during the rendezvous at the start."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silent_seconds(), self._excused)
@@ -139,8 +138,8 @@ class Watchdog:
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Do not count the time in which the process was suspended. It was if the watchdog slept for
-        ``seconds``, much longer than it wanted."""
+        """Do not count time in which the process was suspended. The watchdog slept for ``seconds``. If that
+        is much longer than it wanted, the process was suspended meanwhile."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()

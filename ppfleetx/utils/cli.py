@@ -1,5 +1,4 @@
-"""How a program ends: an error that is not a bug becomes one message and an exit code, without a
-traceback."""
+"""How a program ends: expected errors become one message and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def _call(main: Callable[[], int | None]) -> int | None:
 
 
 class _SignalCameError(BaseException):
-    """Raised by a signal's handler, so that ``finally`` blocks clean up before the signal ends the
-    process."""
+    """Raised when a signal arrives, to run ``finally`` blocks before the signal ends the process."""
 
 
 _received: list[int] = []  # signal numbers
@@ -156,7 +154,7 @@ def _exit_code_of(error: Exception) -> int | None:
 
 def _wait_for_the_launcher() -> None:
     """Wait before this rank ends because another one has failed, so that the launcher finds the other rank
-    first. Ends at the launcher's SIGTERM, or after a few seconds."""
+    first. The wait ends at the launcher's SIGTERM, or after a few seconds."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS
@@ -171,8 +169,7 @@ def _reader_has_gone() -> bool:
 
 
 def _discard_output() -> None:
-    """Discard what standard output has buffered. Nobody reads it, and Python would fail to write it at
-    exit."""
+    """Discard buffered standard output. Nobody reads it, and Python would fail to write it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

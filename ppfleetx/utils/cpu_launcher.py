@@ -80,8 +80,8 @@ def apply() -> None:
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Make the changes that this module describes in this process, a launcher with the arguments ``options``.
-    A second call has no effect."""
+    """Make the changes that this module describes in this process, which is a launcher with the arguments
+    ``options``. A second call has no effect."""
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
@@ -92,8 +92,7 @@ def prepare(options: Sequence[str]) -> None:
 
 
 def launcher_options(argv: Sequence[str]) -> list[str] | None:
-    """Return the arguments of Paddle's launcher if ``argv`` starts it (``-m paddle.distributed.launch``), or
-    None."""
+    """Return the arguments of Paddle's launcher if the command line ``argv`` starts it, or else None."""
     words = iter(range(1, len(argv)))
     for place in words:
         if argv[place] == "-m":
@@ -120,8 +119,8 @@ def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> N
 
 
 def install(site_packages: Path | None = None) -> Path:
-    """Write the ``.pth`` file that makes Python call :func:`apply` when it starts, to ``site_packages``
-    (None: that of this environment). Returns its path."""
+    """Write the ``.pth`` file that makes Python call :func:`apply` when it starts. ``site_packages`` is the
+    directory for the file (None: that of this environment). Returns its path."""
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
@@ -144,8 +143,8 @@ def watch_launcher(argv: Sequence[str]) -> None:
 
 
 def option_of(argv: Sequence[str], name: str) -> str | None:
-    """Return the value of the launcher's option ``name`` from ``argv``, or None if the option is not
-    there."""
+    """Return the value of the option ``name`` in the launcher's arguments ``argv``, or None if it is not
+    set."""
     for place, word in enumerate(argv):
         if word.endswith(".py"):  # what follows are the program's arguments
             break
@@ -277,8 +276,7 @@ class _Meeting:
         self._port, self._where = int(port or 0), address
 
     def examine_port(self) -> None:
-        """End the launcher with a message if another program holds the port of this machine where the nodes
-        meet."""
+        """End the launcher with a message if the port where the nodes meet is taken by another program."""
         if self._port and self._host in ("127.0.0.1", self._controller.ctx.node.ip):
             problem = self._problem_of_port()
             if problem and self._controller.master.server is None and _is_meeting(self._controller):

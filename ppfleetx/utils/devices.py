@@ -46,8 +46,8 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each key of the configuration whose value the kind of device, such as ``cpu``,
-    does not support."""
+    """Return a sentence for each key of ``cfg`` whose value is not supported on ``device``, a kind such as
+    ``cpu``."""
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
         return []
@@ -114,8 +114,7 @@ def refused_at_import(error: Exception) -> ConfigError | None:
 
 
 def no_such_card(variable: str, number: str) -> ConfigError:
-    """Return the error for a card that the launcher has assigned to this process but the machine does not
-    have."""
+    """Return the error for a card that the launcher has assigned but that this machine does not have."""
     return ConfigError(
         "this process was given a card that this machine does not have or does not show: start as many "
         "processes as there are cards (--nproc)",
@@ -126,15 +125,16 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return whether the installed Paddle may support a kind of device. True also if Paddle is not installed
-    or a directory of plugins exists."""
+    """Return False only if the installed Paddle certainly does not support a kind of device. That is not
+    certain if Paddle is not installed, or the user has named a directory of plugins."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` for a recipe that is made for cards of ``kind``, and a reason. It
-    is ``kind``, and "", if the installed Paddle may support that kind. Otherwise it is ``auto``, and why."""
+    """Return the value of ``Global.device`` for a recipe for cards of ``kind``: ``kind`` itself if the
+    installed Paddle may support it, and otherwise ``auto``. The second result says why it is ``auto``, or is
+    ""."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

@@ -70,8 +70,8 @@ def is_taken(path: Path) -> bool:
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Return why no files can be written to ``directory``, or None if they can. A directory that does not
-    exist must be possible to create."""
+    """Return why no files can be written to ``directory``, or None if they can. If the directory does not
+    exist, it must be possible to create it."""
     # Unlike Path.exists, os.path.exists does not raise for an unreadable directory.
     places = (directory.absolute(), *directory.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110

@@ -80,8 +80,8 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each configuration key that makes some operations of an Ascend card run on the
-    host, because the plugin lacks their kernels. ``docs/devices/ascend.md`` has the full list."""
+    """Return a sentence for each configuration key because of which a run on an Ascend card does some
+    operations on the host. The plugin lacks their kernels. ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

@@ -54,7 +54,8 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """Context manager or decorator that turns an OSError into an ``error`` with the name of the file."""
+    """Context manager or decorator: turn an OSError into an exception of the class ``error`` that names the
+    file."""
     try:
         yield
     except OSError as reason:

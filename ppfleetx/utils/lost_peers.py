@@ -26,8 +26,7 @@ _START_SECONDS = 600.0
 
 def start_timeout() -> float:
     """Return for how many seconds nodes and ranks wait for each other at the start of a job
-    (``PPFLEETX_START_TIMEOUT``, default 600). Raises ConfigError if the variable is not a number of at least
-    1."""
+    (``PPFLEETX_START_TIMEOUT``, default 600). Raises ConfigError if that is not a number of at least 1."""
     return seconds_in(START_VARIABLE, _START_SECONDS, least=1.0)
 
 
@@ -62,8 +61,8 @@ _state = _State()
 
 def end_with_peers(grace: float, exit_code: int) -> None:
     """Let the loss of another process of the job end this process with ``exit_code``, ``grace`` seconds
-    later. Usually an error of its next communication ends it earlier, but it might compute for hours before
-    that."""
+    later. Usually an error of its next communication ends it earlier, but it may compute for hours before it
+    communicates."""
     _state.grace, _state.exit_code = grace, exit_code
 
 

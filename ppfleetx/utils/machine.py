@@ -75,7 +75,7 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def back_process_by_huge_pages() -> None:
-    """Call :func:`back_by_huge_pages` for all large blocks of memory that this process has allocated so
+    """Apply :func:`back_by_huge_pages` to all large blocks of memory that this process has allocated so
     far."""
     try:
         lines = _MAPS.read_text().splitlines()

@@ -1,6 +1,6 @@
 """Import plugins: the user's own modules that register callbacks, optimizers, layers and so on. ``--plugin``
-or the environment variable ``PPFLEETX_PLUGINS`` names them. They are imported before the configuration is
-validated, which may use the names that they register."""
+or the environment variable ``PPFLEETX_PLUGINS`` names them. The configuration may use the names that they
+register, so they are imported before it is validated."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ _TOO_LATE = (
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
     """Return the value of ``MKL_DEBUG_CPU_TYPE`` that makes MKL use an AMD processor's vector instructions:
-    "7" for AVX-512, "5" for AVX2. Returns None if the processor, according to its ``/proc/cpuinfo``, has
-    neither or is not from AMD."""
+    "7" for AVX-512, "5" for AVX2. Returns None if the processor has neither or is not from AMD. ``cpuinfo``
+    is the content of ``/proc/cpuinfo``."""
     if "AuthenticAMD" not in cpuinfo:
         return None
     flags = flags_in(cpuinfo)
@@ -70,8 +70,8 @@ _ours: dict[str, str] = {}
 
 def prepare_process(*, device: str = "cpu") -> str:
     """Make the settings for speed on CPUs in this process, and, if it is a rank, let it end with its
-    launcher. Call this before importing Paddle. Otherwise only malloc can be set, and a warning is logged the
-    first time.
+    launcher. Call this before importing Paddle. If Paddle is imported already, only malloc can be set, and a
+    warning is logged the first time.
 
     With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set.
     Returns a line for the log: which settings were made, and which the user's variables have kept.
@@ -140,9 +140,9 @@ def _set(name: str, value: str) -> str:
 
 
 def _set_by_launcher(name: str) -> bool:
-    """Return whether Paddle's launcher, and not the user, has set an environment variable of this rank. Its
-    import of Paddle sets OMP_NUM_THREADS=1, which the ranks inherit. But ``/proc`` still shows the
-    environment with which the user started it."""
+    """Return whether Paddle's launcher, and not the user, has set an environment variable of this rank. The
+    launcher imports Paddle, which sets OMP_NUM_THREADS=1, and the ranks inherit that. But ``/proc`` still
+    shows the environment with which the user started the launcher."""
     if "PADDLE_LOCAL_SIZE" not in os.environ:
         return False
     try:

@@ -27,8 +27,8 @@ _groups: list[CpuProcessGroup] = []
 
 def install() -> bool:
     """Make Paddle create this module's process groups wherever it would create those of its backend "gloo".
-    Call it before ``fleet.init``; further calls have no effect. Returns False if Paddle is a CUDA build, in
-    which nothing is replaced, and else True."""
+    Call it before ``fleet.init``; further calls have no effect. Returns whether these groups are used: False
+    with a CUDA build of Paddle, in which nothing is replaced."""
     if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # the launcher's default without GPUs

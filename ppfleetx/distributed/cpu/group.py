@@ -55,8 +55,7 @@ class CpuProcessGroup:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The group's members, as ranks of the job. Looked up at first use, because Paddle knows them only
-        later."""
+        """The group's members, as ranks of the job. Paddle knows them only after it has made this object."""
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -179,8 +178,7 @@ class CpuProcessGroup:
         return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """Reduce ``tensor`` over the members with ``op``; only member ``dst`` gets the result, in its
-        ``tensor``."""
+        """Reduce ``tensor`` over the members with ``op``, in place. Only member ``dst`` gets the result."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         is_root = self._rank == dst
         array = memory.write(tensor) if is_root else memory.read(tensor)
@@ -355,8 +353,7 @@ class CpuProcessGroup:
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Wait for the sends and receives since ``_start_coalescing``. Paddle calls both around a batch of
-        messages."""
+        """Wait for the sends and receives since ``_start_coalescing``. Paddle calls both around a batch."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
@@ -420,8 +417,7 @@ class CpuProcessGroup:
         outgoing: dict[int, np.ndarray],
         incoming: dict[int, np.ndarray],
     ) -> Steps:
-        """Send ``outgoing[m]`` to each member m, and wait until a message of each member m is in
-        ``incoming[m]``."""
+        """Send ``outgoing[m]`` to each member m, and wait until each ``incoming[m]`` has arrived."""
         me, size = self._rank, self._size
         wanted: list[tuple[Key, Signature, memoryview]] = [
             ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
@@ -442,8 +438,8 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """Reduce the members' ``pieces[m]`` on each member m: send the pieces, and write the result of this
-        member's to ``out``."""
+        """Reduce-scatter: send ``pieces[m]`` to each member m, and reduce this member's piece over all into
+        ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, code)

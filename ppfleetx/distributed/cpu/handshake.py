@@ -80,8 +80,8 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Take part in the job's rendezvous, in which all ranks announce the address on which they listen, this
-    one ``own``. Returns all addresses and a secret token that is the same for all ranks.
+    """Take part in the job's rendezvous: announce ``own``, the address on which this rank listens. Returns
+    the addresses of all ranks, and a secret token that is the same for all.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet.

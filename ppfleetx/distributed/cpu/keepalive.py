@@ -27,8 +27,7 @@ _AFTER_THE_END_SECONDS = 5.0
 
 def silence_limit() -> float:
     """Return after how many seconds without an answer to keepalive probes a host counts as lost
-    (``PADDLE_CPU_COMM_SILENCE``, default 30). Raises ConfigError if the variable is not a number of at least
-    3."""
+    (``PADDLE_CPU_COMM_SILENCE``, default 30). Raises ConfigError if that is not a number of at least 3."""
     return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
 
 
@@ -46,7 +45,7 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """A thread that watches the idle connections to ranks on other hosts. If one fails, it calls ``lost(rank,
+    """A thread that watches the idle connections to other hosts. If one fails, it calls ``lost(rank,
     reason)``."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
@@ -61,8 +60,8 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close the watched connections in a forked child, which would keep them open after its parent has
-        died."""
+        """Close a forked child's copies of the watched connections, which would outlive the parent
+        process."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}

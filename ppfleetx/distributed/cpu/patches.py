@@ -1,5 +1,5 @@
-"""Everything in Paddle that the CPU process groups replace, as ``TABLE``. Each entry has its reason and the
-Paddle version.
+"""Everything in Paddle that the CPU process groups replace (``TABLE``), with the reasons and the Paddle
+version.
 
 Nothing is replaced before ``backend.install()``. ``tests/distributed/cpu/test_patches.py`` checks in
 unmodified Paddle that each reason still holds. If that test fails, Paddle has been fixed, and the entry can

@@ -89,7 +89,7 @@ class Mesh:
         atexit.register(self.close)
 
     def _close_in_child(self) -> None:
-        """Close the connections in a forked child, which would keep them open after its parent has died."""
+        """Close a forked child's copies of the connections, which would outlive the parent process."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -97,8 +97,7 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends, and with what error. Waits at most 2 s for the
-        delivery."""
+        """Tell the other ranks that this rank ends, and with what error. Takes at most 2 s."""
         if self._closed:
             return
         self._closed = True
@@ -271,8 +270,8 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_continue(self, operation: Operation) -> bool:
-        """Return whether ``operation`` has ended, or messages have arrived with which the thread that waits
-        for it can continue this or another operation. Call it while holding ``state``."""
+        """Return whether ``operation`` has ended, or the thread that waits for it can continue this or
+        another operation, because messages have arrived. Call it while holding ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -313,9 +312,9 @@ class EndedRanks:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """Record the closing message of ``rank``, which ended with the error ``text`` ("": as planned).
-        ``lost`` is the rank whose end caused the error; -1 if ``rank`` failed by itself. Returns whether this
-        is the first failure in the job that this rank learns of."""
+        """Record the closing message of ``rank``. ``text`` is the error with which it ended, or "" if it
+        ended as planned. ``lost`` is the rank whose end caused the error; -1 if ``rank`` failed by itself.
+        Returns whether this is the first failure in the job that this rank learns of."""
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
                 text = f"it lost the connection to this rank: {text}"
@@ -333,9 +332,9 @@ class EndedRanks:
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """Make the error of an operation, described by ``text``, that waits for a rank that has ended (-1:
-        unknown). It names the rank that failed first, because ``rank`` may have ended only as a
-        consequence."""
+        """Return the error for an operation that cannot complete because ``rank`` (-1: unknown) has ended.
+        ``text`` describes the operation. The error names the rank that failed first, because ``rank`` may
+        have ended only as a consequence."""
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
