@@ -251,8 +251,8 @@ def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int,
     """Return (rank, place) of the non-finite number that appeared first in the whole job, or None if there is
     none. All ranks must call this, each with the place that it found.
 
-    The lowest layer of the forward pass comes first. If all outputs are finite, the highest layer of the
-    backward pass does.
+    The first place is the lowest layer with a non-finite output. If all outputs are finite, it is the highest
+    layer with a non-finite gradient.
     """
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]

@@ -1,5 +1,5 @@
 """Where this process is in the parallel job: its rank, its coordinates along the parallel axes, and its
-process groups. The object is passed as an argument; it is not a global."""
+process groups. A :class:`ParallelContext` is passed as an argument; it is not a global."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The job's ranks along all parallel axes, for dense parameters and for experts."""
+        """The arrangement of the job's ranks along the parallel axes, for dense layers and for experts."""
         return Mesh(self.plan)
 
     @classmethod
@@ -99,8 +99,8 @@ class ParallelContext:
 
     def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
         """Return a copy of this context with process groups over the combinations of axes in ``needed``, such
-        as ``("dp", "mp")``, for :meth:`group_over`. This is a collective: all ranks must call it with the
-        same ``needed``."""
+        as ``("dp", "mp")``, for :meth:`group_over`. This is a collective: all ranks must pass the same
+        ``needed``."""
         groups = dict(self.groups)
         for axes in needed:
             axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
@@ -129,8 +129,8 @@ class ParallelContext:
         return replace(self, groups={**self.groups, **made})
 
     def levels_of(self, axis: str) -> tuple[Any, Any] | None:
-        """Return this rank's groups (between nodes, within its node) along ``axis`` from :meth:`with_levels`,
-        or None."""
+        """Return this rank's groups (between nodes, within its node) along ``axis``; None if
+        :meth:`with_levels` has created none."""
         between, within = (self.groups.get(f"{axis} {level}") for level in LEVELS)
         return None if between is None else (between, within)
 

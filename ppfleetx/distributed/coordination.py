@@ -89,8 +89,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Return the first of the error messages of all ranks (None: no error). If only some ranks have this
-    message, their numbers are put before it, unless ``name_ranks`` is False."""
+    """Return the first of the error messages of all ranks (None: no error). With ``name_ranks``, it begins
+    with the numbers of the ranks that have it, unless all have it."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):

@@ -205,9 +205,9 @@ def capability(device: str) -> tuple[int, int]:
 
 
 def computes_in(dtype: str) -> bool:
-    """Return whether this process's device can compute in ``dtype``, which is ``float16`` or ``bfloat16``.
-    Cards try a matrix product, because Paddle may lack the kernel, or warn and compute in float32 instead.
-    For CPUs, the feature flags decide."""
+    """Return whether this process's device can compute in ``dtype``, which is ``float16`` or ``bfloat16``. On
+    a card, this tries a matrix product, because Paddle may lack the kernel, or warn and compute in float32
+    instead. On a CPU, it looks at the feature flags."""
     import paddle
 
     if not on_card():
@@ -262,8 +262,7 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """Return the operator ``name`` from the Python package of this device's plugin, or None if it has
-    none."""
+    """Return the operator ``name`` from the Python package of this device's plugin; None if it is missing."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -286,8 +285,7 @@ def moves_powers(device: str) -> bool:
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """Return the ``targets`` of ``paddle.profiler.Profiler``: the CPU and, if the device is a card, its
-    kind."""
+    """Return the ``targets`` of ``paddle.profiler.Profiler``: the CPU and, for a card, its kind."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}

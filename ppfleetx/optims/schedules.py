@@ -52,7 +52,7 @@ class Schedule:
         _check_lengths(self)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if the decay gives no valid
+        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if it would not be a valid
         one."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
@@ -96,8 +96,8 @@ class Schedule:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """Build the schedule from a result of :meth:`state`. Raises CheckpointError if that is not
-        complete."""
+        """Build the schedule from a result of :meth:`state`. Raises CheckpointError if this version cannot
+        read it."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "this version cannot read the learning-rate schedule in the checkpoint; "

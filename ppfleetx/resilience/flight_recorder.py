@@ -55,8 +55,7 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part of the operation is done. The task of an asynchronous operation is
-        asked."""
+        """Whether this rank's part of the operation is done, whether asynchronous or not."""
         if not self.ended:
             return False
         ask = getattr(self.task, "is_completed", None)

@@ -149,8 +149,7 @@ class SpikeGuard:
 
     @property
     def gives_up(self) -> bool:
-        """Whether the run must end, because more than ``Engine.spike.max_in_a_row`` steps in a row were
-        spikes."""
+        """Whether the run must end: more than ``Engine.spike.max_in_a_row`` steps in a row were spikes."""
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:

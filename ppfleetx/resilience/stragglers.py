@@ -91,8 +91,7 @@ class StragglerTable:
         self.found: Stragglers | None = None
 
     def took(self, total: float, data: float, waited: float) -> None:
-        """Record the seconds of this rank's last step: in total, waiting for data, waiting for other
-        ranks."""
+        """Record the seconds of this rank's last step: total, waiting for data, waiting for other ranks."""
         self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
     @property

@@ -167,7 +167,6 @@ class Watchdog:
                 self._inquire(timeout, works)
 
     def _own_cpu_seconds(self) -> float:
-        """Return the CPU time of the watchdog's own threads, which is not work of the program."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
 
@@ -286,7 +285,6 @@ class Watchdog:
             time.sleep(self._tick / 2)
 
     def _seconds_for_reports(self, timeout: float) -> float:
-        """Return for how many seconds a rank waits for the reports of the other ranks."""
         return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
     def _print(self, text: str, explanation: Explanation, written: Sequence[Path]) -> None:

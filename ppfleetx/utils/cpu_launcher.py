@@ -143,8 +143,8 @@ def watch_launcher(argv: Sequence[str]) -> None:
 
 
 def option_of(argv: Sequence[str], name: str) -> str | None:
-    """Return the value of the option ``name`` in the launcher's arguments ``argv``, or None if it is not
-    set."""
+    """Return the value of the option ``name`` in the launcher's arguments ``argv``, or None if it is
+    absent."""
     for place, word in enumerate(argv):
         if word.endswith(".py"):  # what follows are the program's arguments
             break
@@ -202,7 +202,7 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling_code(codes: Sequence[int | None]) -> int:
-    """Return the exit code of a rank that best explains why a job failed. Ranks that the launcher ended come
+    """Return the rank's exit code that best explains a failed job. Ranks that the launcher ended come
     last."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]

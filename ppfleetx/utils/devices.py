@@ -46,8 +46,8 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each key of ``cfg`` whose value is not supported on ``device``, a kind such as
-    ``cpu``."""
+    """Return a sentence for each key of ``cfg`` whose value a kind of device (such as ``cpu``) cannot
+    support."""
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
         return []

@@ -37,9 +37,8 @@ def is_rank() -> bool:
 
 
 def end_with_launcher() -> None:
-    """When the launcher of this rank is gone, send this process SIGTERM, on which training saves and stops,
-    and later SIGKILL. Has no effect in a process that Paddle's launcher has not started, or when called
-    again."""
+    """From now on, when the launcher of this rank is gone, send this process SIGTERM, on which training saves
+    and stops, and later SIGKILL. Has no effect in a process that Paddle's launcher has not started."""
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
     _watched.add(os.getpid())
@@ -99,8 +98,7 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[int]:
-    """Return the ids of all running descendants of this process. Processes that have ended (zombies) are not
-    included."""
+    """Return the ids of all running descendants of this process. Zombies are not included."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

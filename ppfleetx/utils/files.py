@@ -70,8 +70,8 @@ def is_taken(path: Path) -> bool:
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Return why no files can be written to ``directory``, or None if they can. If the directory does not
-    exist, it must be possible to create it."""
+    """Return why no files can be written to ``directory``, or None if they can. A directory that does not
+    exist counts as writable if it can be created."""
     # Unlike Path.exists, os.path.exists does not raise for an unreadable directory.
     places = (directory.absolute(), *directory.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
@@ -112,8 +112,7 @@ def refuse_as_new_file(path: Path, key: str) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename the file ``name.suffix`` to ``name.1.suffix``, or with the next free number. Returns the new
-    path."""
+    """Rename the file ``name.suffix`` to ``name.1.suffix``, or the next free number. Returns the new path."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     return path.rename(aside)

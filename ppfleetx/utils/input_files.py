@@ -54,8 +54,7 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """Context manager or decorator: turn an OSError into an exception of the class ``error`` that names the
-    file."""
+    """Context manager or decorator that turns an OSError into an ``error`` with the name of the file."""
     try:
         yield
     except OSError as reason:
@@ -81,8 +80,8 @@ def read_json(
 
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
     """Parse JSON text that contains an object, and return that as a dictionary. ``place`` says where the text
-    comes from. Raises ``error`` if it is not valid JSON, has NaN or an infinity, is not an object, or has a
-    key twice."""
+    comes from. Raises ``error`` if it is not valid JSON, has NaN or an infinity, is no object, or has a key
+    twice."""
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)

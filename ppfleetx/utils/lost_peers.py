@@ -61,8 +61,8 @@ _state = _State()
 
 def end_with_peers(grace: float, exit_code: int) -> None:
     """Let the loss of another process of the job end this process with ``exit_code``, ``grace`` seconds
-    later. Usually an error of its next communication ends it earlier, but it may compute for hours before it
-    communicates."""
+    later. Usually an error of its next communication ends it earlier, but it may compute for hours before
+    that."""
     _state.grace, _state.exit_code = grace, exit_code
 
 

@@ -75,8 +75,7 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def back_process_by_huge_pages() -> None:
-    """Apply :func:`back_by_huge_pages` to all large blocks of memory that this process has allocated so
-    far."""
+    """Apply :func:`back_by_huge_pages` to all large blocks of memory that this process has allocated."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:

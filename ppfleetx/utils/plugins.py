@@ -19,8 +19,8 @@ from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
 def import_named_plugins(names: Iterable[str] = ()) -> None:
     """Import the modules in ``names`` and in the environment variable ``PPFLEETX_PLUGINS`` (separated by
-    commas). Then set the variable to all of them, for child processes. Raises ConfigError if a plugin cannot
-    be imported."""
+    commas), and set the variable to all of them, for child processes. Raises ConfigError if an import
+    fails."""
     from_environment = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     wanted = [name for name in dict.fromkeys((*from_environment, *names)) if name]
     for name in wanted:

@@ -247,8 +247,8 @@ def _quick_imports() -> Iterator[None]:
 
 def _undo_root_logging(stream: io.StringIO) -> None:
     """Remove the log handler that Paddle's import added to Python's root logger. It writes to ``stream``,
-    which nobody reads after the import. Without it, Python prints warnings and errors of other libraries to
-    standard error."""
+    which nobody reads after the import. Without it, warnings and errors of other libraries go to standard
+    error."""
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
             logging.root.removeHandler(handler)

@@ -75,14 +75,14 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Tell the other ranks that this rank ends. Runs at exit; call it yourself before ``os._exit``."""
+    """Tell the other ranks that this rank ends. Python calls this at exit, but ``os._exit`` does not."""
     if _mesh is not None:
         _mesh.close()
 
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
-    """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. The first
-    group contains all ranks and connects them, so all must create it together. Later groups need no
+    """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. All ranks must
+    create the first group, of all ranks, together, because that connects them. Later groups need no
     communication."""
     global _mesh
     if _mesh is None:

@@ -45,8 +45,8 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """A thread that watches the idle connections to other hosts. If one fails, it calls ``lost(rank,
-    reason)``."""
+    """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if one
+    fails."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost
@@ -60,8 +60,7 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the watched connections, which would outlive the parent
-        process."""
+        """Close a forked child's copies of the connections, which would outlive the parent process."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}

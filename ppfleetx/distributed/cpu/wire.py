@@ -99,8 +99,7 @@ class Peer:
             view = view[count:]
 
     def receive_header(self) -> tuple[int, ...]:
-        """Receive the next header and return its fields. Raises EOFError if the other rank has closed the
-        connection."""
+        """Receive the next header and return its fields. Raises EOFError if the connection is closed."""
         header = bytearray(HEADER.size)
         self.receive(memoryview(header))
         return HEADER.unpack(header)
