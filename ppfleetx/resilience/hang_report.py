@@ -61,7 +61,8 @@ class CallNote:
     @property
     def others_key(self) -> str:
         """The key in :attr:`Report.counts` under which the other ranks count this call. For a send in group 5
-        it is ``5<`` (a receive), and for a receive ``5>``; the caller appends this rank's number."""
+        it is ``5<``, the beginning of the key of receives; for a receive it is ``5>``. The caller appends
+        this rank's number."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"

@@ -438,7 +438,7 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """Send ``pieces[m]`` to each member m, and reduce this member's piece over all members into
+        """Send ``pieces[m]`` to each member m, and reduce this member's piece over all of them into
         ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
