@@ -166,7 +166,7 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return the seconds until the log message is due, or the time limit if it has been logged."""
+        """Return the seconds until the log message is due or, after that, until the time limit."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 

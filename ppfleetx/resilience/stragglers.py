@@ -56,7 +56,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The slow ranks of the last ``steps`` steps before ``step``.
+    """The slow ranks in ``steps`` steps, of which ``step`` was the last.
 
     Attributes:
         step_seconds: mean time of a step.

@@ -1,4 +1,4 @@
-"""bfloat16 in NumPy, which has no such type: its bits, as uint16."""
+"""Conversion between float32 and bfloat16 in NumPy, which has no bfloat16: arrays hold its bits as uint16."""
 
 from __future__ import annotations
 

@@ -202,8 +202,7 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling_code(codes: Sequence[int | None]) -> int:
-    """Return the rank's exit code that best explains a failed job. Ranks that the launcher ended come
-    last."""
+    """Return the exit code that best explains why a job failed. Ranks that the launcher ended come last."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
