@@ -17,15 +17,13 @@ class ForeignFormats:
     """Interface to the readers of other programs' checkpoint formats. This base class reads none."""
 
     def described(self, path: Path) -> str | None:
-        """Describe the checkpoint of another program at ``path`` and how to convert it, in sentences that
-        start with the path. None if ``path`` is not one."""
+        """Say what another program's checkpoint is, and how to convert it; None if ``path`` is not one."""
 
     def is_readable(self, path: Path) -> bool:
         return False
 
     def open(self, path: Path) -> Checkpoint:
-        """Open another program's checkpoint directory, for which `is_readable` is true, without converting it
-        first. Raises CheckpointError if it is incomplete or damaged."""
+        """Open a directory for which `is_readable` is true. Raises CheckpointError if it is damaged."""
         raise AssertionError(f"nothing reads {path}")
 
 
@@ -37,6 +35,6 @@ def foreign_formats() -> ForeignFormats:
 
 
 def read_also(formats: ForeignFormats) -> None:
-    """Register the object through which this package reads and describes other programs' checkpoints."""
+    """Register the object that reads other programs' checkpoints."""
     global _formats
     _formats = formats

@@ -32,11 +32,10 @@ def is_adapter_or_head(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """Return a hash of a model's weights, which shows whether LoRA adapters belong to them.
+    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them.
 
-    The hash covers the element type and the first few numbers of each tensor in ``names``. Training changes
-    these numbers, so two models have different hashes. The hash does not depend on the parallel plan that
-    saved the checkpoint.
+    The hash covers the element type and the first few numbers of each tensor in ``names``, which training
+    changes. It does not depend on the parallel plan that saved the checkpoint.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
@@ -91,7 +90,6 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     weight W, or in float32 if W is quantized.
 
     Args:
-        path: the checkpoint with the adapters.
         output: a new or empty directory.
         base: the base weights, if the checkpoint contains only adapters; None: the path that it names.
 
@@ -105,7 +103,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     with naming("CHECKPOINT", path):
         trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
-    tensors = _widened({**_frozen(path, model, base), **trained.tensors})
+    tensors = _dequantized({**_missing_base_weights(path, model, base), **trained.tensors})
     plain = model.model_copy(update={"lora": None})
     merged = {
         name: tensor if adapters is None else _sum(tensor, *adapters, scale=model.lora.scale)
@@ -117,19 +115,16 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
 @dataclass(frozen=True)
 class TrainedAdapters:
-    """LoRA adapters read from a checkpoint. ``tensors`` has two float32 matrices for each adapted linear
-    layer X: ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]``."""
+    """LoRA adapters: for each adapted layer X, float32 ``X.lora.a [in, rank]`` and
+    ``X.lora.b [rank, out]``."""
 
     lora: LoraConfig
     tensors: Mapping[str, np.ndarray]
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
-    """Read the LoRA adapters at ``path``, and check that they were trained on the weights at ``base``.
-
-    Raises CheckpointError if they were not, if there are no adapters, or if the checkpoint also has a
-    classification head.
-    """
+    """Read the LoRA adapters at ``path``. Raises CheckpointError if there are none, if they were trained on
+    other weights than those at ``base``, or if the checkpoint also has a classification head."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))
@@ -153,7 +148,7 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
 
 
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:
-    """Return the names of the base weights that ``source`` contains, including the quantization scales."""
+    """Return the names of the base weights in ``source``, including quantization scales."""
     scales = {name for name in source.names() if name.endswith(".scale")}
     names = [name for name in parameter_shapes(model) if not is_adapter_or_head(name)]
     return names + [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
@@ -168,10 +163,11 @@ def _model(path: str | Path) -> ModelConfig:
     return model
 
 
-def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
-    """Return the base weights that the checkpoint at ``path`` lacks, read lazily; empty if it contains the
-    whole model. They are read from ``base``, or if that is None, from ``Model.lora.base``. Raises
-    CheckpointError if the adapters were trained on another base, or ``base`` is given but not needed."""
+def _missing_base_weights(
+    path: str | Path, model: ModelConfig, base: str | Path | None
+) -> dict[str, LazyTensor]:
+    """Return the base weights that the checkpoint at ``path`` lacks. They are read lazily from ``base`` or,
+    by default, from ``Model.lora.base``. Empty if the checkpoint contains the whole model."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:
@@ -205,15 +201,8 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
     return LazyTensor(weight.dtype, weight.shape, load)
 
 
-def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Replace quantized weights by float32 weights, which are dequantized when they are read.
-
-    The tensor ``X.weight`` is quantized if it is int8 ``[k, n]``, or uint8 ``[k / 2, n]`` with two 4-bit
-    numbers per byte (k input features, n output features). ``X.scale`` then has its scales: float32
-    ``[g, n]`` for g groups of input features, or float16 ``[2 g, n]`` with an offset after each scale. In
-    an embedding table ``[k, n]``, each of the k rows has its own scales: float32 ``[k, 1]``, or float16
-    ``[k, 2 g]`` for g groups of columns. Weights of experts have one more dimension in front.
-    """
+def _dequantized(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Replace quantized weights (see :mod:`ppfleetx.nn.quantized`) by lazily dequantized float32 weights."""
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"
         for name, tensor in tensors.items()

@@ -1,8 +1,7 @@
-"""The configuration and the tokenizer inside a checkpoint, called its documents.
+"""A checkpoint's documents: ``config.yaml`` and the tokenizer files in ``tokenizer/``.
 
-They are the file ``config.yaml`` and the files in ``tokenizer/``, so ``ppfleetx generate CHECKPOINT "text"``
-needs no other file. The configuration describes the model, not the run that trained it: it has no parallel
-plan, device, kernel options or output directories.
+With them, ``ppfleetx generate CHECKPOINT "text"`` needs no other file. The configuration describes the model,
+not the run that trained it: it has no parallel plan, device, kernel options or output directories.
 """
 
 from __future__ import annotations
@@ -54,18 +53,14 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Make the files that a checkpoint contains besides tensors, ``config.yaml`` and those of the tokenizer.
-
-    Returns {path inside the checkpoint: content}.
-    """
+    """Make the contents of a checkpoint's ``config.yaml`` and tokenizer files, by path in the checkpoint."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learned_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the chat template that a model is finetuned with, as {file name: content}. Empty if there is
-    none, or if the tokenizer has the same template."""
+    """Return {file name: chat template of the finetuning}; empty if it is the tokenizer's, or none."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}
@@ -78,15 +73,13 @@ def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the contents of a checkpoint's ``config.yaml`` and tokenizer files, by path, to copy them into
-    another checkpoint of the same model."""
+    """Read the contents of a checkpoint's ``config.yaml`` and tokenizer files, by path in the checkpoint."""
     held = ((path, checkpoint.document(path)) for path in checkpoint.manifest.documents)
     return {path: content for path, content in held if content is not None}
 
 
 def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
-    """Return the configuration ``cfg`` as YAML for a checkpoint, without the keys that belong to the parallel
-    plan, the machine or a single command."""
+    """Return ``cfg`` as YAML without the keys of the parallel plan, the machine or a single command."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
     plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}
@@ -108,8 +101,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``Model`` section as a checkpoint's ``config.yaml`` has it: without keys that affect only
-    speed and memory, and without unknown keys."""
+    """Return a ``Model`` section without unknown keys, and without keys that affect only speed and memory."""
     return {
         key: value
         for key, value in section.items()
@@ -131,7 +123,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files, and ``generation_config.json``, from directory ``source`` to ``target``."""
+    """Copy the tokenizer files and ``generation_config.json`` from directory ``source`` to ``target``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
         if file.is_file() and source.resolve() != target.resolve():

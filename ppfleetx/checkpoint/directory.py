@@ -1,5 +1,4 @@
-"""Find checkpoints in directories: by path, by the configuration, the newest, or the newest
-without damage."""
+"""Find checkpoints in directories."""
 
 from __future__ import annotations
 
@@ -53,14 +52,14 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     ``path`` is one of
 
     - a step directory, or the directory of one rank in it,
-    - an output directory: its checkpoint is the one that the file ``latest`` names, otherwise the newest,
+    - an output directory, which stands for the checkpoint that its file ``latest`` names, or for the newest,
     - the file ``latest`` or ``best`` of an output directory,
     - a FleetX checkpoint: a directory that contains ``model.pdparams``, itself or in rank directories,
-    - an output directory of FleetX, of which the last step is taken.
+    - an output directory of FleetX, which stands for its last step.
 
-    The completeness marker, the manifest, and the sizes and headers of all files are checked, and with
-    ``verify`` all data. Raises CheckpointError if there is no undamaged checkpoint. The message names the
-    newest undamaged checkpoint nearby, or says how to convert the checkpoint of another program.
+    This checks the completeness marker, the manifest, and the sizes and headers of all files; with ``verify``
+    also all data. Raises CheckpointError if there is no undamaged checkpoint. The message names the newest
+    undamaged checkpoint nearby, or says how to convert the checkpoint of another program.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
@@ -91,8 +90,7 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open the path that `resolve_checkpoint` returned, which is a checkpoint of ppfleetx or FleetX. Raises
-    CheckpointError if it is incomplete or damaged."""
+    """Open a path that `resolve_checkpoint` returned. Raises CheckpointError if it is damaged."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)
@@ -104,15 +102,13 @@ def _has_manifest(path: Path) -> bool:
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the complete checkpoint in ``output_dir`` that was saved last, or None. Reads only the
-    completeness markers, so it does not notice damaged data."""
+    """Return the newest complete checkpoint in ``output_dir``, or None. Does not notice damaged data."""
     complete = complete_checkpoints(output_dir)
     return complete[-1] if complete else None
 
 
 def complete_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return the complete checkpoints in ``output_dir``, oldest first. Complete means that the marker file
-    exists and is not damaged."""
+    """Return the checkpoints in ``output_dir`` that have an undamaged file ``COMPLETE``, oldest first."""
     found = []
     for path in step_directories(Path(output_dir)):
         try:
@@ -128,8 +124,7 @@ def newest_good(
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint in ``output_dir`` for which ``counts`` returns True, or None.
 
-    With ``verify``, all data is read to find damage. Damaged and incomplete checkpoints are skipped with a
-    warning.
+    With ``verify``, all data is read to find damage. Damaged checkpoints are skipped with a warning.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
@@ -194,8 +189,8 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def _newest_hint(output_dir: Path, bad: Path | None = None) -> str:
-    """Return a text, for the end of an error message, that names the newest undamaged checkpoint in
-    ``output_dir``. Empty if there is none, or if it is ``bad``, the checkpoint that the error is about."""
+    """Return a text for the end of an error about the checkpoint ``bad``, which names the newest undamaged
+    one in ``output_dir``. Empty if there is none."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

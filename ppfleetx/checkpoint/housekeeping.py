@@ -1,8 +1,5 @@
-"""Maintain the output directory of checkpoints.
-
-This file locks the directory, gives finished checkpoints their final names, updates the files ``latest`` and
-``best``, and deletes old checkpoints and the remains of interrupted saves.
-"""
+"""Maintain the output directory of checkpoints: its lock, its files ``latest`` and ``best``, the final names
+of checkpoints, and the deletion of old checkpoints and of the remains of interrupted saves."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Write the name of a complete checkpoint to the file ``best`` in its output directory. `keep_newest`
-    never deletes this checkpoint. Raises CheckpointError if the file cannot be written."""
+    """Write the name of a complete checkpoint to the file ``best`` in its output directory, which protects it
+    from `keep_newest`. Raises CheckpointError if the file cannot be written."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
@@ -59,10 +56,9 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """Make the file ``latest`` name ``checkpoint``, the newest undamaged one.
+    """Make the file ``latest`` name ``checkpoint``, the newest undamaged one, when a run resumes.
 
-    It may name another one if a save was killed or a checkpoint was damaged. A resuming run calls this,
-    because it may have nothing left to save, and would then not update the file itself.
+    A killed save or a damaged checkpoint can leave another name there.
     """
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
@@ -74,15 +70,14 @@ def repair_latest(checkpoint: Checkpoint) -> None:
 
 
 def output_lock(output_dir: Path) -> AbstractContextManager[None]:
-    """Context manager that locks ``output_dir`` while a checkpoint is saved. The lock is released if the
-    process dies. Raises CheckpointError if another process holds the lock for more than a minute."""
+    """Context manager that locks ``output_dir`` for saving. The lock ends with the process. Raises
+    CheckpointError if another process holds it for more than a minute."""
     refusal = CheckpointError(f"another process is saving a checkpoint into {output_dir}")
     return exclusive_lock(output_dir / _LOCK_FILE, refusal, seconds=_LOCK_SECONDS)
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove the hidden directories that killed saves and deletions left in ``output_dir``. The caller must
-    hold the :func:`output_lock`."""
+    """Remove the hidden directories of killed saves and deletions. Requires the :func:`output_lock`."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -94,10 +89,10 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def make_way(target: Path, ownership: Ownership | None) -> None:
-    """Check that a run may save a checkpoint under the path ``target``. Raises CheckpointError if something
-    exists there that the run must not replace, such as another run's checkpoint.
+    """Make sure that a run can save a checkpoint as ``target``. Raises CheckpointError if something exists
+    there that the run must not replace, such as another run's checkpoint.
 
-    A damaged checkpoint of this name, whose run cannot be determined, is renamed with a warning.
+    A damaged checkpoint, whose run cannot be determined, is renamed with a warning.
     """
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
@@ -114,8 +109,7 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of ppfleetx whose completeness marker or manifest
-    is damaged."""
+    """Return whether ``path`` is a checkpoint of ppfleetx with a damaged completeness marker or manifest."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:
@@ -126,8 +120,7 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a finished checkpoint from its hidden name to its final name. An earlier checkpoint with the
-    final name is deleted."""
+    """Rename a finished checkpoint from its hidden to its final name, and delete an earlier one there."""
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -141,8 +134,7 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Rename a checkpoint to a hidden name, and then delete it. If the process is killed midway, what remains
-    is never taken for a checkpoint."""
+    """Hide a checkpoint, and then delete it, so that a killed deletion leaves nothing that looks like one."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)
@@ -152,7 +144,7 @@ def keep_newest(output_dir: Path, ownership: Ownership) -> None:
     """Delete a run's old checkpoints.
 
     It keeps the newest `Ownership.keep_max`, the one that the file ``best`` names, those that the run was
-    started from, and all checkpoints of other runs. If a checkpoint cannot be deleted, logs a warning.
+    started from, and all checkpoints of other runs. A checkpoint that cannot be deleted causes a warning.
     """
     if ownership.keep_max is None:
         return
@@ -170,8 +162,7 @@ def keep_newest(output_dir: Path, ownership: Ownership) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory with a hidden name. Files that cannot be deleted remain; the next save
-    tries again."""
+    """Delete a hidden directory. Files that cannot be deleted stay until the next save."""
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Show what is in checkpoints: a summary, a table of tensors, and the differences between two checkpoints."""
+"""Show what is in checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Difference:
     """A tensor that differs between two checkpoints.
 
     Attributes:
-        key: (kind, name, state); kind is ``model`` or ``optimizer``.
+        key: (``model`` or ``optimizer``, parameter name, optimizer state name).
         what: how it differs, as text.
         largest: the largest absolute difference of two elements; None if the tensors cannot be subtracted.
     """
@@ -38,8 +38,7 @@ class Difference:
 
 
 def open_for_inspection(path: str | Path) -> Checkpoint:
-    """Open the checkpoint at any path that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError if
-    there is no undamaged checkpoint."""
+    """Open the checkpoint at any path that `Engine.save_load.ckpt_dir` accepts."""
     return open_resolved(resolve_checkpoint(path))
 
 
@@ -53,8 +52,8 @@ def label(entry: TensorEntry) -> str:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return facts about a checkpoint, such as step, plan and sizes, as JSON values. ``parameters`` counts
-    elements, and the keys that end in ``_bytes`` are bytes."""
+    """Return facts about a checkpoint, such as step, plan and sizes, as JSON values. ``parameters`` is a
+    number of elements. Keys that end in ``_bytes`` are in bytes."""
     manifest = checkpoint.manifest
     of_model = [entry for entry in manifest.tensors.values() if entry.kind == MODEL]
     of_optimizer = [entry for entry in manifest.tensors.values() if entry.kind != MODEL]
@@ -106,8 +105,7 @@ def summary_text(facts: Mapping[str, Any]) -> str:
 
 
 def table(entries: list[TensorEntry]) -> str:
-    """Return a text table with one tensor per line: name, shape, element type, size, and into how many slices
-    and files it is split."""
+    """Return a text table with one tensor per line: name, shape, type, size, number of slices and files."""
     rows = [("tensor", "shape", "dtype", "size", "slices", "files")]
     for entry in entries:
         files = {piece.file for piece in entry.slices}
@@ -123,10 +121,7 @@ def table(entries: list[TensorEntry]) -> str:
 def differences(
     one: Checkpoint, other: Checkpoint, pattern: Pattern[str] | None = None
 ) -> Iterator[Difference]:
-    """Compare two checkpoints bit by bit, one tensor at a time, and yield the tensors that differ.
-
-    Rows of vocabulary padding are ignored, because their number depends on `Model.vocab_size_divisible_unit`.
-    """
+    """Compare two checkpoints bit by bit, without vocabulary padding, and yield the tensors that differ."""
     mine = {entry.key: entry for entry in tensors_of(one, pattern)}
     theirs = {entry.key: entry for entry in tensors_of(other, pattern)}
     for key in mine.keys() - theirs.keys():

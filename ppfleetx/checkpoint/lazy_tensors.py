@@ -23,7 +23,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 class LazyTensor:
     """A tensor with known type and shape whose data is read by calling ``load``.
 
-    bfloat16 is read as its bits in uint16, because NumPy has no bfloat16. The array may be a strided view.
+    The array may be a strided view. bfloat16 is read as its bits in uint16.
     """
 
     dtype: str
@@ -46,8 +46,7 @@ class LazyTensor:
 
 
 class KeptTensor:
-    """A tensor that several readers share. The first one reads it from the file, and it stays in memory until
-    it has been read ``readings`` times."""
+    """A tensor that is read from its file once, and kept in memory until it was used ``readings`` times."""
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:
         self._tensor, self._readings, self._left = tensor, readings, 0
@@ -65,8 +64,8 @@ class KeptTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """Return the lazy tensor `make(*parts)`, which is computed when it is read. ``name`` is for messages.
-    Raises CheckpointError if the parts have different element types."""
+    """Return the lazy tensor `make(*parts)`, which has the element type of the parts. Raises CheckpointError,
+    naming the tensor ``name``, if they have different ones."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")
@@ -74,8 +73,7 @@ def derive(
 
 
 def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
-    """Convert an array from the element type ``stored`` to ``wanted``, both named as in safetensors. bfloat16
-    is represented by its bits in uint16."""
+    """Convert an array between element types named as in safetensors; bfloat16 is passed as uint16 bits."""
     if stored == wanted:
         return values
     if stored == "BF16":
@@ -86,8 +84,7 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
 
 
 def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
-    """Return the same tensor with a check: reading it raises CheckpointError if it has a NaN or an infinity.
-    ``name`` and ``place`` are for the message."""
+    """Return the tensor with a check: reading it raises CheckpointError if it has a NaN or an infinity."""
 
     def load() -> np.ndarray:
         with np.errstate(over="ignore"):  # an overflow in a cast is detected below
@@ -109,8 +106,7 @@ def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
-    """Read ``length`` bytes of a file from position ``start`` as uint8. Raises CheckpointError if the file is
-    too short."""
+    """Read ``length`` bytes from position ``start``. Raises CheckpointError if the file is too short."""
     with opened(path) as file:
         if start + length > file.seek(0, os.SEEK_END):  # check before allocating memory
             raise CheckpointError(f"{path} ends too early")

@@ -1,9 +1,9 @@
 """Save a checkpoint from all ranks of a job, in the foreground or in the background.
 
 Each rank writes its slices of the tensors; rank 0 writes the manifest, which lists them all. In a background
-save, a thread copies the state during the next forward and backward passes, which do not change parameters or
-optimizer state, and then writes the copy. `wait_for_copy` must be called before the optimizer update. Ranks
-communicate only in the main thread, because otherwise collectives of saving and training could interleave.
+save, a thread copies the state during the next forward and backward passes, and then writes the copy.
+`wait_for_copy` must be called before the optimizer update. Ranks communicate only in the main thread, because
+otherwise collectives of saving and training could interleave.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SharedSave:
     """One save of a checkpoint by all ranks of a job, in separate steps.
 
     All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. Between the
-    steps, `on_all_ranks` exchanges results and errors. The output directory must be on a file system that all
-    ranks share. Arguments are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
+    steps, `on_all_ranks` exchanges results and errors. All ranks must share the file system of
+    ``output_dir``. Arguments are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class SharedSave:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """On rank 0, lock the output directory and create the temporary directory that all ranks write to."""
+        """On rank 0, lock the output directory and create the hidden directory that all ranks write to."""
         if self._ctx.is_main:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
-        """Write this rank's slices of the tensors. No other rank may write the same slices. Returns their
-        :class:`RankIndex` for `publish`, or None if this rank has no slices."""
+        """Write this rank's slices of the tensors, which no other rank may write. Returns what `publish`
+        needs, or None without slices."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
-        """On rank 0, write the manifest, give the checkpoint its final name, and return its path. ``written``
-        has the results of `write` from all ranks."""
+        """On rank 0, write the manifest, rename the checkpoint to its final name, and return its path.
+        ``written`` has the results of `write` on all ranks."""
         if not self._ctx.is_main:
             return None
         ranks = [
@@ -86,10 +86,9 @@ class SharedSave:
         self._stack.close()
 
     def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
-        """Run ``act`` on every rank, and return the list of all ranks' results.
+        """Run ``act`` on every rank, and return the results of all ranks.
 
-        If ``act`` raises OSError or CheckpointError on any rank, every rank raises CheckpointError, so no
-        rank waits for one that failed.
+        If it raises OSError or CheckpointError on any rank, all ranks raise CheckpointError.
         """
         try:
             outcome = (act(), None)
@@ -118,12 +117,10 @@ class SharedSave:
 
 
 class CheckpointManager:
-    """Saves checkpoints into one output directory in the foreground: `save` returns when the checkpoint is
-    complete.
+    """Saves checkpoints into one output directory in the foreground: `save` returns when it is done.
 
     Args:
-        ownership: the training run whose old checkpoints may be replaced and deleted; None: nothing is
-            replaced or deleted.
+        ownership: the run whose old checkpoints are replaced and deleted; None: none is replaced or deleted.
         ctx: the ranks that save together; None: this process saves alone.
         description: arguments of `save_checkpoint` that are the same for every save (`plan`, `config`, ...).
     """
@@ -142,8 +139,8 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint and return its path. All ranks must call this. Each tensor slice must be passed
-        by exactly one rank. Errors are those of `save_checkpoint`."""
+        """Save a checkpoint and return its path. All ranks must call this, and pass each tensor slice on one
+        rank only. Errors are those of `save_checkpoint`."""
         pieces, save = list(tensors), self._begin(epoch, step, state)
         try:
             indices = save.on_all_ranks(lambda: save.write(pieces))
@@ -158,27 +155,23 @@ class CheckpointManager:
         return save
 
     def wait_for_copy(self) -> None:
-        """Wait until the tensors passed to `save` may be changed again. Returns at once here, because a
-        foreground save has finished."""
+        """Wait until the tensors passed to `save` may be changed. Returns at once after a foreground save."""
 
     def poll(self) -> Path | None:
-        """Return the path of a background save that has just completed; None if there is none. A foreground
-        manager always returns None."""
+        """Return the path of a background save that has just completed, or None."""
 
     def wait(self) -> Path | None:
         """Wait for a background save to complete, and return its path; None if there is none."""
 
     def abandon(self) -> None:
-        """End a save in progress when this process stops because of an error. Does not communicate with other
-        ranks, which may have died."""
+        """End a background save because this process stops with an error, without communication."""
 
 
 class BackgroundManager(CheckpointManager):
-    """Saves checkpoints in the background: `save` returns early, and a thread writes the data. Only one save
-    may run at a time.
+    """Saves checkpoints in the background, one at a time: `save` returns early, and a thread writes the data.
 
-    Every call of `poll` and `wait` must be made by all ranks in the same order. Both return the same result
-    on all ranks. Each rank needs host memory for a copy of the data that it writes.
+    All ranks must call `poll` and `wait` in the same order, and get the same results. Each rank needs host
+    memory for a copy of the data that it writes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -193,8 +186,7 @@ class BackgroundManager(CheckpointManager):
     ) -> Path:
         """Start a save, and return the path that the checkpoint will have.
 
-        The caller must not change the tensors before `wait_for_copy` returns. Arguments are those of
-        `CheckpointManager.save`. Errors of writing are raised by `poll` and `wait`.
+        The tensors must not change before `wait_for_copy` returns. `poll` and `wait` raise errors of writing.
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
@@ -218,10 +210,9 @@ class BackgroundManager(CheckpointManager):
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Check the save in progress without waiting, and continue with its next step if all ranks are ready.
+        """Continue the save in progress if all ranks are ready. Returns the path if it is now complete.
 
-        Returns the path if the checkpoint is now complete, otherwise None. Raises CheckpointError on all
-        ranks if the save failed.
+        Does not wait. Raises CheckpointError on all ranks if the save failed on any.
         """
         if self._task is None:
             return None
@@ -248,11 +239,10 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """End a save in progress when this process stops because of an error. Does not communicate with other
-        ranks, which may have died.
+        """End the save in progress because this process stops with an error, without communication.
 
-        Waits until this process has written its slices. With several ranks there will be no checkpoint,
-        because it needs the slices of all ranks. A job of one process completes its checkpoint.
+        Waits until this process has written its slices. A job of one process completes its checkpoint. A job
+        of several ranks leaves no checkpoint, because this needs the slices of all ranks.
         """
         if self._task is None:
             return
@@ -277,8 +267,7 @@ def _logged(published: Sequence[str | None]) -> Path:
 
 
 class HostCopier:
-    """Copies tensors into host memory for a background save. The memory is kept and used again by the next
-    save."""
+    """Copies tensors into host memory for a background save. The next save uses the same memory."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
@@ -286,8 +275,8 @@ class HostCopier:
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
         """Return (slices of a copy of the tensors, function that makes this copy).
 
-        The function must be called once, from any thread, before the slices are written. Tensors on a device
-        are different: their copy to the host starts now, and writing such a slice waits for it.
+        Call the function once, from any thread, before writing the slices. For tensors on a device, the copy
+        starts at once, and writing a slice waits for it.
         """
         live, copies = [], []
         for piece in pieces:
@@ -317,8 +306,7 @@ class HostCopier:
 
 
 class Task:
-    """Runs ``first`` and then ``act`` in a daemon thread. The event ``first_done`` is set between the two,
-    and ``done`` at the end."""
+    """A daemon thread that runs ``first``, sets ``first_done``, runs ``act``, and sets ``done``."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()

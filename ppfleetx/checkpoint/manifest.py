@@ -1,8 +1,7 @@
 """The manifest, the file ``manifest.json`` that lists the contents of a checkpoint; and sealed files.
 
 A sealed file is a small text file that ends with its own CRC-32, such as ``COMPLETE``, which marks a complete
-checkpoint. When a manifest is read, pydantic checks the types, and :func:`check_together` checks that the
-listed slices make up whole tensors. `docs/checkpoint_format.md` specifies the format.
+checkpoint. `docs/checkpoint_format.md` specifies the format.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ DocumentPath = Annotated[
 
 @dataclass(frozen=True)
 class SliceEntry:
-    """The manifest's entry for one slice of a tensor: which part it is, and where its bytes are.
+    """The manifest's entry for one slice of a tensor.
 
     Attributes:
-        offset, shape: the part of the tensor, in elements of the whole tensor.
+        offset, shape: which part of the whole tensor the slice is, in elements.
         file: the safetensors file, relative to the checkpoint.
         start: the position of the first byte in the file.
         crc32: one checksum for each `CHUNK_BYTES` bytes; the last chunk may be shorter.
@@ -84,8 +83,7 @@ class SliceEntry:
 
 @dataclass(frozen=True)
 class DocumentEntry:
-    """The manifest's entry for a file that is not a tensor file: ``config.yaml``, or a file of
-    the tokenizer."""
+    """The manifest's entry for ``config.yaml`` or a file of the tokenizer."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -95,9 +93,8 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The manifest's entry for a tensor of the model or of the optimizer. ``slices`` together make up the
-    tensor. For ``name``, ``kind``, ``state`` and ``vocab_dim``, see
-    :class:`ppfleetx.checkpoint.slices.TensorSlice`."""
+    """The manifest's entry for a tensor, with the ``slices`` that make it up. Its other attributes are those
+    of :class:`ppfleetx.checkpoint.slices.TensorSlice`."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -124,8 +121,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry for a safetensors file: its size, and the size and CRC-32 of its header. The
-    header includes the 8 bytes of its length."""
+    """The manifest's entry for a safetensors file. Its header includes the 8 bytes of the header's length."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -135,8 +131,7 @@ class FileEntry:
 
 
 def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry]) -> None:
-    """Check that the slices of each tensor cover it exactly once, and lie in files that are listed. Raises
-    ValueError."""
+    """Raise ValueError unless the slices of each tensor cover it exactly once and are in listed files."""
     if len({entry.key for entry in tensors}) != len(tensors):
         raise ValueError("a tensor is listed twice")
     for entry in tensors:
@@ -186,7 +181,7 @@ class Manifest:
         step: number of finished optimizer steps.
         epoch: number of finished passes over the data.
         files: safetensors files, by path relative to the checkpoint, with `/`.
-        tensors: by (kind, name, state); kind is ``model`` or ``optimizer``.
+        tensors: by (``model`` or ``optimizer``, parameter name, optimizer state name).
         state: the trainer's state (progress, RNG, scaler, schedule, ...): any JSON value.
         plan: the parallel plan that saved the checkpoint.
         ranks: for each rank, its directory and its coordinates in the plan.
@@ -194,8 +189,7 @@ class Manifest:
         config: the configuration of the run that saved the checkpoint.
         fingerprints: hashes that identify tokenizer and data.
         run: id of the training run that saved the checkpoint; None for conversions and older versions.
-        documents: ``config.yaml`` and tokenizer files, by path relative to the checkpoint; empty in
-            checkpoints of older versions.
+        documents: ``config.yaml`` and tokenizer files, by path; empty in checkpoints of older versions.
     """
 
     step: int
@@ -212,8 +206,7 @@ class Manifest:
     documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as the content of ``manifest.json``. Raises CheckpointError if ``state`` has a
-        value that JSON does not have."""
+        """Return the content of ``manifest.json``. Raises CheckpointError if ``state`` is not JSON."""
         document = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         document["tensors"] = [asdict(entry) for entry in self.tensors.values()]
         if not self.documents:  # older versions of ppfleetx reject unknown keys
@@ -226,8 +219,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check the content of a ``manifest.json``. ``where`` is its path, for messages. Raises
-        CheckpointError if the format or version is another one, or the content is inconsistent."""
+        """Parse and check the content of the ``manifest.json`` at ``where``. Raises CheckpointError if it has
+        another format or version, or is inconsistent."""
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
@@ -270,10 +263,9 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """Return the name of the directory, inside a checkpoint, for the files of the rank at these coordinates.
+    """Return the name of a rank's directory in a checkpoint.
 
-    Ranks with dp > 0 or sep > 0 are replicas, which write only weights of experts. Only their directories
-    have ``dp`` and ``sep`` in the name.
+    Only ranks with dp > 0 or sep > 0, which write only weights of experts, have ``dp`` and ``sep`` in it.
     """
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
@@ -288,20 +280,19 @@ def step_directory(epoch: int, step: int) -> str:
 
 
 def parse_step_directory(name: str) -> tuple[int, int] | None:
-    """Return the (epoch, step) in the name of a step directory, or None for any other name."""
+    """Return the (epoch, step) in the name of a step directory; None for any other name."""
     match = _STEP_DIR.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def read_sealed(path: Path) -> dict[str, str] | None:
-    """Return the fields of a sealed file (see :func:`seal`). None if its CRC-32 is wrong. Raises
-    CheckpointError if it cannot be read."""
+    """Return the fields of a sealed file; None if its checksum is wrong. Raises CheckpointError if it cannot
+    be read."""
     return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 
 def seal(**fields: str | int) -> bytes:
-    """Return the content of a sealed file: one line ``key value`` per field, and a last line with the CRC-32
-    of these lines."""
+    """Return the content of a sealed file: one line ``key value`` per field, and a line with their CRC-32."""
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 

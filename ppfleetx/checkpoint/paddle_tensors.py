@@ -1,7 +1,7 @@
 """Convert parameters and optimizer state between Paddle tensors and the slices in a checkpoint.
 
-Parameters have an attribute `info` (nn/stage.py): the name in the whole model, the shape of the whole tensor,
-and offset and shape of the part that this rank has.
+A parameter's attribute `info` (nn/stage.py) has its name in the whole model, the shape of the whole tensor,
+and offset and shape of this rank's part.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """Yield the slices to save of this rank's parameters, one for each. A parameter's data is read only when
-    its slice is written."""
+    """Yield this rank's slice of each parameter. Its data is read only when it is written."""
     for name, param in named_params:
         yield _slice(name, MODEL, "", param, param.info)
 
@@ -40,7 +39,7 @@ def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensor
     """Yield the slices to save of this rank's optimizer state.
 
     A state with its parameter's shape is sliced like the parameter. Any other state, such as a beta power, is
-    a number that all ranks have. It is saved only by the rank that has the parameter's first slice.
+    the same on all ranks, and is saved only by the rank that has the parameter's first slice.
     """
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
@@ -60,12 +59,10 @@ def load_model(
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
-    """Load weights from a checkpoint into the parameters of this rank. Returns the names of the loaded
-    parameters.
+    """Load weights from a checkpoint into the parameters of this rank. Returns the names of those loaded.
 
-    Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights,
-    parameters of any other type get the master weights, which are more precise. If vocabulary padding
-    differs, only the entries of real tokens are loaded, and the padding keeps its values.
+    Element types are converted. If the checkpoint has 16-bit weights and float32 master weights, parameters
+    of any other type get the master weights. Vocabulary padding is not loaded if its size differs.
 
     Args:
         named_params: (name in the whole model, parameter) of this rank.
@@ -76,8 +73,8 @@ def load_model(
         model_names: all names of the whole model, if ``named_params`` are only a part of it.
 
     Raises:
-        CheckpointError: the vocabulary differs, or tensors are missing, unknown or of another shape (raised
-            before anything is changed), or data is damaged.
+        CheckpointError: data is damaged; or, before anything is changed, the vocabulary differs, or tensors
+            are missing, unknown or of another shape.
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)
@@ -109,10 +106,9 @@ def load_optimizer(
     *,
     model_names: Collection[str] = (),
 ) -> None:
-    """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`), one at a
-    time.
+    """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`).
 
-    A checkpoint trained in float32 has no master weights; master weights are then loaded from its weights.
+    If the checkpoint has no master weights, they are loaded from its float32 weights.
 
     Args:
         state: this rank's state, by (parameter name, state name).
@@ -120,8 +116,8 @@ def load_optimizer(
         model_names: all names of the whole model, if ``state`` is only a part of it.
 
     Raises:
-        CheckpointError: a state is missing, unknown or of another shape (raised before anything is changed),
-            or data is damaged.
+        CheckpointError: data is damaged; or, before anything is changed, a state is missing, unknown or of
+            another shape.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
@@ -140,7 +136,7 @@ def load_optimizer(
     plan = []
     for key, tensor in state.items():
         entry = checkpoint.entry(key[0], OPTIMIZER, key[1]) if key in stored else checkpoint.entry(key[0])
-        info = _Place(tensor, params[key[0]].info)
+        info = _StateInfo(tensor, params[key[0]].info)
         _check_shape(checkpoint, entry, info)
         plan.append((entry, tensor, info))
     for entry, tensor, info in plan:
@@ -150,11 +146,10 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Load the optimizer's master weights from a checkpoint, without other optimizer state.
+    """Load the optimizer's master weights from a checkpoint, or from its weights if it has none.
 
-    Call this after :func:`load_model`. Otherwise the first update would overwrite the loaded 16-bit
-    parameters with master weights from before. If the checkpoint has no master weights, its weights are used.
-    Raises CheckpointError if data is damaged.
+    Call this after :func:`load_model`, so that the first update does not restore the old values of 16-bit
+    parameters. Raises CheckpointError if data is damaged.
     """
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
@@ -164,9 +159,9 @@ def load_masters(
             _fill(checkpoint, checkpoint.entry(*key), tensor, params[name].info)
 
 
-class _Place:
-    """The place of this rank's optimizer state within the whole tensor. A state with its parameter's shape
-    has the parameter's place. Any other state is whole on every rank."""
+class _StateInfo:
+    """Offset and shape of this rank's optimizer state in the whole tensor: those of its parameter if it has
+    the parameter's shape; otherwise the state is whole on every rank."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
@@ -181,7 +176,7 @@ class _Place:
 def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> TensorSlice:
     from ppfleetx.distributed.transfer import download
 
-    place = _Place(tensor, info)
+    place = _StateInfo(tensor, info)
     return TensorSlice(
         name=name,
         kind=kind,
@@ -207,19 +202,17 @@ def host_array(tensor: Tensor) -> np.ndarray:
 
 @contextmanager
 def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Context manager for changing a tensor with NumPy: yields its elements as an array, and on exit the
-    tensor has the array's new values."""
+    """Context manager that yields a tensor's elements as a NumPy array, and writes changes back."""
     if _is_host(tensor):
         yield host_array(tensor)
         return
     values = host_array(tensor).copy()
     yield values
-    _set(tensor, values)
+    _set_in_place(tensor, values)
 
 
 def _is_host(tensor: Tensor) -> bool:
-    """Return whether NumPy can use the tensor's memory directly. It must be in host memory, contiguous, and
-    not bfloat16."""
+    """Return whether NumPy can use the tensor's memory: on the host, contiguous, and not bfloat16."""
     return tensor.place.is_cpu_place() and dtype_of(tensor) != "BF16" and tensor.is_contiguous()
 
 
@@ -228,8 +221,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def _vocab_dim(place: Any) -> int | None:
-    """Return the dimension that counts vocabulary entries: rows of the word embedding, columns of an untied
-    head. None for other parameters."""
+    """Return the vocabulary dimension of a word embedding or an untied head; None for other parameters."""
     if place.kind == "word_embedding":
         return 0
     return len(place.global_shape) - 1 if place.kind == "head" else None
@@ -242,7 +234,7 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
             checkpoint.read(*_key(entry), offset=offset, shape=shape, out=host_array(tensor))
         else:
             values = checkpoint.read(*_key(entry), offset=offset, shape=shape)
-            _set(tensor, cast(values, entry.dtype, dtype_of(tensor)))
+            _set_in_place(tensor, cast(values, entry.dtype, dtype_of(tensor)))
         return
     dim = entry.vocab_dim
     rows = min(checkpoint.manifest.vocab_size - offset[dim], shape[dim])
@@ -251,12 +243,11 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
         part = tuple(rows if axis == dim else size for axis, size in enumerate(shape))
         values = checkpoint.read(*_key(entry), offset=offset, shape=part)
         current[tuple(slice(size) for size in part)] = cast(values, entry.dtype, dtype_of(tensor))
-    _set(tensor, current)
+    _set_in_place(tensor, current)
 
 
-def _set(tensor: Tensor, values: np.ndarray) -> None:
-    """Write to a tensor in place. Paddle's `set_value` would move a tensor in host memory to the device."""
-    if tensor.place.is_cpu_place():
+def _set_in_place(tensor: Tensor, values: np.ndarray) -> None:
+    if tensor.place.is_cpu_place():  # `set_value` would move the tensor to the device
         import paddle
 
         tensor.get_tensor().set(values, paddle.CPUPlace())
@@ -308,8 +299,7 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Return the parameters that have the same shape in the checkpoint. Logs a warning with the names of the
-    other parameters, which will not be loaded."""
+    """Return the parameters that have the same shape in the checkpoint, and warn of the rest."""
     same, other = [], []
     for name, param in params:
         entry = checkpoint.entry(name)

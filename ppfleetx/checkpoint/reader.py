@@ -1,4 +1,4 @@
-"""Read tensors from a checkpoint, whole or in part, regardless of the slices in which they are stored."""
+"""Read tensors from a checkpoint, whole or in part, however they are sliced."""
 
 from __future__ import annotations
 
@@ -31,11 +31,8 @@ _BLOCK_BYTES = 64 * 1024 * 1024
 
 
 class Checkpoint:
-    """A checkpoint that is open for reading.
-
-    Opening it with :func:`open_checkpoint` checks everything except the tensor data. `read` checks the data
-    that it returns, and `verify` checks all data.
-    """
+    """A checkpoint that :func:`open_checkpoint` opened for reading. Everything except the tensor data has
+    been checked. `read` checks the data that it returns, and `verify` checks all data."""
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
         self.path, self.manifest, self.saved_at_ns = path, manifest, saved_at_ns
@@ -49,18 +46,16 @@ class Checkpoint:
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:
-        """Return the parameter names of all tensors of this kind, ``model`` or ``optimizer``, each once, in
-        the order in which they were saved."""
+        """Return the names of all tensors of this kind, ``model`` or ``optimizer``, each once."""
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
-        """Return (parameter name, state name) of all tensors of this kind, ``model`` or ``optimizer``, in the
-        order in which they were saved. The state name of model parameters is empty."""
+        """Return (parameter name, state name) of all tensors of this kind, ``model`` (with empty state names)
+        or ``optimizer``, in the order of saving."""
         return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
 
     def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
-        """Return the manifest's entry for a tensor: type, shape and slices. Raises CheckpointError if there
-        is no such tensor."""
+        """Return the manifest's entry for a tensor. Raises CheckpointError if there is no such tensor."""
         try:
             return self.manifest.tensors[kind, name, state]
         except KeyError:
@@ -79,9 +74,8 @@ class Checkpoint:
     ) -> np.ndarray:
         """Read a tensor, or the part of it at ``offset`` with ``shape``. bfloat16 is read as bits in uint16.
 
-        For a part, only the necessary bytes of the files are read. ``out``, if given, is a contiguous array
-        that is filled and returned. Raises CheckpointError if there is no such tensor, the part is outside of
-        it, or the bytes are damaged.
+        ``out`` is a contiguous array to fill and return. Raises CheckpointError if there is no such tensor,
+        the part is outside of it, or the bytes are damaged.
         """
         entry = self.entry(name, kind, state)
         offset, shape = _wanted_box(entry, offset, shape)
@@ -91,14 +85,12 @@ class Checkpoint:
         return result
 
     def document(self, relative: str) -> bytes | None:
-        """Return the content of ``config.yaml`` or a tokenizer file in the checkpoint. None if there is no
-        file at this path. Raises CheckpointError if it is damaged."""
+        """Read ``config.yaml`` or a tokenizer file, or return None. Raises CheckpointError if damaged."""
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
-        """Read all tensor data and check it against the checksums. Raises one CheckpointError that lists all
-        damaged slices."""
+        """Check all tensor data. Raises CheckpointError with all damaged slices."""
         damage = list(self.damage())
         if damage:
             raise CheckpointError("\n".join(damage))
@@ -154,16 +146,15 @@ class Checkpoint:
 
 
 def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
-    """Read the data of these tensors in the checkpoint at ``directory``, and yield one sentence for each
-    damaged slice."""
+    """Check the data of these tensors in a checkpoint directory, and yield one sentence per damaged slice."""
     return storage.damage(directory, ((entry.label, piece) for entry in tensors for piece in entry.slices))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in a step directory.
+    """Open the checkpoint in a step directory. Raises CheckpointError if it is incomplete or damaged.
 
-    Raises CheckpointError if it is incomplete or damaged. This checks the completeness marker, the manifest,
-    ``config.yaml``, the tokenizer files, and the sizes and headers of the tensor files, but not tensor data.
+    This checks the completeness marker, the manifest, ``config.yaml``, the tokenizer files, and the sizes and
+    headers of the tensor files, but not tensor data.
     """
     path = Path(path)
     marker = read_marker(path)
@@ -178,7 +169,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
     """Return the bytes of ``manifest.json`` in the step directory ``path``. Raises CheckpointError if their
-    checksum is not the one in the completeness marker ``marker``."""
+    checksum is not that in ``marker``, the fields of ``COMPLETE``."""
     manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
     content = read_bounded(manifest_path, size)
     if len(content) != size:
@@ -189,8 +180,8 @@ def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
 
 
 def read_marker(path: Path) -> dict[str, str]:
-    """Return the fields of the file ``COMPLETE``, which is written last and marks a complete checkpoint.
-    Raises CheckpointError if it is missing or damaged."""
+    """Return the fields of ``COMPLETE``, which marks a complete checkpoint. Raises CheckpointError if it is
+    missing or damaged."""
     marker_path = path / MARKER_FILE
     if not marker_path.exists():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")

@@ -1,5 +1,4 @@
-"""Rewrite a checkpoint into other files: all tensors whole, in one rank directory; or split for a parallel
-plan."""
+"""Copy a checkpoint with whole tensors, or with tensors that are split for a parallel plan."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """Copy a checkpoint, and join the slices of all ranks: one file of weights, and one of optimizer state.
-    Training can continue from the copy. Returns its step directory."""
+    """Copy a checkpoint into whole tensors, with one file of weights and one of optimizer state. Returns the
+    new path. Training can continue from it."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     target = save_checkpoint(
@@ -50,16 +49,14 @@ def merge(path: str | Path, output: str | Path) -> Path:
         documents=documents_in(checkpoint),
         max_file_bytes=_NO_LIMIT,
     )
-    _copy_neighbors(checkpoint, Path(output))
+    _copy_tokenizer_and_config(checkpoint, Path(output))
     return target
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """Copy a checkpoint, and split its tensors into one directory for each rank of a plan with tensor and
-    pipeline parallelism. Returns the step directory of the copy.
+    """Copy a checkpoint, split for the tensor- and pipeline-parallel ranks of ``plan``. Returns the new path.
 
-    This is an optimization: any plan can read any checkpoint, but after this, each rank of ``plan`` reads
-    only its own files.
+    Any plan can read any checkpoint. From this one, each rank of ``plan`` reads only its own files.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest, output = checkpoint.manifest, Path(output)
@@ -81,12 +78,11 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
                 ranks.append({"rank": len(ranks), **coordinate, "directory": directory})
         new = replace(manifest, plan=asdict(plan), ranks=tuple(ranks))
         target = commit(staged, new, indices, documents=documents_in(checkpoint))
-    _copy_neighbors(checkpoint, output)
+    _copy_tokenizer_and_config(checkpoint, output)
     return target
 
 
-def _copy_neighbors(checkpoint: Checkpoint, output: Path) -> None:
-    """Copy the tokenizer and the configuration that are beside the checkpoint, in its output directory."""
+def _copy_tokenizer_and_config(checkpoint: Checkpoint, output: Path) -> None:
     source = find_tokenizer_dir(checkpoint.path)
     if source is not None:
         copy_tokenizer(source, output / TOKENIZER_DIR)
@@ -120,10 +116,9 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """Yield the slice of a tensor that tensor-parallel rank ``rank`` of ``degree`` stores. A tensor that is
-    not split is stored by rank 0 only."""
+    """Yield a tensor's slice for a tensor-parallel rank. Only rank 0 gets a tensor that is not split."""
     dim = cut_dim(entry.name)
-    if dim is not None and _follows(checkpoint, entry):
+    if dim is not None and _is_split_like_parameter(checkpoint, entry):
         if entry.shape[dim] % degree:
             raise CheckpointError(
                 f"mp = {degree} does not divide dimension {dim} of {entry.name} ({entry.shape[dim]} entries)"
@@ -136,16 +131,13 @@ def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) 
         yield _whole(checkpoint, entry)
 
 
-def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
-    """Return whether a tensor is split like the parameter that it belongs to. True for parameters, moments
-    and master weights, which have the parameter's shape; false for single numbers."""
+def _is_split_like_parameter(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
     parameter = checkpoint.manifest.tensors.get((MODEL, entry.name, ""))
     return parameter is not None and parameter.shape == entry.shape and prod(entry.shape) > 1
 
 
 def cut_dim(name: str) -> int | None:
-    """Return the dimension along which tensor parallelism splits the parameter ``name``. None
-    if it does not."""
+    """Return the dimension along which tensor parallelism splits the parameter ``name``, or None."""
     fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # FleetX may store q, k and v separately
     fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # so may Megatron-LM the experts
     return _cut_dims().get(_LAYER_NUMBER.sub(".", fused))

@@ -1,7 +1,6 @@
 """Save and restore the states of random number generators, for one process and for all ranks of a job.
 
-The states are JSON. Paddle's `GeneratorState` has a seed, an offset and the text form of its mt19937-64
-engine. They are read and written with its `__getstate__` and `__setstate__`.
+The states are JSON. Paddle's `GeneratorState` is a seed, an offset and an mt19937-64 engine as text.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
 def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
-    """Collect the generator states of all ranks for a checkpoint. A collective; the result is the same on all
-    ranks.
+    """Collect the generator states of all ranks for a checkpoint. A collective; all get the same result.
 
-    The result has two keys. ``rng`` is the state of rank 0. ``rng_of_ranks`` has the ``degrees`` of the
-    parallel plan, and a list ``ranks`` with an entry for each rank: its coordinates ``at``, and in
-    ``differs`` only the parts of its state that are not equal to those of rank 0.
+    ``rng`` is the state of rank 0. ``rng_of_ranks`` has the ``degrees`` of the parallel plan, and for each
+    rank its coordinates and the parts of its state that differ from rank 0's.
     """
     first, *_ = states = gather(ctx, rng_state())
     ranks = [
@@ -48,11 +45,11 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
     """Restore this rank's generators from a checkpoint's `gather_rng_state`. Returns whether every rank got
-    the state that it had saved itself.
+    the state that it had saved itself, which is so if the parallel plan has the same degrees.
 
-    That is so if the parallel plan has the same degrees. Otherwise all ranks get rank 0's default generators,
-    and the named streams of Paddle's RNG tracker keep their seeds. Dropout is the same in both cases, because
-    its masks depend only on seed and step. Raises CheckpointError if a state is missing or invalid.
+    Otherwise all ranks get rank 0's default generators, and the named streams of Paddle's RNG tracker keep
+    their seeds. Dropout is the same in both cases: its masks depend only on seed and step. Raises
+    CheckpointError if a state is missing or invalid.
     """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
@@ -75,7 +72,7 @@ def _degrees(ctx: ParallelContext) -> dict[str, int]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the generator states of this process as JSON values: those of Python, of NumPy, Paddle's default
+    """Return the states of this process's generators as JSON values: Python's, NumPy's, Paddle's default
     generators, and the named streams of Paddle's RNG tracker."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -89,9 +86,8 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
     """Restore the generators of this process from the result of `rng_state`.
 
-    ``streams`` says whether to restore the named streams of Paddle's RNG tracker. Paddle has one generator
-    per visible device. If the state comes from other devices, Paddle's generators are left alone, with a
-    warning. Raises CheckpointError if the state is invalid.
+    ``streams`` says whether to restore the named streams of Paddle's RNG tracker. A state from other devices
+    leaves Paddle's generators alone, with a warning. Raises CheckpointError if the state is invalid.
     """
     try:
         python, numpy = state["python"], state["numpy"]

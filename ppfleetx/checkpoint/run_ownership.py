@@ -1,8 +1,7 @@
 """Which training run saved a checkpoint. A run deletes and replaces only its own checkpoints.
 
-A run gets a random id when it starts, and keeps it when it resumes in the same output directory. The id is
-stored in the manifests of its checkpoints and in the file ``run_id`` of the output directory. A checkpoint
-without an id belongs to no run.
+A run gets a random id when it starts, and keeps it when it resumes in the same output directory. The id is in
+the manifests of its checkpoints and in the file ``run_id`` of the output directory.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Ownership:
     Attributes:
         run: the id of the run.
         keep_max: how many of its own checkpoints the run keeps, in addition to the best one; None: all.
-        spared: step directories, with links resolved, that the run was started from. It never deletes or
-            replaces them.
+        spared: step directories, with links resolved, that the run was started from. They are kept.
     """
 
     run: str
@@ -60,8 +58,8 @@ class Ownership:
     def covers(self, path: Path) -> bool:
         """Return whether the run may delete or replace the checkpoint at ``path``.
 
-        It may if it saved the checkpoint under its present name, and no file has been added to the directory
-        since. It may not if it was started from this checkpoint, or if ``path`` is a symbolic link.
+        It must have saved the checkpoint under its present name, and not been started from it. No file may
+        have been added to the directory since, and ``path`` must not be a symbolic link.
         """
         if path.is_symlink() or path.resolve() in self.spared:
             return False
@@ -76,8 +74,7 @@ class Ownership:
 class RunRecord:
     """The content of the file ``run_id`` in an output directory: the id of the run that saves there.
 
-    A run can start from a checkpoint in this directory that has another id or none. ``continues`` is then the
-    name of this checkpoint; otherwise None.
+    ``continues`` names a checkpoint in this directory that the run was started from but did not save.
     """
 
     run: str
@@ -93,7 +90,7 @@ def new_run() -> str:
 
 
 def read_run(output_dir: Path) -> RunRecord | None:
-    """Read the file ``run_id`` of an output directory. None if it is missing or damaged."""
+    """Read the file ``run_id`` of an output directory; None if it is missing or damaged."""
     path = output_dir / RUN_FILE
     fields = read_sealed(path) if path.is_file() else None
     return (
@@ -110,8 +107,8 @@ def write_run(output_dir: Path, record: RunRecord) -> None:
 
 
 def run_of(path: Path) -> str | None:
-    """Return the id of the training run that saved the checkpoint in a step directory. None if it belongs to
-    no run. Raises CheckpointError if the checkpoint is incomplete or damaged."""
+    """Return the id of the training run that saved the checkpoint in a step directory, or None. Raises
+    CheckpointError if the checkpoint is incomplete or damaged."""
     return _saved_by(path).run
 
 

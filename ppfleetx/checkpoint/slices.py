@@ -1,7 +1,4 @@
-"""Slices of tensors, which ranks save, and the arithmetic of boxes. No files are accessed here.
-
-A box is a pair (offset, shape): a rectangular part of a tensor. A slice is the data in a box.
-"""
+"""Slices of tensors, and boxes: pairs (offset, shape) for rectangular parts. A slice is the data in a box."""
 
 from __future__ import annotations
 
@@ -58,10 +55,10 @@ class TensorSlice:
         data: an array of `shape`, or a function that makes it when it is written, so that only one copy is in
             memory at a time. bfloat16 is stored as bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
-        vocab_dim: the dimension whose entries belong to tokens, and may be padded; None if there is none.
+        vocab_dim: the dimension that counts vocabulary entries, which may be padded; None if there is none.
         is_live: whether the array is the tensor's own memory, so that the next optimizer update changes it.
-        fetch: a function that starts a copy from the device and returns a function that waits for it. The
-            next optimizer update does not change the copy. None if only ``data`` is available.
+        fetch: starts a copy from the device that the next optimizer update does not change, and returns a
+            function that waits for it. None if only ``data`` is available.
     """
 
     name: str
@@ -97,7 +94,7 @@ class TensorSlice:
 
 
 def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") -> TensorSlice:
-    """Make a slice that is a whole tensor, from a NumPy array. The type cannot be bfloat16."""
+    """Make a slice that is a whole tensor, from a NumPy array of any type except bfloat16."""
     data = np.asarray(data)
     shape = tuple(data.shape)
     dtype = DTYPE_OF_NUMPY[data.dtype.newbyteorder("<")]
@@ -115,10 +112,9 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
     """Return whether boxes, pairs (offset, shape), cover an array of ``shape`` without gaps or overlaps.
-    Takes linear time.
 
-    Each box contributes its corners with alternating signs (inclusion-exclusion). The boxes tile the array if
-    and only if all signed corners sum to those of the array itself.
+    Takes linear time: the boxes tile the array if and only if their corners, with alternating signs, sum to
+    those of the array (inclusion-exclusion).
     """
     ends: Counter[Index] = Counter()
     whole = ((0,) * len(shape), tuple(shape))

@@ -1,7 +1,6 @@
-"""Disk access for checkpoints: safetensors files with checksums, small files, and renames that survive a
-crash.
+"""Disk access for checkpoints: safetensors files with checksums, small files, crash-safe renames.
 
-Saves use only the functions of this file to access the disk, so tests can inject failures here.
+Saves access the disk only through this file, so tests can inject failures here.
 """
 
 from __future__ import annotations
@@ -34,17 +33,10 @@ _CHECKERS = 2  # threads that verify checksums
 def write_safetensors(
     path: Path, relative: str, pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileEntry, list[SliceEntry]]:
-    """Write slices of tensors into one safetensors file, and flush it to disk. One slice is in memory at a
-    time.
+    """Write slices of tensors, one at a time, into one safetensors file, and flush it to disk.
 
-    Args:
-        path: the file to write.
-        relative: its path in the checkpoint, for the manifest.
-        pieces: the slices.
-        metadata: the `__metadata__` of the header.
-
-    Returns:
-        the manifest's entries for the file and for each slice.
+    ``relative`` is the file's path in the checkpoint. ``metadata`` is the `__metadata__` of the header.
+    Returns the manifest's entries for the file and for each slice.
     """
     header = _header(pieces, metadata)
     entries = []
@@ -79,26 +71,24 @@ def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str,
 
 
 def write_bytes(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Write bytes to an open file. Saves write only with this function, so tests can make it fail."""
     file.write(content)
 
 
 def flush(file: BinaryIO) -> None:
-    """Flush an open file to disk. Saves flush only with this function, so tests can make it fail."""
+    """Flush an open file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or directory, and flush the change to disk. Saves rename only with this function, so
-    tests can make it fail."""
+    """Rename a file or directory, and flush the change to disk."""
     source.rename(target)
     fsync_dir(target.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two directories in one atomic step. Returns False, with nothing changed, if the
-    system cannot do this. Raises OSError for any other failure."""
+    """Swap the names of two directories in one atomic step. Returns False if the system cannot do this.
+    Raises OSError for any other failure."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -113,8 +103,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
-    """Check the size and the header of a tensor file against the manifest's ``entry``. Raises
-    CheckpointError."""
+    """Raise CheckpointError if size or header of a tensor file do not match the manifest's ``entry``."""
     path = directory / relative
     with opened(path) as file:
         header = file.read(entry.header_bytes)
@@ -126,8 +115,7 @@ def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
 
 
 def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes:
-    """Return the content of ``config.yaml`` or a tokenizer file in the checkpoint at ``directory``. Raises
-    CheckpointError if it does not match the manifest's ``entry``."""
+    """Read ``config.yaml`` or a tokenizer file. Raises CheckpointError if it does not match ``entry``."""
     path = directory / relative
     content = read_bounded(path, MAX_DOCUMENT_BYTES)
     if len(content) != entry.num_bytes:
@@ -140,11 +128,8 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a tensor slice, and verify the checksums of all chunks that contain them.
-    Raises CheckpointError.
-
-    ``into`` is a buffer for the bytes. It may be given only if the range is the whole slice.
-    """
+    """Read bytes [start, end) of a tensor slice. Raises CheckpointError if the checksum of a chunk with these
+    bytes is wrong. ``into`` is a buffer to use if the range is the whole slice."""
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
     # Not bytearray, whose zeroing costs as much as the read.
@@ -156,8 +141,7 @@ def read_range(
 
 
 def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
-    """Read slices, given as (name for messages, entry), and verify their checksums. Yields one sentence for
-    each damaged slice."""
+    """Verify the checksums of slices, given as (name, entry). Yields a sentence per damaged slice."""
     own = threading.local()
 
     def make_scratch() -> None:
@@ -177,18 +161,13 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
 
 
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
-    """Read a whole tensor slice and verify its checksums. Raises CheckpointError.
-
-    ``scratch`` is a buffer of CHUNK_BYTES for reading. It is passed in, because allocating memory for each
-    slice would cost several times as much as the checksum.
-    """
+    """Raise CheckpointError if a tensor slice is damaged. ``scratch`` is a buffer of CHUNK_BYTES."""
     sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
 
 
 def _read_chunks(path: Path, piece: SliceEntry, first: int, chunks: Iterable[memoryview]) -> None:
-    """Read consecutive chunks of a tensor slice into buffers, starting with chunk number ``first``, and
-    verify their checksums."""
+    """Read chunks of a tensor slice, from number ``first`` on, into buffers, and verify their checksums."""
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(piece.start + first * CHUNK_BYTES)

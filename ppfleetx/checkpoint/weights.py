@@ -1,5 +1,4 @@
-"""Weights of a model, read lazily from any checkpoint format, under the names that ppfleetx gives to
-parameters."""
+"""Weights of a model, read lazily from any checkpoint format, under ppfleetx's parameter names."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def vocab_dims() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model as read from any format, with what the source says about the model. Tensors are
-    read one at a time.
+    """The weights of a model, read lazily from any format, with what the source says about the model.
 
     Attributes:
         place: where the weights come from, for messages.
@@ -62,8 +60,7 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """Convert all tensors except those named in ``keep`` to one element type, lazily. If ``dtype`` is
-        None, nothing is converted."""
+        """Convert all tensors except those in ``keep`` to one element type, lazily; None converts nothing."""
         if dtype is None:
             return self
         return self.with_tensors(
@@ -71,8 +68,7 @@ class Weights:
         )
 
     def finite(self) -> Weights:
-        """Return the same weights with a check: reading a tensor that has a NaN or an infinity raises
-        CheckpointError."""
+        """Return weights that raise CheckpointError if a tensor with a NaN or an infinity is read."""
         return self.with_tensors(
             {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
         )
@@ -85,8 +81,7 @@ class Weights:
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """Validate the keys of a `Model` section and return it. Raises CheckpointError, with ``place`` in the
-    message, if they describe no valid network."""
+    """Make a `Model` section of these keys. Raises CheckpointError, naming ``place``, for invalid keys."""
     try:
         return section_of(ModelConfig, dict(keys))
     except ConfigError as error:
@@ -94,9 +89,8 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the tensors of ``weights`` in the order and shapes of the parameters of ``model``. Vocabulary
-    padding is added or removed as ``model`` requires. Raises CheckpointError if a tensor is missing, unknown
-    or of another shape."""
+    """Return the tensors of ``weights`` in the order and shapes of the parameters of ``model``, with its
+    vocabulary padding. Raises CheckpointError if a tensor is missing, unknown or of another shape."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -115,7 +109,7 @@ def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") 
 
 
 def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
-    """Yield whole tensors as slices to write into a checkpoint. A tensor is read only when it is written."""
+    """Yield whole tensors as slices to save. A tensor is read only when it is written."""
     for name, tensor in tensors.items():
         yield TensorSlice(
             name,
@@ -131,8 +125,7 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
 
 @contextmanager
 def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
-    """Context manager that shows a progress bar while tensors are read. Yields the same tensors; reading one
-    advances the bar."""
+    """Context manager that yields the same tensors, and shows a progress bar while they are read."""
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
         yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
@@ -148,11 +141,9 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """Convert the slices of a model from float32 back to the 16-bit types of the file from which it was
-    loaded, so that the new file is not larger.
+    """Convert a model's slices from float32 back to the 16-bit types of the file from which it was loaded.
 
-    ``stored`` has the element type of each tensor in that file. If any element would change, all slices are
-    returned unchanged.
+    ``stored`` has the file's element types. If any element would change, all slices are returned unchanged.
     """
     made = []
     for piece in pieces:
@@ -172,8 +163,7 @@ def _cast(piece: TensorSlice, wanted: str) -> np.ndarray:
 
 
 class ForeignCheckpoint(Checkpoint):
-    """Makes another program's weights readable like a checkpoint of ppfleetx. It has no optimizer state and
-    no checksums."""
+    """Another program's weights with the interface of a checkpoint, without optimizer state and checksums."""
 
     def __init__(self, path: Path, weights: Weights) -> None:
         tensors = {}
@@ -195,8 +185,7 @@ class ForeignCheckpoint(Checkpoint):
         result[...] = self._weights.tensors[entry.name].read()[box]
 
     def damage(self) -> Iterator[str]:
-        """Read every tensor, and yield one sentence for each that cannot be read. Other programs' formats
-        have no checksums to verify."""
+        """Read every tensor, and yield one sentence for each that cannot be read."""
         for name, tensor in self._weights.tensors.items():
             try:
                 tensor.read()
@@ -205,8 +194,7 @@ class ForeignCheckpoint(Checkpoint):
 
 
 def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
-    """Set the vocabulary size of a checkpoint whose manifest does not have it. Returns the same
-    checkpoint."""
+    """Set the vocabulary size of a checkpoint whose manifest does not have it. Returns the checkpoint."""
     if checkpoint.manifest.vocab_size is None:
         checkpoint.manifest = replace(checkpoint.manifest, vocab_size=vocab_size)
     return checkpoint

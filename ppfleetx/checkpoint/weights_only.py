@@ -1,4 +1,4 @@
-"""Checkpoints of ppfleetx that contain only weights, not training state. Conversions read and write them."""
+"""Read and write checkpoints of ppfleetx that contain only weights, not training state."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from ppfleetx.utils.log import get_logger
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
     """Read the weights of a checkpoint of ppfleetx. ``path`` is any that `Engine.save_load.ckpt_dir` accepts.
 
-    With ``masters``, float32 master weights are read in place of weights that have them. With ``few_bits``,
-    quantized weights are returned as stored. Without it, they raise CheckpointError.
+    With ``masters``, float32 master weights take the place of the weights that have them. Quantized weights
+    are returned as stored if ``few_bits``; otherwise they raise CheckpointError.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -82,7 +82,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 
 def model_section(manifest: Manifest) -> dict[str, Any]:
-    """Return the `Model` section of the configuration in a checkpoint's manifest; empty if there is none."""
+    """Return the `Model` section of the configuration in a manifest; empty if there is none."""
     config = manifest.config
     if isinstance(config, str):
         node = parse_yaml(config, "the configuration in the manifest")
@@ -92,8 +92,8 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
 
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return the `Generation` section of the configuration in a checkpoint's manifest. Keys that belong to
-    one command, such as the prompt, are left out. Invalid keys are also left out, with a warning."""
+    """Return the `Generation` section of the configuration in a manifest, without keys that belong to one
+    command, such as the prompt. Invalid keys are left out with a warning."""
     section = config.get("Generation") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return {}
@@ -104,7 +104,7 @@ def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]
 
 
 def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Split the keys of a `Generation` section: return those that are valid, and the errors of the others."""
+    """Return the valid keys of a `Generation` section, and the errors of the others."""
     good, errors = dict(keys), []
     while True:
         try:
@@ -141,8 +141,7 @@ def save_weights(
     Args:
         cfg: the configuration to store with the weights.
         source: facts about the origin of the weights, to store in the checkpoint's state.
-        documents: ``config.yaml`` and tokenizer files for the checkpoint, by path; None: they are made from
-            ``cfg`` and ``tokenizer``.
+        documents: ``config.yaml`` and tokenizer files, by path; None: made from ``cfg`` and ``tokenizer``.
     """
     return save_checkpoint(
         output,
@@ -161,8 +160,8 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write converted weights into the output directory ``output``: a checkpoint without training state, and
-    beside it ``config.yaml`` and the tokenizer. Returns the step directory of the checkpoint.
+    """Write converted weights into the directory ``output``: a checkpoint without training state, and beside
+    it ``config.yaml`` and the tokenizer. Returns the step directory.
 
     ``weights`` describes the source. ``tensors`` are all parameters of ``model``, with vocabulary padding.
     """
@@ -202,8 +201,7 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Write ``generation_config.json`` with the special tokens that only ``config.json`` names. The tokenizer
-    reads end tokens from this file."""
+    """Add a ``generation_config.json`` with the special tokens of ``config.json`` if there is none."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
@@ -214,7 +212,7 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the tokenizer in a directory. None, with a warning, if ppfleetx does not support it."""
+    """Load the tokenizer in a directory; None, with a warning, if ppfleetx does not support it."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:

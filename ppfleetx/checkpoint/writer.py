@@ -1,5 +1,4 @@
-"""Write a checkpoint under a hidden name, check it, and then rename it. Other processes see either a complete
-checkpoint or none.
+"""Write a checkpoint under a hidden name, check it, and rename it, so that a visible checkpoint is complete.
 
 With several ranks, each rank calls `write_rank`, and one rank calls `commit` with the results of all ranks.
 """
@@ -37,8 +36,7 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank wrote into a checkpoint: its files, by path relative to the checkpoint, and its slices of
-    the tensors."""
+    """What one rank wrote into a checkpoint: its files, by path in the checkpoint, and its tensor slices."""
 
     files: Mapping[str, FileEntry]
     tensors: Sequence[TensorEntry]
@@ -71,13 +69,11 @@ def save_checkpoint(
         documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
         ownership: the training run that saves. Its checkpoint of the same name is replaced, and its oldest
             checkpoints beyond `keep_max` are deleted. None: no checkpoint is replaced or deleted.
-        max_file_bytes: tensors are distributed over several files of at most this size.
+        max_file_bytes: maximum size of a file; larger data is split into several.
         verify: whether to read all data back and check it before the checkpoint gets its name.
-        epoch, step, state, plan, config, fingerprints, vocab_size: see :class:`Manifest`.
 
-    Raises:
-        CheckpointError: the checkpoint could not be written (disk full, no permission, ...). Earlier
-            checkpoints are unchanged.
+    The other arguments are attributes of :class:`Manifest`. Raises CheckpointError if the checkpoint cannot
+    be written (disk full, no permission, ...). Earlier checkpoints are then unchanged.
     """
     output_dir, rank_dir = Path(output_dir), rank_directory()
     try:
@@ -107,8 +103,8 @@ def save_checkpoint(
 
 @contextmanager
 def saving(output_dir: Path, epoch: int, step: int) -> Iterator[Path]:
-    """Context manager: lock ``output_dir``, and yield a new hidden directory to write a checkpoint into. On
-    exit, the directory is deleted unless `commit` has renamed it."""
+    """Context manager that locks ``output_dir`` and yields a new hidden directory for a checkpoint. On exit,
+    the directory is deleted unless `commit` has renamed it."""
     staged = output_dir / f"{housekeeping.SAVING}{step_directory(epoch, step)}"
     output_dir.mkdir(parents=True, exist_ok=True)
     with housekeeping.output_lock(output_dir):
@@ -128,11 +124,8 @@ def write_rank(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> RankIndex:
-    """Write one rank's tensor slices into the directory ``rank_dir`` of the unfinished checkpoint ``staged``.
-
-    The files are flushed to disk. With ``verify`` they are also read back; raises CheckpointError if a
-    checksum differs.
-    """
+    """Write one rank's tensor slices into ``rank_dir`` of the unfinished checkpoint ``staged``, and flush
+    them to disk. With ``verify``, they are read back; raises CheckpointError if a checksum differs."""
     target = staged / rank_dir
     target.mkdir()
     files: dict[str, FileEntry] = {}
@@ -171,8 +164,8 @@ def commit(
     that all ranks wrote into ``staged``, and rename the directory. Returns its final path.
 
     Then the file ``latest`` is updated, and the run's old checkpoints are deleted. Raises CheckpointError if
-    the ranks' slices do not make up whole tensors, if a file is damaged, or if a checkpoint that the run may
-    not replace has the same name.
+    the ranks' slices do not make up whole tensors, if a file is damaged, or if the run must not replace a
+    checkpoint of the same name.
     """
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
@@ -212,11 +205,8 @@ def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEn
 def split_into_files(
     tensors: Sequence[TensorSlice], max_bytes: int
 ) -> Iterator[tuple[str, list[TensorSlice]]]:
-    """Distribute slices over files, and yield (file name, its slices).
-
-    Model and optimizer are in separate files. A file has at most ``max_bytes``, unless a single slice is
-    larger.
-    """
+    """Distribute slices over files of weights and of optimizer state, and yield (file name, its slices). A
+    file has at most ``max_bytes``, unless a single slice is larger."""
     for stem, of_kind in (
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),
