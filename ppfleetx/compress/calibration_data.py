@@ -1,4 +1,4 @@
-"""Read samples of text, as windows of token ids, to calibrate and to evaluate a compressed model."""
+"""Read windows of token ids to calibrate and evaluate a compressed model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _MEASURED = 10  # the last tenth of the tokens is reserved for evaluation
 
 @dataclass(frozen=True)
 class Samples:
-    """Windows of token ids for calibration and evaluation, each ``[windows, s + 1]`` int64.
-
-    A window is one token longer than the model's input of s tokens, because it also contains the labels.
+    """Windows of token ids, int64 ``[windows, s + 1]``: s input tokens, and one more for the labels.
 
     Attributes:
         calibration: windows from the first nine tenths of the data.
@@ -40,7 +38,7 @@ def read_samples(
     Args:
         place: the path prefix of a .bin/.idx corpus, or a text file.
         tokenizer: needed for a text file.
-        seq_len: input tokens per window; a window has one more.
+        seq_len: input tokens per window.
         num_windows: maximum number of calibration windows; there are at most half as many for evaluation.
         fewest: minimum number of calibration tokens.
 

@@ -1,9 +1,8 @@
 """Distillation (Hinton et al., 2015): train a model, the student, on the outputs of another one, the teacher.
 
 The loss of a token is ``hard_weight`` times the cross entropy plus ``soft_weight`` times T^2 KL(p || q),
-where p and q are the distributions of teacher and student at temperature T. Both models are built by the same
-layer factory, so their logits are sliced in the same way under every parallel plan. Evaluation uses only the
-cross entropy.
+where p and q are the distributions of teacher and student at temperature T. Evaluation uses only the cross
+entropy. One layer factory builds both models, so every parallel plan slices their logits in the same way.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ _HIDDEN = -1e9  # logit of padding ids
 
 
 class Distillation(WrappedTask):
-    """Wraps a language-modeling task, and adds the divergence from a teacher's outputs to its
-    training loss."""
+    """Wraps a language-modeling task, and adds the divergence from a teacher's outputs to its loss."""
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
         super().__init__(task)
@@ -74,13 +72,11 @@ class Distillation(WrappedTask):
         mask: paddle.Tensor,
         factory: LayerFactory,
     ) -> paddle.Tensor:
-        """Add the divergence of student from teacher to the cross entropy. Returns the training loss, their
-        weighted sum.
+        """Return the training loss: the weighted sum of cross entropy and divergence.
 
         Args:
             hard: the cross entropy, already summed over positions.
-            student: logits ``[s, b, V]``.
-            teacher: logits ``[s, b, V]``.
+            student, teacher: logits ``[s, b, V]``.
             mask: ``[b, s]``, 1 at positions that count.
         """
         cfg = self._distill
@@ -95,8 +91,8 @@ class Distillation(WrappedTask):
 
 
 class _ChunksWithTeacher(DeferredLogits):
-    """Student logits that are computed in chunks along the sequence to save memory. Computes the loss of each
-    chunk together with the teacher's logits for the same chunk."""
+    """Student logits that are computed in chunks to save memory. The loss of each chunk includes the
+    divergence from the teacher."""
 
     def __init__(
         self, student: DeferredLogits, teacher: DeferredLogits, add: Callable[..., paddle.Tensor]
@@ -114,8 +110,7 @@ class _ChunksWithTeacher(DeferredLogits):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Raise ConfigError if the teacher's experts cannot be distributed over the ranks of the student's
-    parallel plan."""
+    """Raise ConfigError if the student's parallel plan does not suit the teacher's experts."""
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -131,10 +126,9 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """Build the teacher from the checkpoint at ``place``, and load the part of its weights that this rank
-    needs.
+    """Build the teacher from the checkpoint at ``place``, with the weights that this rank needs.
 
-    Raises CheckpointError if there is no such checkpoint, or if its vocabulary differs from the student's;
+    Raises CheckpointError if there is no checkpoint, or if its vocabulary differs from the student's;
     ConfigError if the plan does not suit the teacher's experts.
     """
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
@@ -181,12 +175,10 @@ def _weights_format(checkpoint: Checkpoint) -> WeightsConfig | None:
 def divergence(
     student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
 ) -> paddle.Tensor:
-    """Compute the divergence KL(p || q) of the student's distribution q from the teacher's p, at each
-    position ``[s, b]``.
+    """Return the divergence KL(p || q) ``[s, b]`` of the student's distribution q from the teacher's p.
 
     Args:
-        student: the student's logits ``[s, b, V]``; only they get a gradient.
-        teacher: the teacher's logits ``[s, b, V]``.
+        student, teacher: logits ``[s, b, V]``; only the student gets a gradient.
         true_vocab: vocabulary size without padding.
         temperature: divides the logits of both.
         group: the tensor-parallel group, if V is this rank's slice of the vocabulary; otherwise None.

@@ -1,10 +1,9 @@
 """Structured pruning: remove attention groups, feed-forward units and whole layers from a model.
 
 An attention group is a key/value head with its query heads. A feed-forward unit is one hidden feature of an
-MLP. The result is an ordinary, smaller model. Its configuration has one size for all layers, so each layer
-loses the same number of groups and units, but not the same indices. Importance scores are computed in float64
-from whole tensors. The result is therefore the same, bit for bit, under whichever parallel plan the
-checkpoint was saved.
+MLP. Each layer loses the same number of groups and units, but not the same indices, so the result is an
+ordinary model with one size for all layers. Importance scores are computed in float64 from whole tensors, so
+they do not depend on the parallel plan that saved the checkpoint.
 
 Shape letters: g attention groups, f feed-forward units.
 """
@@ -32,11 +31,8 @@ _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 @dataclass(frozen=True)
 class GroupsAndUnits:
-    """A pair of arrays for one layer, one for its attention groups and one for its feed-forward units.
-
-    They are either importance scores, float64 ``[g]`` and ``[f]``, or the sorted indices of the groups and
-    units to keep.
-    """
+    """Scores (float64) of one layer's attention groups ``[g]`` and feed-forward units ``[f]``, or the sorted
+    indices of those to keep."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -46,8 +42,8 @@ class GroupsAndUnits:
 class Parts:
     """Which rows or columns of a weight or bias belong to which attention group or feed-forward unit.
 
-    Part number i has the ``width`` elements from i * ``width`` on along dimension ``axis``. ``of_groups``
-    says whether the parts are attention groups or feed-forward units.
+    Part number i has the ``width`` elements from i * ``width`` on along dimension ``axis``. The parts are
+    attention groups if ``of_groups``, otherwise feed-forward units.
     """
 
     of_groups: bool
@@ -55,19 +51,14 @@ class Parts:
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """Return the indices along ``axis`` that belong to the parts whose numbers are in ``which``."""
+        """Return the indices along ``axis`` that belong to the parts with the numbers ``which``."""
         return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """Describe how a weight or bias is divided into attention groups or feed-forward units.
+    """Return how a parameter is divided into attention groups or feed-forward units; None if it is not.
 
-    Args:
-        own: the parameter's name within its layer, such as ``mlp.fc1.weight``.
-        shape: the shape of the whole parameter.
-
-    Returns:
-        None if the parameter, such as a norm, is not divided.
+    ``own`` is the parameter's name in its layer, such as ``mlp.fc1.weight``. ``shape`` is its whole shape.
     """
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
@@ -103,15 +94,13 @@ def sizes_after(
     multiple: int = 1,
     drop_layers: tuple[int, ...] = (),
 ) -> Sizes:
-    """Compute the sizes of a model after pruning.
-
-    The number of groups or units to remove is rounded down. The number that remains is then rounded up to a
-    multiple of ``multiple``.
+    """Compute the sizes of a model after pruning. The number of groups or units to remove is rounded down.
 
     Args:
         ratio: fraction of the attention groups, the feed-forward units, or both, to remove from each layer.
         part: what to prune.
-        multiple: what remains must be divisible by this, for example by a later tensor-parallel degree.
+        multiple: the number that remains is rounded up to a multiple of this, for example of a later
+            tensor-parallel degree.
         drop_layers: layers to remove as a whole.
 
     Raises:
@@ -145,8 +134,7 @@ def sizes_after(
 
 
 def check_share(ratio: float, multiple: int) -> None:
-    """Raise ConfigError unless ``ratio``, the fraction to remove, is in [0, 1), and ``multiple``, which must
-    divide what remains, is at least 1."""
+    """Raise ConfigError unless ``ratio``, the fraction to remove, is in [0, 1) and ``multiple`` above 0."""
     if not 0 <= ratio < 1:
         raise ConfigError("is the fraction to remove: at least 0, below 1", key="--ratio", value=ratio)
     if multiple < 1:
@@ -166,9 +154,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError if this network cannot be pruned. All layers must be the same, and their matrices
-    must be ``qkv`` and ``out_proj`` of attention, and ``fc1`` and ``fc2`` of an MLP. Features that also
-    prevent pruning are in ``ModelConfig.not_pruned``."""
+    """Raise ConfigError unless the network can be pruned: all layers are the same, their only matrices are
+    ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and it has no feature in ``ModelConfig.not_pruned``."""
     if model.not_pruned is not None:
         key, why = model.not_pruned
         raise ConfigError(why, key=f"Model.{key}")
@@ -184,7 +171,6 @@ def check_network(model: ModelConfig) -> None:
 
 
 def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
-    """Return the ``Model`` section of the model after pruning to ``sizes``."""
     per_group = model.num_attention_heads // model.kv_heads
     values: dict[str, Any] = {
         "num_layers": len(sizes.layers),
@@ -204,11 +190,8 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
 def magnitude_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, layer: int, criterion: Criterion
 ) -> GroupsAndUnits:
-    """Score the attention groups and feed-forward units of a layer by the size of their weights.
-
-    A score is the sum of magnitudes (``l1_norm``) or squares (``l2_norm``) of all weights that produce or
-    read the output of the group or unit.
-    """
+    """Score the attention groups and feed-forward units of a layer by the size of their weights: the sum of
+    magnitudes (``l1_norm``) or squares (``l2_norm``) of all weights that produce or read their output."""
 
     def mass(name: str) -> np.ndarray:
         tensor = tensors[f"decoder.layers.{layer}.{name}.weight"]
@@ -221,12 +204,8 @@ def magnitude_scores(
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
-    """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each part of a matrix,
-    float64.
-
-    ``parts`` are attention groups or feed-forward units. The array ``values`` is the matrix, or a slice of it
-    that contains whole parts; bfloat16 is passed as bits in uint16.
-    """
+    """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each group or unit, in
+    float64. ``values`` is a matrix, or a slice with whole parts; bfloat16 is passed as bits in uint16."""
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":
         mass = mass**2
@@ -234,8 +213,7 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
-    """Return the indices of the groups and units to keep in a layer: those with the largest scores. Among
-    equal scores, those with smaller indices are kept."""
+    """Return the indices of the groups and units with the largest scores; among equal ones, the first."""
     return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 
@@ -251,8 +229,7 @@ def pruned_tensors(
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield (name, tensor) of the pruned model, with layers renumbered. Tensors are read lazily.
 
-    ``kept`` has the indices of the groups and units to keep, by number of the layer in the original
-    ``model``.
+    ``kept`` has the indices of the groups and units to keep, by layer number before pruning.
     """
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():

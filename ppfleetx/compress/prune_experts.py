@@ -1,8 +1,7 @@
 """Remove whole experts from mixture-of-experts layers.
 
-The result is an ordinary model with fewer experts. Its configuration has one number of experts for all
-layers, so each layer loses the same number, but not the same indices. If the router chooses from groups of
-experts, each group loses the same number. Shared experts are kept.
+Each layer loses the same number of experts, but not the same indices, so the result is an ordinary model. If
+the router chooses from groups of experts, each group loses the same number. Shared experts are kept.
 
 Shape letters: E experts.
 """
@@ -25,11 +24,10 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 
 
 def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
-    """Compute how many experts each layer has after removing the fraction ``ratio`` of them.
+    """Return how many experts each layer has after removing the fraction ``ratio`` of them.
 
-    The number to remove is rounded down. The number that remains is then rounded up to a multiple of
-    ``multiple``, so that a later expert-parallel degree divides it. Raises ConfigError if the model has no
-    experts, the router does not support so few, or nothing would change.
+    The number to remove is rounded down, and what remains is rounded up to a multiple of ``multiple``. Raises
+    ConfigError if the model has no experts, the router needs more, or nothing would change.
     """
     check_share(ratio, multiple)
     moe = model.moe
@@ -54,7 +52,6 @@ def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
 
 
 def pruned_mixtures(model: ModelConfig, num_experts: int) -> ModelConfig:
-    """Return the ``Model`` section with the number of experts per layer set to ``num_experts``."""
     values = model.model_dump()
     return ModelConfig(**{**values, "moe": {**values["moe"], "num_experts": num_experts}})
 
@@ -62,8 +59,8 @@ def pruned_mixtures(model: ModelConfig, num_experts: int) -> ModelConfig:
 def router_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, criterion: Criterion
 ) -> dict[int, np.ndarray]:
-    """Score each expert by the sum of magnitudes (``l1_norm``) or squares (``l2_norm``) of its router
-    weights. Returns ``[E]`` by layer number."""
+    """Score experts by the sum of magnitudes (``l1_norm``) or squares (``l2_norm``) of their router weights.
+    Returns ``[E]`` by layer number."""
     scores = {}
     for layer in model.moe.mixture_layers(model.num_layers):
         weight = tensors[f"decoder.layers.{layer}.mlp.router.weight"]
@@ -73,11 +70,8 @@ def router_scores(
 
 
 def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
-    """Return the sorted indices of the experts of a layer to keep: those with the largest ``scores [E]``.
-
-    Each of the ``num_groups`` routing groups keeps the same number. Among equal scores, smaller indices are
-    kept.
-    """
+    """Return the sorted indices of the experts with the largest ``scores [E]``; among equal ones, the first.
+    Each of the ``num_groups`` routing groups keeps the same number."""
     grouped = scores.reshape(num_groups or 1, -1)
     best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
     return np.sort((best + np.arange(len(grouped))[:, None] * grouped.shape[1]).reshape(-1))
@@ -86,8 +80,8 @@ def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -
 def without_experts(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield (name, tensor) of the model ``small``, which is ``model`` without some experts. Tensors are read
-    lazily. ``kept`` has the indices of the experts to keep, by layer number."""
+    """Yield (name, tensor) of ``model`` reduced to ``small``. Tensors are read lazily. ``kept`` has the
+    indices of the experts to keep, by layer number."""
     before, after = parameter_shapes(model), parameter_shapes(small)
     for name, tensor in tensors.items():
         if name not in after or before[name] == after[name]:

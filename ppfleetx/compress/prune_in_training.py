@@ -1,14 +1,12 @@
 """Structured pruning during training: attention groups and feed-forward units are set to zero and stay zero.
 
 Pruning a group or unit sets to zero all weights and biases that produce its output, all weights that read it,
-and their optimizer states. They stay zero without a mask. Nothing but zeros passes through the part, forward
-or backward, so its gradients are exactly zero. An optimizer whose states are zero does not move it, and
-weight decay multiplies zero. A checkpoint therefore needs no extra state, and training can resume from it
-under any parallel plan.
+and their optimizer states. They stay zero without a mask: only zeros pass through the part, forward and
+backward, so its gradients are exactly zero, and neither optimizer nor weight decay moves it. A checkpoint
+therefore needs no extra state, and training can resume from it under any parallel plan.
 
-As in ``ppfleetx prune``, importance scores are sums over the weights of the whole model. Every group or unit
-is on a single tensor-parallel rank, and the sums of each matrix are computed, in float64, by one rank of the
-job. Pruned parts have the smallest possible score, zero, so the next selection includes them again.
+As in ``ppfleetx prune``, importance scores are sums over the weights of the whole model. One rank of the job
+computes the sums of each matrix, in float64. Pruned parts score zero, so the next selection includes them.
 
 Settings: ``Compress.Prune``.
 """
@@ -45,11 +43,9 @@ from ppfleetx.utils.log import get_logger
 
 
 class PruningInTraining:
-    """Prunes a model during training as ``Compress.Prune`` schedules. All ranks must call its methods at the
-    same time.
+    """Prunes a model during training as ``Compress.Prune`` schedules. All ranks call its methods together.
 
-    Raises ConfigError if the network cannot be pruned, or if its activation function does not map zero to
-    zero.
+    Raises ConfigError if the network cannot be pruned, or its activation function does not map zero to zero.
     """
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
@@ -61,11 +57,10 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune as much as the schedule requires at ``step``; nothing at steps between those of the schedule.
+        """Prune what the schedule requires at ``step``.
 
-        The exception is the first call after a start or a rollback. It also prunes at such a step, because
-        the checkpoint may have been saved before pruning. Raises ConfigError if parts that were pruned
-        earlier are not zero.
+        The first call after a start or a rollback also prunes between the steps of the schedule, because the
+        checkpoint may have been saved before pruning. Raises ConfigError if pruned parts are no longer zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -78,14 +73,14 @@ class PruningInTraining:
         self._runner.before_update()  # weights may be changed only after a running save has copied them
         scores = self._scores()
         self._check_zeros(scores)
-        num_new = self._take_out(scores, out)
+        num_new = self._set_to_zero(scores, out)
         self._begun, self._out = True, out
         if num_new:
             get_logger().info(f"pruned after {step} steps: {self._summary()}")
 
     def finish(self) -> None:
         """Log, at the end of training, how much was pruned and the command that removes the zeros. Raises
-        ConfigError if parts that were pruned are not zero."""
+        ConfigError if pruned parts are not zero."""
         if not self._begun:
             return
         self._check_zeros(self._scores())
@@ -111,8 +106,7 @@ class PruningInTraining:
         return zero / total
 
     def _counts(self, share: float) -> tuple[int, int]:
-        """Return how many attention groups and feed-forward units of each layer to prune, if the fraction is
-        ``share``."""
+        """Return how many attention groups and units to prune per layer for the fraction ``share``."""
         part, model = self._options.part, self._model
         groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
         return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
@@ -125,8 +119,7 @@ class PruningInTraining:
         )
 
     def _scores(self) -> list[GroupsAndUnits]:
-        """Compute the importance of the groups and units of every layer of the whole model. The result is the
-        same on all ranks."""
+        """Score the groups and units of every layer. All ranks get the same result."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         # Index 0 holds the sums of out_proj and fc2, index 1 those of qkv and fc1.
         sums = np.zeros((2, self._model.num_layers, groups + units))
@@ -156,9 +149,9 @@ class PruningInTraining:
                         value=True,
                     )
 
-    def _take_out(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
-        """Set the groups and units with the smallest scores to zero, as many per layer as ``out`` says.
-        Returns how many of them, over all layers, were not yet zero."""
+    def _set_to_zero(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
+        """Set groups and units with the smallest scores to zero, as many per layer as ``out`` says, and their
+        optimizer states. Returns how many of them were not yet zero."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0
@@ -194,8 +187,7 @@ class PruningInTraining:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The slice of a prunable parameter that this rank has: ``count`` whole groups or units, starting with
-    number ``first`` of the layer."""
+    """This rank's slice of a prunable parameter: ``count`` whole groups or units from number ``first`` on."""
 
     name: str
     parameter: Any
@@ -210,8 +202,7 @@ class _Piece:
 
 
 def _check_activation(cfg: RunConfig) -> None:
-    """Raise ConfigError unless the model's activation function maps zero to zero and has a finite slope
-    there."""
+    """Raise ConfigError unless the activation function maps zero to zero and has a finite slope there."""
     name = cfg.Model.hidden_act
     given = paddle.zeros([1, 1, 8])
     given.stop_gradient = False

@@ -15,10 +15,9 @@ class LayerReport:
 
     Attributes:
         bits: bits per element after quantization.
-        before: bytes before quantization.
-        after: bytes after quantization, including scales.
+        before, after: bytes before and after quantization, including scales.
         weight_error: root mean square of the rounding error of the weight, relative to that of the weight.
-        output_error: root mean square error of the layer's output without bias, divided by the root mean
+        output_error: root mean square error of the layer's output without bias, relative to the root mean
             square of the output; None without calibration data.
     """
 
@@ -37,11 +36,9 @@ class Report:
     Attributes:
         layers: a report for each quantized layer, in model order.
         kept: bytes of all parameters that were not quantized.
-        perplexity_before: perplexity of the original model on the evaluation data; None without data.
-        perplexity_after: perplexity of the quantized model on the same data.
+        perplexity_before, perplexity_after: perplexity on the evaluation data; None without data.
         num_measured: number of tokens of the evaluation data.
-        on_trained_grid: number of matrices that were rounded exactly as quantization-aware training rounded
-            them.
+        on_trained_grid: number of matrices rounded exactly as quantization-aware training rounded them.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -52,7 +49,7 @@ class Report:
     on_trained_grid: int = 0
 
     def set_output_errors(self, errors: Mapping[str, float]) -> None:
-        """Set ``output_error`` of the layers whose names are keys of ``errors``."""
+        """Set ``output_error`` of the layers that ``errors`` names."""
         self.layers = [
             replace(layer, output_error=errors.get(layer.name, layer.output_error)) for layer in self.layers
         ]

@@ -1,9 +1,9 @@
 """Post-training quantization of a checkpoint.
 
-Stages, such as the embedding or one block, are quantized one after the other, so that memory holds only one
-stage of the original and of the quantized model, and the activations. Calibration windows pass through the
-stages that are already quantized, so each layer is calibrated on the inputs that it gets in the quantized
-model. Evaluation windows pass through both models, to compare their perplexities.
+Stages, such as the embedding or one block, are quantized one after the other, so only one stage of the
+original and of the quantized model is in memory. Calibration windows pass through the stages that are already
+quantized, so each layer is calibrated on the inputs that it gets in the quantized model. Evaluation windows
+pass through both models, to compare their perplexities.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Options:
         method: ``rtn``, round to nearest, or ``gptq``, which needs calibration data.
         smooth: whether to apply SmoothQuant first, which moves outliers of activations into the weights. It
             needs calibration data.
-        trained: the settings of the quantization-aware training that the checkpoint comes from. Weights are
-            then rounded as in training. None if there was none.
+        trained: the settings of the quantization-aware training that made the checkpoint, so that weights are
+            rounded as in training; None if there was none.
     """
 
     weights: WeightsConfig
@@ -88,8 +88,7 @@ class Options:
 
 
 def check_options(model: ModelConfig, options: Options) -> None:
-    """Raise ConfigError if the model cannot be quantized with these options. If the group size or the bits do
-    not suit a matrix, the message names the first such matrix."""
+    """Raise ConfigError if the model cannot be quantized with these options."""
     for key, is_given, remedy in (
         ("--smooth", options.smooth, "leave it out"),
         ("--method", options.method == "gptq", "round to nearest (--method rtn)"),
@@ -126,8 +125,8 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
     """Choose the group size: how many consecutive input features share a scale.
 
     It is the first of :data:`GROUPS` that divides the number of input features of all matrices. If none does,
-    8-bit weights get one scale per output channel and no offsets. Matrices that no group size divides cannot
-    have 4 bits; they are not quantized, with a warning. Raises ConfigError if that is true of all matrices.
+    8-bit weights get one scale per output feature and no offsets. Matrices that no group size divides cannot
+    have 4 bits: they are not quantized, with a warning. Raises ConfigError if these are all matrices.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
@@ -175,7 +174,7 @@ class Quantizer:
 
     Args:
         room: an empty directory for temporary files with the quantized tensors.
-        samples: data for calibration and evaluation; None: no calibration and no evaluation.
+        samples: data for calibration and evaluation, which are left out if it is None.
     """
 
     def __init__(
@@ -196,12 +195,8 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns all its tensors as slices to save, which are read from files in
-        ``room``.
-
-        Raises DataError if a weight is NaN or infinite; CheckpointError if the checkpoint does not fit the
-        model.
-        """
+        """Quantize the model. Returns all its tensors as slices to save, which are read from ``room``. Raises
+        DataError if a weight is NaN or infinite; CheckpointError if the checkpoint does not fit the model."""
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
         # For whole windows, float products are faster. Only rounded activations need the quantized layers.
@@ -243,7 +238,7 @@ class Quantizer:
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
     ) -> dict[str, Stored]:
-        """Quantize the matrices of a stage. Returns the quantized matrices, by parameter name."""
+        """Quantize the matrices of a stage, and add them to the report. Returns them by parameter name."""
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
@@ -320,8 +315,7 @@ class Quantizer:
                 self.report.kept += parameter.size * parameter.element_size()
 
     def _warn(self) -> None:
-        """Log a warning for layers whose output changed much, with an outlier input feature that may be the
-        reason."""
+        """Warn of layers whose output changed much, and of outliers that may be the reason."""
         weights, most = self._options.weights, _MOST_ERROR[self._options.weights.bits]
         remedies = ["a smaller --group"]
         if weights.activation_bits is not None:
@@ -360,8 +354,8 @@ class Quantizer:
         )
 
     def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
-        """Load the quantized weights of a stage into ``layer``. Its linear layers either compute with the
-        integers, or are ordinary layers, which get the dequantized values."""
+        """Load the weights of a quantized stage into ``layer``: as integers into quantized linear layers, and
+        dequantized into ordinary ones."""
         for name, parameter in canonical_parameters(layer).items():
             if name in stored and parameter.dtype == paddle.float32:
                 parameter.set_value(stored[name].values())
@@ -370,12 +364,9 @@ class Quantizer:
 
 
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
-    """Describe the most extreme input feature of a layer, for a warning. Its inputs, or its weights, are the
-    largest relative to the median of all features. Returns an empty text if none is an outlier.
+    """Describe the most extreme input feature of a layer, for a warning. Empty if none is an outlier.
 
-    Args:
-        inputs: largest magnitude of each input feature ``[k]``.
-        rows: largest magnitude of the weights of each input feature ``[k]``.
+    ``inputs`` has the largest magnitude of each input feature ``[k]``, and ``rows`` that of its weights.
     """
     said = {}
     for what, largest in (("its input", inputs), ("the weights of its input", rows)):
@@ -389,8 +380,8 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 class _Products:
     """Context manager that measures the output error of quantized linear layers during forward passes.
 
-    The output of each layer is compared with that of the original weight on the same inputs. Only layers that
-    also round activations are measured; for others, the error can be computed from the weights.
+    The error is relative to the original weight's output on the same inputs. Only layers that also round
+    activations are measured; for others, it can be computed from the weights.
     """
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
@@ -432,12 +423,12 @@ class _Products:
 
 @dataclass
 class _Inputs:
-    """Context manager that records statistics of the inputs of some linear layers during forward passes.
+    """Context manager that records statistics of the inputs X of linear layers during forward passes.
 
     Attributes:
         layer: the stage that contains the linear layers.
         linears: their names.
-        sums: name -> ``X^T X [k, k]`` float64, where X are all inputs and k is the number of input features.
+        sums: name -> ``X^T X [k, k]`` float64, for k input features.
         largest: name -> the largest magnitude ``[k]`` of each input feature.
     """
 
@@ -472,15 +463,14 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Update the recorded statistics after SmoothQuant, which divides the inputs by ``factors``."""
+        """Update the statistics after SmoothQuant has divided the inputs by ``factors``."""
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor
 
 
 class _Activations:
-    """Passes windows of tokens through the original and the quantized model at the same time,
-    stage by stage."""
+    """Passes windows of tokens through the original and the quantized model, stage by stage."""
 
     def __init__(self, samples: Samples, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -491,17 +481,14 @@ class _Activations:
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
-        """Run a stage of the original model on the calibration data, so that the inputs of its linear layers
-        can be recorded. The data has passed through the quantized stages before it."""
+        """Run an original stage on the calibration data that has passed through the quantized stages before
+        it, so that the inputs of its linear layers can be recorded."""
         for state in self._calibration:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Pass all data through one stage, so that it becomes the input of the next stage.
-
-        ``layer`` is the original stage, and ``small`` its quantized version. Evaluation data passes through
-        each model separately. Calibration data passes through ``small``.
-        """
+        """Pass all data through one stage: evaluation data through the original ``layer`` and, separately,
+        through its quantized version ``small``; calibration data only through ``small``."""
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             if is_last and states is self._calibration:
                 continue
@@ -515,8 +502,7 @@ class _Activations:
         return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size).loss.item()
 
     def perplexities(self) -> tuple[float, float]:
-        """Return the perplexities of the original and of the quantized model. All stages must have been
-        passed."""
+        """Return the perplexities of the original and of the quantized model after the last stage."""
         return tuple(
             math.exp(min(sum(states) / self.num_measured, 700)) for states in (self._before, self._after)
         )

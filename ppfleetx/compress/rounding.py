@@ -9,8 +9,7 @@ q * scale + offset.
 A matrix is ``[k, n]``: k input features, n output features. Input features may be divided into g groups of
 ``k / g`` consecutive ones. Scales of symmetric grids are float32: ``[1, 1]``, one for the whole matrix;
 ``[1, n]``, one per output feature; or ``[g, n]``, one per group and output feature. Scales and offsets of
-asymmetric grids are one float16 array ``[2 g, n]``, in which each group has a row of scales and then a row of
-offsets.
+asymmetric grids are one float16 array ``[2 g, n]``: for each group a row of scales and then a row of offsets.
 
 llama.cpp's Q4_1, AWQ and most GPTQ files use asymmetric 4-bit grids. Their values can be stored without loss
 on our asymmetric 8-bit grids, whose steps are 17 times as fine.
@@ -57,17 +56,16 @@ def scales_of(
     group_size: int | None = None,
     method: ScaleMethod = "absmax",
 ) -> np.ndarray:
-    """Compute the scales for rounding a matrix to a symmetric grid, float32 ``[1, 1]``, ``[1, n]`` or
-    ``[g, n]``.
+    """Compute scales for rounding ``weight [k, n]`` to a symmetric grid.
 
     Args:
-        weight: ``[k, n]``: k input features, n output features.
-        bits: bits of the grid.
         per_tensor: whether to use one scale for the whole matrix, not one per output feature and group.
         group_size: how many consecutive input features share a scale; None: all.
-        method: the value that the largest integer stands for: the largest magnitude (``absmax``), or the one
-            with the smallest squared rounding error (``mse``, which tries 26 values from the largest
-            magnitude down to half of it).
+        method: the value that the largest integer stands for: the largest magnitude (``absmax``), or the best
+            in squared rounding error of 26 values from the largest magnitude down to half of it (``mse``).
+
+    Returns:
+        float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``.
 
     Raises:
         DataError: an element is NaN or infinite.
@@ -83,13 +81,11 @@ def scales_of(
 
 
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
-    """Compute scales and offsets for rounding a matrix to an asymmetric grid, float16 ``[2 g, n]``.
+    """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid, float16 ``[2 g, n]``.
 
-    ``weight`` is ``[k, n]``: k input features, n output features. For each of its g groups of input features,
-    the result has a row of scales and a row of offsets. For each group and output feature, several grids are
-    tried, and the one with the smallest squared error is used. The candidates are that of llama.cpp's Q8_0
-    or Q4_0, one that covers the range of the weights, below 8 bits also grids with 80 to 95 % of this range,
-    and each of these after a least-squares fit. Raises DataError if a value does not fit float16.
+    Each group and output feature gets the grid with the smallest squared error of these: llama.cpp's Q8_0 or
+    Q4_0, one that covers the range of the weights, below 8 bits also grids with 80 to 95 % of this range, and
+    each of these after a least-squares fit. Raises DataError if a value does not fit float16.
     """
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
@@ -120,8 +116,7 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
 
 
 def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the asymmetric grids to try, each as scale and offset ``[g, 1, n]``. The first is that of
-    llama.cpp's Q8_0 or Q4_0."""
+    """Yield the asymmetric grids to try, each as scale and offset ``[g, 1, n]``."""
     low, high = (of(grouped, axis=1, keepdims=True) for of in (np.min, np.max))
     largest = np.maximum(high, -low)
     if bits == 8:  # Q8_0
@@ -138,8 +133,7 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _grid_through(
     step: np.ndarray, value: np.ndarray, at: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make an asymmetric grid on which the integer ``at`` stands for ``value``. Returns scale and offset,
-    rounded to float16 precision."""
+    """Return float16 scale and offset of a grid on which the integer ``at`` stands for ``value``."""
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
     return step, offset.astype(np.float16).astype(np.float32)
@@ -150,16 +144,15 @@ def _rounded_with_offsets(values: np.ndarray, scale: np.ndarray, offset: np.ndar
 
 
 def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Round ``weight [k, n]`` to a symmetric grid with these scales. Returns the integers: int8 up to 8 bits,
-    int16 above."""
+    """Round ``weight [k, n]`` to a symmetric grid. Returns the integers: int8 up to 8 bits, int16 above."""
     grouped = _grouped(np.asarray(weight, np.float32), len(scales))
     rounded = _rounded(grouped, scales[:, np.newaxis].astype(np.float32), bits)
     return rounded.astype(np.int8 if bits <= 8 else np.int16).reshape(weight.shape)
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray, *, asymmetric: bool = False) -> np.ndarray:
-    """Convert quantized integers ``[k, n]`` to float32 values. If ``asymmetric``, ``scales`` has a row of
-    offsets after each row of scales."""
+    """Convert quantized integers ``[k, n]`` to float32. If ``asymmetric``, each row of ``scales`` is followed
+    by a row of offsets."""
     steps = scales[0::2] if asymmetric else scales
     values = _grouped(levels.astype(np.float32), len(steps)) * steps[:, np.newaxis].astype(np.float32)
     if asymmetric:
@@ -194,8 +187,7 @@ def _least_error(grouped: np.ndarray, whole: np.ndarray, bits: int, axes: tuple[
 
 
 def _squared_error(grouped: np.ndarray, scales: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
-    """Return the squared error of rounding to a symmetric grid, summed over ``axes``. The sum is in float64,
-    because squares of small weights underflow in float32."""
+    # float64, because squares of small weights underflow in float32
     difference = (_rounded(grouped, scales, bits) - grouped / scales).astype(np.float64)
     return np.square(difference * scales).sum(axis=axes, keepdims=True)
 
@@ -224,8 +216,7 @@ class Stored:
     is_table: bool = False
 
     def packed(self) -> np.ndarray:
-        """Return the integers as a checkpoint stores them: int8, or two 4-bit integers per byte, uint8
-        ``[k / 2, n]``."""
+        """Return the integers as stored: int8, or two 4-bit integers per byte, uint8 ``[k / 2, n]``."""
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
@@ -246,8 +237,7 @@ class Stored:
 
 
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Raise ConfigError if a matrix with ``in_features`` input features cannot be stored in the format
-    ``form``. The group size must divide their number, and with 4 bits, 8 must divide it as well."""
+    """Raise ConfigError unless the group size of ``form``, and 8 if it has 4 bits, divide ``in_features``."""
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
         raise ConfigError(
@@ -285,15 +275,10 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
 
 
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Quantize a matrix with GPTQ (Frantar et al., 2022).
+    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022), with the same scales as :func:`nearest`.
 
-    One input feature is rounded at a time, and the weights of the remaining ones are adjusted to compensate
-    for the error. Features with large inputs come first. Scales are the same as in :func:`nearest`.
-
-    Args:
-        weight: ``[k, n]``.
-        hessian: ``X^T X [k, k]`` float64, where X are inputs of the layer from calibration data.
-        form: the storage format.
+    One input feature is rounded at a time, those with large inputs first. The weights of the remaining ones
+    are adjusted to compensate for the error. ``hessian`` is ``X^T X [k, k]`` float64 of the layer's inputs X.
     """
     scale = _scale_of(weight, form)
     size = weight.shape[0]
@@ -320,8 +305,7 @@ def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
 
 
 def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
-    """Return the upper triangular matrix U for which ``U^T U`` is the inverse of the Hessian. A small number
-    is added to the Hessian's diagonal first, so that it is invertible."""
+    """Return the upper triangular matrix U for which ``U^T U`` is the inverse of the damped Hessian."""
     damped = hessian.astype(np.float64)
     diagonal = np.diag(damped)
     added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # keeps unused features invertible
@@ -334,20 +318,19 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """Return the root mean square of the rounding error, relative to that of the matrix; 0 for
-    a zero matrix."""
+    """Return the root mean square of the rounding error, relative to that of the matrix."""
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
 
 def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
-    """Return the root mean square error of a layer's output ``X W`` after its weight W is quantized, divided
-    by the root mean square of ``X W``.
+    """Return the error of a layer's output ``X W`` after its weight W is quantized: its root mean square,
+    relative to that of ``X W``.
 
     Args:
-        weight: the original matrix ``[k, n]``.
-        held: the quantized matrix's values ``[k, n]``.
-        hessian: ``X^T X [k, k]`` of the layer's inputs X.
+        weight: W ``[k, n]``.
+        held: the values of the quantized W ``[k, n]``.
+        hessian: ``X^T X [k, k]``.
     """
     squares = hessian.astype(np.float32)
     error, size = (
@@ -359,11 +342,10 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """Quantize the weight ``[k, n]`` of a layer exactly as quantization-aware training with ``cfg`` rounded
-    it.
+    """Quantize a layer's ``weight [k, n]`` exactly as quantization-aware training with ``cfg`` rounded it.
 
-    If the training learned at which value to clip, the value is read from ``checkpoint``. Returns None if
-    training did not round this layer, or used more bits than the storage format ``form`` has.
+    A learned clipping value is read from ``checkpoint``. Returns None if training did not round this layer,
+    or used more bits than the storage format ``form`` has.
     """
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
@@ -385,16 +367,10 @@ def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Apply SmoothQuant (Xiao et al., 2022) to one block: divide each input feature of linear layers by a
-    factor, and multiply the row of the weight for this feature by the same factor.
+    factor, and multiply the row of the weight for this feature by it. The preceding norms do the division.
 
-    The division becomes part of the preceding norms. The parameters are changed in place.
-
-    Args:
-        parameters: the block's parameters by name.
-        largest: linear layer -> the largest magnitude ``[k]`` of each input feature in calibration data.
-
-    Returns:
-        linear layer -> the factors ``[k]``.
+    ``parameters`` are changed in place. ``largest`` has the largest magnitude ``[k]`` of each input feature
+    in calibration data, by linear layer. Returns the factors ``[k]`` by linear layer.
     """
     factors = {}
     for linear, norm in _after_norms(parameters):

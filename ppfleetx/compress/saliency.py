@@ -57,11 +57,9 @@ def saliency_scores(
 
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
-    """Compute the fraction of the routing weights that each expert gets, summed over all tokens. Returns
-    ``[experts]`` by layer number.
+    """Compute each expert's share of the routing weights of all tokens: ``[experts]`` by layer number.
 
-    ``windows`` are token ids ``[c, s + 1]``: c windows, each with s input tokens and one more for the labels,
-    which are not needed here.
+    ``windows`` are token ids ``[c, s + 1]``, of which the last token is not used.
     """
     network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
     routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]
@@ -81,7 +79,7 @@ def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
 
 
 def _loaded(checkpoint: Checkpoint, model: ModelConfig) -> StagedModel:
-    """Build the model in this process, without dropout, and load the weights of ``checkpoint``."""
+    """Build the model without dropout, and load the weights of ``checkpoint``."""
     stages = model_stages(model.model_copy(update={"loss_chunks": 1}), LocalFactory())
     network = StagedModel(stages, seed=None)
     network.eval()  # no dropout; gradients are still computed

@@ -134,7 +134,7 @@ OPTIONS: dict[str, Option] = {
         "ppfleetx.nn.fake_quant:FakeQuantizer.weight", {"Compress.Quantization.enable": True}, grid=True
     ),
     "pruning": Option(
-        "ppfleetx.compress.prune_in_training:PruningInTraining._take_out",
+        "ppfleetx.compress.prune_in_training:PruningInTraining._set_to_zero",
         {"Compress.Prune.enable": True, "Compress.Prune.ratio": 0.25},
     ),
     "distillation": Option(
