@@ -27,9 +27,8 @@ _SCRIPT = Path(__file__).with_name("transformers_logits.py")
 class Probe:
     """Token ids and positions, both ``[b, s]``, on which the logits of two networks are compared.
 
-    There are two sequences. The positions of the first are consecutive. Those of the second are spread over
-    all positions that the model has, which reveals errors in slow rotary frequencies and in late rows of a
-    position table.
+    There are two sequences, one with consecutive positions, and one with positions spread over all that the
+    model has. The latter reveals errors in slow rotary frequencies and in late rows of a position table.
     """
 
     tokens: np.ndarray
@@ -37,34 +36,31 @@ class Probe:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Probe:
-        """Make a probe of random tokens for a model. It is the same at every call."""
+        """Make a probe of random tokens for a model, the same at every call."""
         length = min(_LENGTH, model.max_position_embeddings)
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, length))
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
     def logits(self, weights: Weights) -> np.ndarray:
-        """Compute the logits ``[b, s, vocabulary]`` of our network on the tokens and positions of this probe.
-        ``weights.model`` describes the network."""
+        """Compute our network's logits ``[b, s, vocabulary]`` on this probe."""
         model = network_of(weights.model, weights.place)
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """Return a probe with the same tokens at smaller positions. transformers computes rotary angles in
-        float32, which is too inaccurate for a comparison at large positions."""
+        """Return a probe with positions small enough for transformers' float32 rotary angles."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 
 
 def own_transformers() -> str | None:
-    """Return the path of this Python interpreter if it has `torch` and `transformers`; None otherwise."""
+    """Return the path of this Python interpreter if it has `torch` and `transformers`, or None."""
     return sys.executable if find_spec("torch") and find_spec("transformers") else None
 
 
 def our_logits(
     weights: Weights, model: ModelConfig, tokens: np.ndarray, positions: np.ndarray | None = None
 ) -> np.ndarray:
-    """Compute the logits ``[b, s, vocabulary]`` of our network in this process, with all
-    weights in float32."""
+    """Compute the logits ``[b, s, vocabulary]`` of our network in float32."""
     import_paddle()
     import paddle
 
@@ -87,7 +83,7 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
     """Return the largest absolute difference between two arrays of logits.
 
     Raises CheckpointError if it exceeds TOLERANCE (times the largest logit, if that is above 1), or if a
-    logit is not finite. ``whose`` says in the message what the arrays belong to.
+    logit is not finite. ``whose`` names the two sources in the message.
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
@@ -100,11 +96,8 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
 
 
 def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
-    """Compute the logits of the model in a Hugging Face directory with transformers.
-
-    This runs in another process, with the interpreter ``python``, because torch and Paddle cannot share a
-    process. Raises CheckpointError if the interpreter cannot run or cannot load the directory.
-    """
+    """Compute the logits of a Hugging Face directory with transformers, in a process of the interpreter
+    ``python``, because torch and Paddle cannot share one. Raises CheckpointError if this fails."""
     with tempfile.TemporaryDirectory() as scratch:
         given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
         np.savez(given, tokens=probe.tokens, positions=probe.positions)
@@ -120,6 +113,4 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
 
 
 def _spread(length: int, last: int) -> np.ndarray:
-    """Return positions ``[2, length]``: the first row is consecutive, the second evenly spread from 0 to
-    ``last``."""
     return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

@@ -46,15 +46,12 @@ class Conversion:
     """The arguments of ``ppfleetx convert``.
 
     Attributes:
-        source: the format of the input, as ``ppfleetx convert --from`` names it.
-        target: the format of the output, as ``--to`` names it.
-        input: a directory; for `gguf`, a file.
-        output: a directory; for `gguf`, a file.
+        source, target: the formats of input and output, as ``--from`` and ``--to`` name them.
+        input, output: a directory; for `gguf`, a file.
         model: the network; None if the source describes it.
         dtype: the element type of the output: `float32`, `float16` or `bfloat16`, and for `gguf` also one of
             gguf.QUANTIZED; None keeps the types of the source.
-        merge: join the files of all ranks into one rank directory, including optimizer state. Only from
-            ppfleetx to ppfleetx.
+        merge: join the files of all ranks, including optimizer state. Only from ppfleetx to ppfleetx.
         plan: the parallel plan to split the checkpoint for. Only from ppfleetx to ppfleetx.
         tokenizer: a directory of tokenizer files to use in place of the source's.
     """
@@ -72,13 +69,10 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Run a conversion. Returns the path of the result: a step directory, a Hugging Face directory or a GGUF
-    file.
+    """Run a conversion. Returns the path of the step directory, Hugging Face directory or GGUF file.
 
-    Raises:
-        CheckpointError: the source cannot be read, has a NaN or an infinity, or has a network that the target
-            format does not support.
-        ConfigError: an argument is wrong.
+    Raises CheckpointError if the source cannot be read, has a NaN or an infinity, or has a network that the
+    target format does not support; ConfigError if an argument is wrong.
     """
     _check(job)
     if job.plan is not None:
@@ -126,8 +120,7 @@ def _write(job: Conversion, weights: Weights) -> Path:
 
 
 def read_weights(job: Conversion) -> Weights:
-    """Open the input of a conversion. Tensors are read, and converted to the wanted element type, only when
-    they are used."""
+    """Open the input of a conversion. Tensors are read and cast only when they are used."""
     dtype = "float32" if job.dtype in QUANTIZED else job.dtype
     if job.source == "hf":
         weights = read_hf(job.input)
@@ -148,10 +141,8 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """Determine the network of the weights: ``given``, or if that is None, the one that the source describes.
-
-    Raises CheckpointError if the source does not describe it, or contradicts ``given``.
-    """
+    """Return ``given``, or if it is None, the network that the source of the weights describes. Raises
+    CheckpointError if there is no such description, or if it contradicts ``given``."""
     described = weights.model
     if given is None:
         needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
@@ -184,26 +175,20 @@ def _section(key: str, said: Mapping[str, Any], model: ModelConfig) -> Section:
 
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
-    """Read the `Model` section of a configuration file. The rest of the file is not used.
-    Raises ConfigError."""
+    """Read the `Model` section of a configuration file; the other sections are not used."""
     return read_config(path, overrides)[0].Model
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Check a conversion from or to Hugging Face's format: compare logits on random tokens.
+    """Check a conversion from or to Hugging Face's format. Returns the largest absolute difference of logits.
 
-    Our network computes the logits of the source and of the result, which must agree. If transformers is
-    available, it also computes the logits of the Hugging Face directory, which must agree with ours. If the
-    conversion rounds weights to another type, the source's weights are rounded in the same way first.
+    Our network computes the logits of the source and of the result on random tokens. If transformers is
+    available, its logits for the Hugging Face directory must agree as well. If the conversion rounds weights
+    to another type, the source's weights are rounded in the same way first.
 
     Args:
-        job: the conversion.
-        written: its result.
-        python_with_transformers: an interpreter that has `torch` and `transformers`; None: this interpreter,
-            if it has both.
-
-    Returns:
-        the largest absolute difference.
+        written: the result of ``job``.
+        python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if possible.
 
     Raises:
         CheckpointError: neither side is in Hugging Face's format, or the logits differ by more than
@@ -237,10 +222,9 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """Return the interpreter that computes the logits of ``directory`` with transformers: ``given``, or this
-    one. None, with a log message, if this one has no transformers.
+    """Return the interpreter for transformers: ``given``, or this one if it has transformers, or None.
 
-    transformers cannot read the files of PaddleNLP and PaddleFormers. For these the result is None, or
+    transformers cannot read directories that Paddle's libraries wrote. For these the result is None, or
     CheckpointError is raised if ``given`` is not None.
     """
     if read_stored(directory).is_paddle:
@@ -289,8 +273,7 @@ def _check(job: Conversion) -> None:
 
 
 def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:
-    """Raise CheckpointError if the model has LoRA adapters or is a classifier, because the target format
-    cannot store these."""
+    """Raise CheckpointError if the model has LoRA adapters or is a classifier."""
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "

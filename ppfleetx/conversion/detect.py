@@ -1,7 +1,4 @@
-"""Recognize checkpoints of other programs, and tell the user how to convert them.
-
-Most are recognized by file names, some by a configuration file or a header. Tensors are not read.
-"""
+"""Recognize checkpoints of other programs, and tell the user how to convert them."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ _SUFFIXES = {
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Return whether ``path`` is a model directory of Hugging Face or PaddleNLP. False for checkpoints of
-    ppfleetx."""
+    """Return whether ``path`` is a model directory of Hugging Face or PaddleNLP."""
     if not path.is_dir() or _is_ours(path):
         return False
     has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
@@ -60,8 +56,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Say what the checkpoint of another program is, and how to convert it, in sentences that start with the
-    path.
+    """Say what the checkpoint of another program is, and how to convert it. The text starts with the path.
 
     None if ``path`` is not recognized, does not exist, or can be used without conversion.
     """
@@ -81,11 +76,7 @@ def described(path: Path) -> str | None:
 
 
 def refuse_foreign(cfg: RunConfig) -> None:
-    """Raise ConfigError if a key of the configuration names weights that must be converted first.
-
-    The message names the key, and the command that converts the weights. A path that does not exist is not an
-    error here.
-    """
+    """Raise ConfigError if a configuration names weights that must be converted first."""
     for key, place in weight_sources(cfg):
         if sentence := described(Path(place)):
             raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))

@@ -2,8 +2,8 @@
 
 Only weights are read. Optimizer states cannot be assigned to parameters, because Paddle names them by the
 order in which they were created. Slices of tensor-parallel ranks are the same as ours. Pipeline ranks number
-their layers over the whole pipeline, and the embedding is layer 0. Every sharding rank writes all parameters,
-so only the files of sharding rank 0 are read.
+their layers over the whole pipeline, and the embedding is layer 0. All sharding ranks write the same
+parameters, so only the files of sharding rank 0 are read.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def is_fleetx(path: Path) -> bool:
 
 
 def open_fleetx(path: Path) -> ForeignCheckpoint:
-    """Open a FleetX directory for loading its weights, with the interface of a checkpoint of ppfleetx. Raises
-    CheckpointError if it is incomplete or damaged."""
+    """Open a FleetX directory like a checkpoint of ppfleetx. Raises CheckpointError if it is damaged."""
     return ForeignCheckpoint(path, read_fleetx(path))
 
 
@@ -65,8 +64,7 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
     """Read the weights of a FleetX checkpoint, and join the slices of its ranks.
 
     Args:
-        path: a directory with ``model.pdparams`` or with rank directories, or the rank directory of a run
-            with one rank.
+        path: a directory with ``model.pdparams`` or with rank directories, or the directory of the only rank.
         model: the network; needed only if q, k and v are separate parameters.
 
     Raises:
@@ -90,8 +88,7 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
 
 def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """Derive keys of the `Model` section from the shapes of tensors. The number of heads cannot
-    be derived."""
+    """Derive keys of the `Model` section, except the number of heads, from the shapes of tensors."""
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
@@ -104,8 +101,7 @@ def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Find the files to read, by (tensor-parallel rank, pipeline rank). Raises CheckpointError if a rank is
-    missing."""
+    """Find the files to read, by (tensor-parallel rank, pipeline rank)."""
     if (path / MODEL_FILE).is_file():
         match = _RANK.fullmatch(path.resolve().name)
         ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
@@ -135,7 +131,7 @@ def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyT
 
 
 def canonical_name(name: str) -> str | None:
-    """Convert a FleetX parameter's name to ppfleetx's. None if FleetX's GPT has no such parameter."""
+    """Convert a FleetX parameter's name to ppfleetx's; None if FleetX's GPT has no such parameter."""
     bare = _unwrapped(name)
     if match := _EMBEDDING.fullmatch(bare) or _CHUNK_EMBEDDING.fullmatch(bare):
         return f"embedding.{match[1]}_embeddings.weight"

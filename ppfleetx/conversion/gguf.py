@@ -1,8 +1,8 @@
 """Read and write GGUF, the file format of llama.cpp. One file contains network, weights and tokenizer.
 
-The conversion goes through Hugging Face's format: GGUF metadata are converted to a ``config.json``, and
-tensors get Hugging Face's names. The tables in :mod:`ppfleetx.conversion.huggingface` then convert both to
-our format. The ``gguf`` library handles bytes, element types and tensor names.
+The conversion goes through Hugging Face's format: metadata become a ``config.json``, and tensors get Hugging
+Face's names. :mod:`ppfleetx.conversion.huggingface` converts both to our format. The ``gguf`` library handles
+bytes, element types and tensor names.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Architecture:
         keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
         fixed: keys of ``config.json`` that have the same value for all files of this architecture.
         biases: key of ``config.json`` -> a tensor; the key is true if the file has this tensor.
-        rotary_part: the key of ``config.json`` for the fraction of each head that is rotated; None: heads are
-            rotated as a whole.
+        rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads rotate.
     """
 
     name: str
@@ -143,7 +142,7 @@ _SAMPLING = {
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether ``path`` is a GGUF file, according to its name or its first bytes."""
+    """Return whether ``path`` is a GGUF file by its name or its first bytes."""
     if not path.is_file():
         return False
     if path.suffix == SUFFIX:
@@ -169,7 +168,7 @@ def read_gguf(path: str | Path) -> Weights:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     network_of(keys, str(path))
-    names = _names(config)
+    names = _name_converter(config)
     ours = {}
     for rule in rules(config):
         parts = []
@@ -188,7 +187,7 @@ def read_gguf(path: str | Path) -> Weights:
         raise CheckpointError(
             f"{path} holds tensors that this network does not have: {', '.join(sorted(tensors)[:4])}"
         )
-    own = _sampling(metadata, config)
+    own = _generation_config(metadata, config)
     generation, notes = generation_defaults(own, config)
     source: dict[str, Any] = {"format": "hf", "config": config}
     if own is not None:
@@ -206,10 +205,7 @@ def read_gguf(path: str | Path) -> Weights:
 
 def extract_tokenizer(path: str | Path, directory: Path) -> Path:
     """Write the tokenizer of a GGUF file to ``directory``, in transformers' format. Returns ``directory``.
-
-    Raises:
-        CheckpointError: the file is damaged, or this kind of tokenizer is not supported.
-    """
+    Raises CheckpointError if the file is damaged, or this kind of tokenizer is not supported."""
     metadata, _ = _opened(Path(path))
     write_files(tokenizer_texts(metadata, str(path)), directory)
     return directory
@@ -228,11 +224,8 @@ def _library() -> Any:
 
 @lru_cache(maxsize=1)
 def _reader(path: Path, version: tuple[int, ...]) -> Any:
-    """Open a GGUF file with the ``gguf`` library. The last opened file is cached, because opening takes
-    seconds for a large vocabulary, and weights and tokenizer are read one after the other.
-
-    ``version`` is only a part of the cache's key; it changes if the file is replaced.
-    """
+    """Open a GGUF file, which takes seconds for a large vocabulary, so the last one is cached. ``version``
+    belongs to the cache's key, and changes if the file is replaced."""
     return _library().GGUFReader(path)
 
 
@@ -258,8 +251,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
 
 
 def _tensor(stored: Any, path: Path, is_quantized: bool) -> LazyTensor:
-    """Make a lazy tensor for a tensor of the file. ``is_quantized`` says whether any tensor of the
-    file is quantized; all are then read as float32."""
+    """Make a lazy tensor. If any tensor of the file is quantized, all are read as float32."""
     kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
     quants = _library().quants
     if kind.name not in _FLOATS:
@@ -279,13 +271,10 @@ def _tensor(stored: Any, path: Path, is_quantized: bool) -> LazyTensor:
 def _config(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Build the Hugging Face ``config.json`` for the network in a GGUF file. Raises CheckpointError if the
-    network is not supported.
+    """Build the ``config.json`` of a supported network in a GGUF file, or raise CheckpointError.
 
-    Args:
-        metadata: the file's metadata.
-        shapes: the shapes of its tensors, by llama.cpp's names.
-        factors: the divisors of the rotary frequencies that the file stores; None if it has none.
+    ``shapes`` has the shapes of the tensors, by llama.cpp's names, and ``factors`` the divisors of the rotary
+    frequencies, if the file has them.
     """
     name = metadata.get("general.architecture")
     row = _BY_NAME.get(name) if isinstance(name, str) else None
@@ -347,8 +336,7 @@ def _add_rope(
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
-    """Find the settings of Llama 3's rotary scaling from the divisors of the rotary frequencies, since GGUF
-    files have only these."""
+    """Find the settings of Llama 3's rotary scaling from the divisors of the rotary frequencies."""
     scaling = {"factor": _shortest(float(factors.max())), **LLAMA3}
     section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
     if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
@@ -374,9 +362,7 @@ def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value is not None}
 
 
-def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Make a ``generation_config.json`` from the sampling defaults in a file's metadata; None if there are
-    none."""
+def _generation_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
     given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
     said = {key: _shortest(value) for key, value in given.items() if value is not None}
     if not said:
@@ -386,13 +372,11 @@ def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _shortest(value: Any) -> Any:
-    """Round a float that was stored as float32 to 7 digits, so that for example 1e-5 is 1e-5 again. Other
-    values are returned unchanged."""
+    """Round a float that was stored as float32 to 7 digits, so that for example 1e-5 is 1e-5 again."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _names(config: Mapping[str, Any]) -> Any:
-    """Return a function that converts Hugging Face's tensor names to llama.cpp's."""
+def _name_converter(config: Mapping[str, Any]) -> Any:
     library, row = _library(), _BY_TYPE[config["model_type"]]
     kind = next(one for one, name in library.MODEL_ARCH_NAMES.items() if name == row.name)
     table = library.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
@@ -406,8 +390,7 @@ def _names(config: Mapping[str, Any]) -> Any:
 
 
 def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a tensor is ``[in, out]`` in transformers and ``[out, in]`` in llama.cpp, as in GPT-2's
-    layers."""
+    """Return whether a tensor is ``[in, out]`` in transformers and ``[out, in]`` in llama.cpp."""
     return config["model_type"] == "gpt2" and ".h." in name
 
 
@@ -418,8 +401,7 @@ def _in_hf_layout(
 
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
-    """Convert the layout of a tensor from Hugging Face's to llama.cpp's, or back if ``to_file`` is false.
-    ``name`` is Hugging Face's name of the tensor."""
+    """Convert the tensor ``name`` to llama.cpp's layout if ``to_file``, else to Hugging Face's."""
     kind = config["model_type"]
     rest = array.shape[1:]
     if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
@@ -468,7 +450,7 @@ def write_gguf(
             f"this network is a {config['model_type']}, which cannot be written as GGUF; supported: "
             f"{', '.join(_BY_TYPE)}"
         )
-    names = _names(config)
+    names = _name_converter(config)
     theirs: dict[str, LazyTensor] = {}
     for rule in rules(config):
         for index, name in enumerate(rule.theirs):
@@ -526,8 +508,8 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
     """Choose the element type of a tensor in the GGUF file, as llama.cpp does.
 
-    Vectors and position embeddings stay float32. If ``dtype`` is a quantized type, the embedding and the head
-    get 8 bits, because 4 lose too much, and matrices whose rows do not divide into blocks become float16.
+    Vectors and position embeddings are float32. If ``dtype`` is a quantized type, embedding and head have 8
+    bits, and matrices whose rows do not divide into blocks are float16.
     """
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
@@ -563,10 +545,8 @@ def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) 
 
 
 def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
-    """Add the tensor that Llama 3's rotary scaling needs in a GGUF file: divisors of the rotary frequencies.
-
-    Returns the divisors; None if the network has another rotary scaling or none.
-    """
+    """Add the divisors of the rotary frequencies, which Llama 3's rotary scaling needs in a GGUF file, to
+    ``tensors``. Returns them; None for other networks."""
     if model.rope_scaling is None or model.rope_scaling.type != "llama3":
         return None
     factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)

@@ -1,8 +1,8 @@
 """Convert tokenizers between GGUF metadata and the tokenizer files of transformers.
 
-GGUF files have two kinds of BPE. ``gpt2`` is byte-level BPE: a regular expression, which the file only names,
-splits text into pieces, and bytes are merged within a piece. ``llama`` merges characters, as SentencePiece
-does, and has a score for each token in place of a list of merges.
+GGUF files have two kinds of BPE. ``gpt2`` is byte-level BPE: a regular expression splits text into pieces,
+and bytes are merged within a piece. The file has only the expression's name. ``llama`` merges characters, as
+SentencePiece does, and has a score for each token in place of a list of merges.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 def _gpt4_pattern(digits: str) -> str:
     """Return the regular expression with which GPT-4 and similar tokenizers split text. ``digits`` is the
-    quantifier that limits how many digits a piece has."""
+    quantifier for the digits in a piece."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits
@@ -65,12 +65,8 @@ _WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns their contents by
-    file name.
-
-    Raises CheckpointError, naming the file ``place``, if this kind of tokenizer is not supported, or a part
-    of it is missing.
-    """
+    """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns the texts by file
+    name. Raises CheckpointError, naming ``place``, if the tokenizer is not supported or incomplete."""
     kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
@@ -112,11 +108,8 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
-    """Return the id of a special token, such as ``bos``, from GGUF metadata.
-
-    None if it is missing or not the id of a token. Some writers store -1 for a missing token, and llama.cpp
-    accepts this.
-    """
+    """Return the id of a special token, such as ``bos``, from GGUF metadata. None if it is missing or not the
+    id of a token, such as -1."""
     number = metadata.get(f"{_KEY}{name}_token_id")
     return number if number is not None and 0 <= number < num_tokens else None
 
@@ -124,8 +117,7 @@ def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int |
 def _of_bytes(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> tuple[dict[str, Any], str]:
-    """Make the ``tokenizer.json`` of a byte-level BPE. Also returns llama.cpp's name for the way in which it
-    splits text."""
+    """Make the ``tokenizer.json`` of a byte-level BPE. Also returns llama.cpp's name of its pre-tokenizer."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":
@@ -174,8 +166,8 @@ def _of_characters(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """Make the list of BPE merges from the scores of tokens: all pairs of tokens that form another token, the
-    pair whose result has the highest score first."""
+    """Make the list of BPE merges from the scores of tokens: all pairs of tokens that form another token, in
+    the order of its score, highest first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:
@@ -210,11 +202,8 @@ def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """Make the GGUF metadata of a tokenizer.
-
-    ``vocab_size`` is the number of rows of the model's embedding, because GGUF needs a token for each. Raises
-    CheckpointError if llama.cpp does not support this kind of tokenizer.
-    """
+    """Make the GGUF metadata of a tokenizer, with a token for each of the ``vocab_size`` rows of the
+    embedding. Raises CheckpointError if llama.cpp does not support this kind of tokenizer."""
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":
@@ -262,13 +251,12 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 
 
 def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Mapping[str, Any]) -> int:
-    """Return the number by which llama.cpp knows the type of a token, such as normal, control or byte.
+    """Return llama.cpp's number for the type of a token, such as normal, control or byte.
 
     Args:
         token: the token; None for a row of the embedding without a token.
         added: its entry in ``added_tokens`` of the ``tokenizer.json``.
-        characters: the ``model`` of the ``tokenizer.json`` if it merges characters, as SentencePiece does;
-            empty for byte-level BPE.
+        characters: the ``model`` of a ``tokenizer.json`` that merges characters; empty for byte-level BPE.
     """
     if token is None:
         return _UNUSED
@@ -282,8 +270,7 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Make llama.cpp's scores of tokens from the list of BPE merges. The earlier a token is merged, the
-    higher is its score."""
+    """Make llama.cpp's scores of tokens from BPE merges: the earlier the merge, the higher the score."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)
@@ -296,8 +283,8 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
 
 
 def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
-    """Return GGUF's name for the pre-tokenizer of a tokenizer, such as ``qwen2``: the rule by which it splits
-    text into pieces. Raises CheckpointError if the rule is not a supported one."""
+    """Return GGUF's name, such as ``qwen2``, for the rule by which a tokenizer splits text into pieces.
+    Raises CheckpointError if the rule is not a supported one."""
     found = _comparable(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
         if _comparable(cut) == found:
@@ -309,7 +296,7 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
 
 
 def _comparable(cut: Any) -> Any:
-    """Remove the settings of a ``pre_tokenizer`` that do not affect tokens, so that two can be compared."""
+    """Remove the settings of a ``pre_tokenizer`` that do not affect tokens."""
     if isinstance(cut, Mapping):
         return {key: _comparable(value) for key, value in cut.items() if key != "trim_offsets"}
     return [_comparable(one) for one in cut] if isinstance(cut, list) else cut

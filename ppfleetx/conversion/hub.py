@@ -55,8 +55,7 @@ class HubName:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """Parse ``hf:org/name[@revision]``. Returns None if ``place`` does not start with ``hf:``. Raises
-    CheckpointError if the name is invalid."""
+    """Parse ``hf:org/name[@revision]``; None without ``hf:``. Raises CheckpointError for invalid names."""
     text = str(place)
     if not text.startswith(HUB):
         return None
@@ -69,16 +68,15 @@ def hub_name(place: str | Path) -> HubName | None:
 
 
 def may_be_of_hub(place: str | Path) -> bool:
-    """Return whether ``place`` could be the name of a model on the hub for which the user forgot ``hf:``,
-    such as ``gpt2`` or ``org/name``."""
+    """Return whether ``place`` could name a model on the hub without ``hf:``, such as ``org/name``."""
     return _NAME.fullmatch(str(place)) is not None
 
 
 def local_directory(place: str | Path) -> Path:
-    """Return the directory of a model, and download it first if ``place`` is a name ``hf:...`` on the hub.
+    """Return the directory of a model, after downloading it if ``place`` is a name ``hf:...`` on the hub.
 
-    A path is returned unchanged. The download consists of configuration, tokenizer and weights (safetensors,
-    or if there are none, PyTorch files). Without a connection, the files in the cache are used.
+    The download consists of configuration, tokenizer and weights (safetensors, or if there are none, PyTorch
+    files). Without a connection, the files in the cache are used.
 
     Raises:
         CheckpointError: the model does not exist, is not accessible or not supported, or the download failed
@@ -136,8 +134,7 @@ class _Download:
         return directory
 
     def _info(self) -> Any:
-        """Ask the hub for the model's files and commit. None if the hub cannot be reached but the model is in
-        the cache."""
+        """Ask the hub for the model's files and commit; None if only the cache can be reached."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         try:
             with self._errors_as_ours():
@@ -167,8 +164,7 @@ class _Download:
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
-        """Download a file unless it is in the cache, and check its size and hash against what
-        the hub says."""
+        """Download a file unless it is in the cache, and check its size and hash."""
         name = wanted.rfilename
         held = self._held(name, commit)
         with self._errors_as_ours(name):
@@ -257,8 +253,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """Compare a downloaded file with the size and hash that the hub says. Returns how they differ; None if
-    they are equal."""
+    """Return how a downloaded file differs from the size and hash that the hub gives, or None."""
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

@@ -1,8 +1,8 @@
-"""Join the parts of a parameter: the matrices of a fused parameter, or the slices of tensor-parallel ranks.
+"""Join the matrices of a fused parameter, and the slices of tensor-parallel ranks.
 
 A fused parameter is one matrix made of several, such as q, k and v, or gate and up. They are interleaved
-along the output features; the parameter's declaration says how. Slices of ranks come from the files of
-Megatron-LM and FleetX, which write one file per tensor-parallel and pipeline rank.
+along the output features as the parameter declares. Slices come from files of Megatron-LM and FleetX, which
+write one file per tensor-parallel and pipeline rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ppfleetx.nn.param_spec import Part
 
 
 def join_parts(parts: Sequence[Part], *arrays: np.ndarray) -> np.ndarray:
-    """Join matrices, such as q, k and v, into one fused parameter. ``arrays`` are in the order
-    of ``parts``."""
+    """Join matrices, such as q, k and v, in the order of ``parts``, into one fused parameter."""
     lead = arrays[0].shape[:-1]
     pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]
     return np.concatenate(pieces, axis=-1).reshape(*lead, -1)
@@ -38,8 +37,7 @@ RankFiles = Mapping[tuple[int, int], Path]
 
 
 def check_complete(files: RankFiles, directory: Path) -> None:
-    """Raise CheckpointError unless there is a file for each combination of tensor-parallel and
-    pipeline rank."""
+    """Raise CheckpointError unless each combination of tensor-parallel and pipeline rank has a file."""
     mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*files, strict=True))
     for mp in range(mp_degree):
         for pp in range(pp_degree):
@@ -48,16 +46,13 @@ def check_complete(files: RankFiles, directory: Path) -> None:
 
 
 def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
-    """Return the files of all ranks of pipeline stage ``pp``, in the order of their tensor-parallel ranks."""
+    """Return the files of pipeline stage ``pp``, in the order of their tensor-parallel ranks."""
     return [files[rank] for rank in sorted(files) if rank[1] == pp]
 
 
 def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
-    """Join the parameters of all tensor-parallel ranks along the dimension in which each parameter is sliced.
-
-    ``ranks`` has one mapping per rank, with the names and the layout of ppfleetx. Raises CheckpointError,
-    naming ``directory``, if a rank lacks a parameter or the slices do not fit together.
-    """
+    """Join the slices of each parameter from all tensor-parallel ranks, in the layout of ppfleetx. Raises
+    CheckpointError, naming ``directory``, if a rank lacks a parameter or slices do not fit together."""
     whole = {}
     for name, first in ranks[0].items():
         if any(name not in rank for rank in ranks):

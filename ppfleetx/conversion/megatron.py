@@ -85,7 +85,7 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
 
     Args:
         path: the directory with ``latest_checkpointed_iteration.txt``, the directory of one iteration (or
-            ``release``), or, if there is only one rank, its directory.
+            ``release``), or the directory of the only rank.
         model: the network; needed if the files do not contain Megatron's ``args``.
 
     Raises:
@@ -163,11 +163,10 @@ def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
 def _grids(
     files: Mapping[tuple[int, ...], Path], arguments: Mapping[str, Any], directory: Path
 ) -> list[dict[tuple[int, int], Path]]:
-    """Group the files by expert-parallel rank: one mapping per rank, from (tensor-parallel rank, pipeline
-    rank) to file.
+    """Return a mapping for each expert-parallel rank, from (tensor-parallel rank, pipeline rank) to file.
 
-    The name of a file's directory has the tensor-parallel rank, then the pipeline rank if the pipeline degree
-    is above 1, and then the expert-parallel rank if the expert-parallel degree is above 1.
+    The name of a file's directory has the tensor-parallel rank, and the pipeline and expert-parallel rank if
+    their degree is above 1.
     """
     ep_degree = arguments.get("expert_model_parallel_size") or 1
     has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1
@@ -195,8 +194,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the model chunks in the order of their layers, as (key in the file, pipeline rank). With an
-    interleaved pipeline schedule, each rank has several."""
+    """Yield the model chunks in the order of their layers, as (key in the file, pipeline rank). An
+    interleaved pipeline has several per rank."""
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:
@@ -222,8 +221,8 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """Convert the parameters of a model chunk to the names and the layout of ppfleetx. ``start`` is the
-    number of its first layer in the whole model."""
+    """Convert the parameters of a model chunk, whose first layer has number ``start`` in the whole model, to
+    the names and the layout of ppfleetx."""
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)
@@ -254,8 +253,7 @@ def _canonical_name(name: str, start: int) -> str | None:
 
 
 def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
-    """Convert one rank's slice of a parameter from Megatron's layout to ours. ``name`` is our name. All
-    parameters except embeddings are transposed."""
+    """Convert one rank's slice of the parameter that we call ``name`` from Megatron's layout to ours."""
     if name.startswith("embedding."):
         return tensor
     layer, rows_at_once = name.rpartition(".")[0], 1
@@ -277,8 +275,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Reorder the rows of a fused q, k, v parameter to the order of Megatron's checkpoint version 2: grouped
-    per key/value head."""
+    """Reorder the rows of a fused q, k, v parameter by key/value head, as in Megatron's version 2."""
     if version >= 2.0:
         return array
     heads = prod(array.shape[:1]) // (3 * head_dim)

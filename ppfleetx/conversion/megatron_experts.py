@@ -1,9 +1,9 @@
 """Mixture-of-experts weights in Megatron-LM's classic checkpoints.
 
-Each expert-parallel rank has a file with its experts, numbered from 0. All other parameters are the same in
-all these files. Experts are stored in one of three ways: each as a layer of its own
-(``local_experts.N.linear_fc1.weight``), as separate tensors of one layer, as Transformer Engine does
-(``linear_fc1.weightN``), or, in older versions, all in one tensor (``weight1`` and ``weight2``).
+Each expert-parallel rank has a file with its experts, numbered from 0; all other parameters are the same in
+all files. Experts are stored in one of three ways: as layers (``local_experts.N.linear_fc1.weight``), as
+tensors of one layer, as Transformer Engine does (``linear_fc1.weightN``), or, in older versions, all in one
+tensor (``weight1`` and ``weight2``).
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
 
 
 def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the tensors of a file, with each tensor that contains several experts split into one tensor per
-    expert. ``ep`` is the expert-parallel degree."""
+    """Yield a file's tensors, with those of several experts split. ``ep`` is the expert-parallel degree."""
     for name, tensor in chunk.items():
         match = _ALL_TOGETHER.fullmatch(name)
         if match is None or model.moe is None:
@@ -93,8 +92,7 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def expert_name(in_layer: str) -> str | None:
-    """Convert Megatron's name of an expert's parameter, within its layer, to ours. The expert keeps the
-    number that it has in the file. None if the parameter is not an expert's."""
+    """Convert Megatron's name of an expert's parameter in a layer to ours; None for other parameters."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None
@@ -104,11 +102,8 @@ def expert_name(in_layer: str) -> str | None:
 def of_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Select the parameters to take from the file of expert-parallel rank ``rank``.
-
-    These are its experts, renumbered within all experts of the layer, and for rank 0 also all other
-    parameters, which are the same in the files of all ranks. ``ep`` is the expert-parallel degree.
-    """
+    """Select the parameters to take from the file of expert-parallel rank ``rank`` of ``ep``: its experts,
+    numbered within all experts of the layer, and for rank 0 also all other parameters."""
     found = {}
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)
@@ -122,9 +117,8 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Stack the matrices of each layer's experts into ppfleetx's layout: one tensor per kind of matrix, with
-    the experts as the first dimension. Other tensors are returned unchanged. Raises CheckpointError if
-    experts are missing, unexpected or of different shapes."""
+    """Stack the matrices of each layer's experts into one tensor per kind of matrix, with the experts as the
+    first dimension. Raises CheckpointError if experts are missing, unexpected or of different shapes."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

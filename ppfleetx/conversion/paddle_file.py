@@ -1,5 +1,4 @@
-"""Read the files in which ``paddle.save`` pickles state dicts (``.pdparams``), without running code from
-them."""
+"""Read files of ``paddle.save`` (``.pdparams``), without running code from them."""
 
 from __future__ import annotations
 
@@ -31,9 +30,8 @@ _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
     """Read the tensors of a Paddle state dict, by name. Other entries are ignored.
 
-    Paddle stores bfloat16 as uint16; uint16 arrays are read as bfloat16. Raises RefusedPickleError, before
-    any code runs, if the file tries to run code; CheckpointError if the file is damaged or not a Paddle state
-    dict.
+    uint16 arrays are read as bfloat16, which Paddle stores in this way. Raises RefusedPickleError, before any
+    code runs, if the file tries to run code; CheckpointError if it is damaged or not a Paddle state dict.
     """
     path = Path(path)
     with opened(path) as file, reading(path):
@@ -46,16 +44,14 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def _tensor(value: Any) -> LazyTensor | None:
-    """Convert an entry of a state dict to a tensor. Paddle stores a tensor as an array, or as the pair
-    (parameter name, array). None for any other object."""
+    """Convert an array, or a pair (parameter name, array), to a tensor; None for other objects."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return tensor_of(value.array, bfloat16_as_uint16=True) if isinstance(value, PickledArray) else None
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Join the tensors that Paddle split into chunks because old pickle protocols limit the size of an
-    object.
+    """Join the tensors that Paddle split into chunks because of the size limit of old pickle protocols.
 
     ``chunked`` is Paddle's list of these tensors: name -> original shape and names of the chunks.
     """

@@ -31,8 +31,7 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """Stands in for a pickled object whose class is not imported. It has the object's data: the arguments of
-    its constructor and its state."""
+    """Stands in for a pickled object whose class is not imported. It has the object's data."""
 
     class_name = ""
     args: tuple[Any, ...] = ()
@@ -53,8 +52,7 @@ class Record:
 
 
 class Kind:
-    """Base class of the classes that stand in for those that a pickle names, such as PyTorch's storage
-    classes. A pickle cannot set attributes of their objects."""
+    """Base class of the stand-ins for classes that a pickle names, whose attributes a pickle cannot set."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
@@ -66,8 +64,7 @@ class WeightsUnpickler(pickle.Unpickler):
     Args:
         file: the pickle.
         names: allowed name -> the object to use for it.
-        record_prefixes: objects of classes whose full names have one of these prefixes are read as
-            :class:`Record`.
+        record_prefixes: prefixes of the full names of classes whose objects are read as :class:`Record`.
         persistent: makes the object for a persistent id, with which pickles refer to data outside of them,
             such as a PyTorch storage; None refuses persistent ids.
     """
@@ -101,10 +98,9 @@ class WeightsUnpickler(pickle.Unpickler):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager around reading the pickle ``path``: adds the path to error messages.
+    """Context manager that adds the path of a pickle to errors while it is read.
 
-    Raises RefusedPickleError if the pickle asks for a name that is not allowed; CheckpointError if the file
-    is damaged.
+    Raises RefusedPickleError if the pickle asks for a forbidden name; CheckpointError if it is damaged.
     """
     try:
         yield
@@ -124,7 +120,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class PickledType:
-    """What a pickle gets in place of ``numpy.dtype``. Only types of plain numbers are allowed."""
+    """Stands in for ``numpy.dtype`` in a pickle. Only types of plain numbers are allowed."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.dtype = np.dtype(code)
@@ -137,22 +133,19 @@ class PickledType:
 
 
 class PickledArray:
-    """What a pickle gets in place of ``numpy.ndarray``, whose own ``__setstate__`` trusts the
-    pickle's data."""
+    """Stands in for ``numpy.ndarray`` in a pickle; NumPy's own ``__setstate__`` trusts the pickle's data."""
 
     array = np.empty(0, np.uint8)
 
     def __setstate__(self, state: Any) -> None:
-        """Make the array from the state that NumPy pickles: (version, shape, type, is Fortran
-        order, bytes)."""
+        """Make the array from NumPy's pickled state: (version, shape, type, is Fortran order, bytes)."""
         shape, kind, is_fortran, raw = state[-4:]
         raw = raw.encode("latin-1") if isinstance(raw, str) else raw
         self.array = np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
-    """Make a tensor of a NumPy array. Raises RefusedPickleError for element types that checkpoints do not
-    use."""
+    """Make a tensor of a NumPy array. Raises RefusedPickleError for unusual element types."""
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
         return LazyTensor("BF16", array.shape, lambda: array)
@@ -163,11 +156,8 @@ def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTen
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
-    """Collect the tensors in nested dictionaries. A tensor's name is its keys joined with dots. Other objects
-    are ignored.
-
-    Raises CheckpointError if two tensors have the same name.
-    """
+    """Collect the tensors in nested dictionaries, and ignore other objects. A tensor's name is its keys
+    joined with dots. Raises CheckpointError if two tensors have the same name."""
     named: dict[str, LazyTensor] = {}
 
     def collect(node: Any, path: tuple[str, ...]) -> None:
@@ -191,10 +181,8 @@ def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> Pickled
 
 
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Return the array of a Paddle DenseTensor, which is pickled as ``eval('data', {'data': array})``.
-
-    A pickle gets this function in place of ``eval``. Any other call is refused.
-    """
+    """Return the array of a Paddle DenseTensor, which is pickled as ``eval('data', {'data': array})``. This
+    stands in for ``eval``, and refuses any other call."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):

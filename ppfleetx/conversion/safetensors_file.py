@@ -25,8 +25,7 @@ PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
 def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a safetensors file lazily, by name. Raises CheckpointError if the file is damaged
-    or has another format."""
+    """Read the tensors of a safetensors file lazily. Raises CheckpointError if the file is damaged."""
     path = Path(path)
     table, metadata, start = _header(path)
     tensors = {}
@@ -44,14 +43,12 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def safetensors_format(path: str | Path) -> str | None:
-    """Return the value of ``format`` in the metadata of a safetensors file, such as ``pt`` for PyTorch; None
-    if there is none. Raises CheckpointError if the file is damaged."""
+    """Return ``format`` in the metadata of a safetensors file, such as ``pt`` for PyTorch, or None."""
     return _header(Path(path))[1].get("format")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """Read the header of a safetensors file. Returns its entries for tensors, its metadata, and the position
-    at which the data begin. The safetensors library validates the header."""
+    """Return the header of a safetensors file: its tensor entries, its metadata, and where the data begin."""
     begin = first_bytes(path)
     try:
         with safe_open(path, "numpy"):
@@ -74,8 +71,8 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into ``directory``: one safetensors file, or if they are larger than ``max_bytes``,
-    several with an index. Only one tensor is in memory at a time."""
+    """Write tensors into ``directory``, one at a time: one safetensors file, or if they are larger than
+    ``max_bytes``, several with an index."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

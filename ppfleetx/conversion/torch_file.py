@@ -1,8 +1,8 @@
 """Read PyTorch files (``.bin``, ``.pt``) without PyTorch, and without running code from the file.
 
-A tensor is a view of a storage, a flat array. Since PyTorch 1.6, a file is a zip archive with ``data.pkl``
-and one member per storage. Older files are five pickles followed by the storages. A storage is read only when
-one of its tensors is.
+A tensor is a view of a storage, a flat array, which is read only when one of its tensors is. Since PyTorch
+1.6, a file is a zip archive with ``data.pkl`` and one member per storage. Older files are five pickles
+followed by the storages.
 """
 
 from __future__ import annotations
@@ -50,26 +50,21 @@ _STORAGE_DTYPES = {
 
 
 class StorageKind(Kind):
-    """Base class of the classes that a pickle gets in place of PyTorch's storage classes."""
+    """Base class of the stand-ins for PyTorch's storage classes in a pickle."""
 
     dtype = ""
 
 
 class ElementType(Kind):
-    """Base class of the classes that a pickle gets in place of ``torch.dtype`` values."""
+    """Base class of the stand-ins for ``torch.dtype`` values in a pickle."""
 
     dtype = ""
 
 
 @dataclass(eq=False)
 class TorchStorage(Kind):
-    """A PyTorch storage: a flat array of elements, of which tensors are views.
-
-    Attributes:
-        dtype: the element type.
-        count: the number of elements.
-        read: ``read(start, end)`` reads a range of its bytes from the file.
-    """
+    """A PyTorch storage: a flat array of ``count`` elements, of which tensors are views. ``read(start, end)``
+    reads a range of its bytes from the file."""
 
     dtype: str
     count: int
@@ -77,14 +72,13 @@ class TorchStorage(Kind):
 
 
 class TorchTensor(LazyTensor):
-    """A tensor of a PyTorch file, read lazily. Unlike its base class, it does not let a pickle
-    set its state."""
+    """A tensor of a PyTorch file, read lazily. A pickle cannot set its attributes."""
 
     __setstate__ = Kind.__setstate__
 
 
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
-    """Read the object that PyTorch saved in the file ``path``. Its tensors are read lazily.
+    """Read the object in a PyTorch file. Its tensors are read lazily.
 
     Objects of classes whose full names start with one of ``record_prefixes`` become a ``Record``. Raises
     RefusedPickleError, before any code runs, if the file contains anything else but tensors and containers;
@@ -122,8 +116,7 @@ def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _read_member(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
-    """Read bytes [start, end) of an uncompressed member of a zip archive. The checksum is verified only if
-    this is the whole member."""
+    """Read bytes [start, end) of an uncompressed zip member. A whole member's checksum is verified."""
     header = read_bytes(path, info.header_offset, _LOCAL_HEADER).tobytes()
     if not header.startswith(_LOCAL_SIGNATURE) or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged: {info.filename} is not where the archive says")
@@ -173,8 +166,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
-    """Parse the persistent id of a storage, ('storage', class, key, device, count, ...). Returns the class,
-    the key and the number of elements."""
+    """Return class, key and number of elements from the persistent id of a storage."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise RefusedPickleError("a persistent object that is not a storage")
     _, kind, key, _, count = identity[:5]
@@ -184,8 +176,7 @@ def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
 
 
 def _rebuild_tensor(storage: TorchStorage, offset: int, size: Any, stride: Any, *_: Any) -> LazyTensor:
-    """Make a lazy tensor that is a strided view of a storage; pickles call this for every tensor. Raises
-    CheckpointError if the view is larger than the storage."""
+    """Make a lazy tensor: a strided view of a storage. Raises CheckpointError if it exceeds the storage."""
     held = NUMPY_OF_DTYPE[storage.dtype]
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)
@@ -213,8 +204,8 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Make a record of an enum member. Some Python versions pickle it as ``getattr(class, name)``, and this
-    function is used in place of ``getattr``. Any other call is refused."""
+    """Make a record of an enum member, which some Python versions pickle as ``getattr(class, name)``. This
+    stands in for ``getattr``, and refuses any other call."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

@@ -2,8 +2,8 @@
 
     python transformers_logits.py DIRECTORY PROBE.npz LOGITS.npy
 
-It runs in any interpreter that has transformers, because it does not import ppfleetx. It does not download
-anything, or run code that comes with the model.
+Any interpreter that has transformers can run it. It does not import ppfleetx, download anything, or run code
+that comes with the model.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 
 
 def main(directory: str, probe: str, answer: str) -> None:
-    """Run the model in ``directory`` on the arrays ``tokens`` and ``positions`` of the file ``probe``. Its
-    logits, float32 ``[b, s, vocabulary]``, are written to the file ``answer``."""
+    """Run the model in ``directory`` on the arrays ``tokens`` and ``positions`` of the file ``probe``, and
+    write its logits, float32 ``[b, s, vocabulary]``, to the file ``answer``."""
     import numpy as np
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

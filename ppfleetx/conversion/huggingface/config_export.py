@@ -28,8 +28,7 @@ def hf_config(
 
     Args:
         dtype: the element type of the weights, named as in safetensors files.
-        original: the ``config.json`` that the weights originally came with; it is kept if it still describes
-            this network.
+        original: the ``config.json`` that the weights came with, which is kept if it describes this network.
         token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``.
 
     Raises:
@@ -51,8 +50,7 @@ def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
 
 
 def _config_of(model: ModelConfig) -> dict[str, Any]:
-    """Make a ``config.json`` of the first Hugging Face model type that can express the network ``model``.
-    Raises CheckpointError if there is none."""
+    """Make a ``config.json`` of the first Hugging Face model type that can express the network ``model``."""
     reasons = []
     for same in (model, _with_experts_width(model)):
         values = network(same)
@@ -73,8 +71,8 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """If every layer has experts, set the width of dense MLPs, which is then unused, to that of the experts.
-    Some model types have only one key for both."""
+    """If all layers have experts, set the unused width of dense MLPs to that of the experts, because some
+    model types have one key for both."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -82,9 +80,8 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns one text for each key that
-    differs, with both values, or one text if only the parameters differ. Raises UserError if the network of
-    the ``config.json`` is not supported."""
+    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns a text for each difference.
+    Raises UserError if the ``config.json`` is not supported."""
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [

@@ -1,8 +1,8 @@
-"""Convert a Hugging Face ``config.json`` to our ``Model`` section. A key is converted, ignored, or refused.
+"""Convert a Hugging Face ``config.json`` to our ``Model`` section.
 
-Keys without effect on the network's output are ignored. A key of a feature that we do not support is accepted
-only if its value turns the feature off. Unknown keys are ignored, as in transformers; :func:`unknown_keys`
-lists them for a warning. A null value means that the key is not given.
+Keys without effect on the network's output are ignored, also unknown ones, which :func:`unknown_keys` lists
+for a warning. A key of a feature that we do not support is accepted only if its value turns the feature off.
+A null value means that the key is not given.
 """
 
 from __future__ import annotations
@@ -169,8 +169,7 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError if the value of a key that ``family`` converts has a wrong type or is out of
-    range."""
+    """Raise CheckpointError if a key that ``family`` converts has a value of a wrong type or out of range."""
     for key in family.mapped & config.keys():
         if key in family.keys:
             ours = family.keys[key][0].split()[0]
@@ -196,16 +195,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:
-    """Return whether PaddleNLP or PaddleFormers wrote a ``config.json``, which then has their version."""
+    """Return whether PaddleNLP or PaddleFormers wrote a ``config.json``."""
     return any(mark in config for mark in ("paddlenlp_version", "paddleformers_version"))
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt a ``config.json`` of PaddleNLP or PaddleFormers to transformers: remove the keys that only they
-    have, and add the one that they omit.
-
-    ``keys`` is the result of :func:`model_keys` for ``config``.
-    """
+    """Remove from a ``config.json`` the keys that only Paddle's libraries have, and add
+    ``tie_word_embeddings``, which they may omit, from ``keys``, the result of :func:`model_keys`."""
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
     kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}
@@ -213,7 +209,7 @@ def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """List the keys of a ``config.json`` that :func:`model_keys` ignores because it does not know them."""
+    """List the keys of a ``config.json`` that :func:`model_keys` does not know."""
     family = FAMILIES[config["model_type"]]
     known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
     return sorted(
@@ -234,8 +230,7 @@ _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, 
 
 
 def _refuse_unsupported(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Check the keys of ``config.json`` that ``family`` does not convert. Raise CheckpointError if one of
-    them turns on an unsupported feature."""
+    """Raise CheckpointError if a key that ``family`` does not convert turns on an unsupported feature."""
     off = _SWITCHED_OFF | family.off
     for key, value in config.items():
         if key in family.mapped:
@@ -254,8 +249,7 @@ def _refuse_unsupported(config: Mapping[str, Any], kind: str, family: Family) ->
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Return whether a ``config.json`` key only repeats what follows from other keys, such as a ``head_dim``
-    that equals hidden size / heads. Such a key need not be converted."""
+    """Return whether a key only repeats what follows from others, such as the usual ``head_dim``."""
     hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
     if key == "num_key_value_heads":
         return value == heads

@@ -44,8 +44,8 @@ _WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
 def read_hf(directory: str | Path) -> Weights:
     """Read a Hugging Face model directory, or a Llama that PaddleNLP or PaddleFormers wrote.
 
-    Only headers are read now, and tensors when they are used. GPTQ and AWQ weights are dequantized. Raises
-    CheckpointError if files are missing or damaged, or the network is not supported.
+    Tensors are read when they are used, and GPTQ and AWQ weights are dequantized. Raises CheckpointError if
+    files are missing or damaged, or the network is not supported.
     """
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
@@ -116,14 +116,14 @@ def write_hf(
     token_ids: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a model directory that ``transformers`` can load. The directory is created if it does not exist.
+    """Write a model directory that ``transformers`` can load.
 
     Args:
         tensors: all parameters of `model` by ppfleetx's names, including vocabulary padding.
         source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
-        max_file_bytes: if the weights are larger, they are split into several files with an index.
+        max_file_bytes: maximum size of a file; larger weights are split into several files with an index.
 
     Raises:
         CheckpointError: no Hugging Face network can express this network.
@@ -153,9 +153,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """Return the name that the files have for the tensor that transformers calls ``name``. The names differ
-    if the files omit GPT-2's prefix, or use the other name of GPT-NeoX's head. Raises CheckpointError if
-    there is no such tensor."""
+    """Return the name in the files of the tensor that transformers calls ``name``. Files may omit GPT-2's
+    prefix, or use the other name of GPT-NeoX's head."""
     for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
@@ -186,8 +185,7 @@ _WITHOUT_NEXT_TOKENS = (
 
 
 def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
-    """Select the tensors of multi-token prediction layers, which are numbered after the last layer of the
-    model."""
+    """Select the tensors of multi-token prediction layers, which are numbered after the model's layers."""
     further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
     layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
     return {name for name in names if name.startswith(layers)}
@@ -196,8 +194,8 @@ def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[st
 def _check_left_over(
     names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> None:
-    """Raise CheckpointError if tensors of the directory were not used. Allowed are buffers, biases that are
-    all zero, and a head that equals the embedding it is tied to."""
+    """Raise CheckpointError if tensors of the directory were not used, except buffers, biases that are all
+    zero, and a head that equals the embedding it is tied to."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS & names if keys["tie_word_embeddings"] else set()

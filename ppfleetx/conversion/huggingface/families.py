@@ -1,5 +1,4 @@
-"""The table of supported Hugging Face model types. Each has a :class:`Family`, which converts its
-``config.json`` keys and its tensor names to ours.
+"""The table of supported Hugging Face model types, with a :class:`Family` for each.
 
 This file contains GPT and similar networks: LayerNorm, ungated MLPs and, in most, biases. To add a network,
 add a family here, in ``llama_families.py`` or in ``moe_families.py``.
@@ -49,8 +48,7 @@ _NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rota
 
 
 def _sizes(**others: str) -> dict[str, Any]:
-    """Return a copy of the table `SIZES` with some ``config.json`` keys renamed, each given as
-    ``usual="renamed"``."""
+    """Return the table `SIZES` with some ``config.json`` keys renamed, each given as ``usual="renamed"``."""
     return {others.get(key, key): row for key, row in SIZES.items()}
 
 
@@ -319,6 +317,5 @@ FAMILIES = _DENSE | MIXTURES
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:
-    """Return the model types to try, in order, when ``model`` is exported. The first that can express the
-    network is used."""
+    """Return the model types to try, in order, to express ``model``."""
     return _DENSE if model.moe is None else MIXTURES

@@ -1,4 +1,4 @@
-""":class:`Family`, which describes how one Hugging Face model type is converted to our network, and the parts
+""":class:`Family`, which describes how one Hugging Face model type is converted to our network, and parts
 that families similar to Llama or GPT share."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEEDED = object()
 
 @dataclass(frozen=True)
 class Feature:
-    """Converts a group of ``config.json`` keys with functions, where a table of keys is not enough.
+    """Converts a group of ``config.json`` keys for which a table is not enough.
 
     Attributes:
         reads: the keys that ``read`` uses.
@@ -49,8 +49,8 @@ class Family:
             the configuration, or NEEDED.
         fixed: keys of our ``Model`` section that have the same value in all networks of this type.
         names: our layer or parameter -> Hugging Face's layer or tensor. ``{}`` stands for the block number,
-            ``{expert}`` for the expert number. ``{part}`` stands for the part of a fused layer (q, k, v;
-            gate, up), if Hugging Face has a tensor for each.
+            ``{expert}`` for the expert number, and ``{part}`` for the part of a fused layer (q, k, v; gate,
+            up) if Hugging Face has a tensor for each.
         features: functions that convert further keys; if two set the same key, the later one wins.
         other_names: returns further names for a given ``config.json``.
         part_names: our part of a fused layer -> Hugging Face's, if it has another name.
@@ -58,8 +58,8 @@ class Family:
         has_in_out_linears: whether linear weights are stored as ``[in, out]``, like ours, not ``[out, in]``.
         has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values. Ours
             interleaves them per head.
-        required: keys that must be present, even if null. transformers has defaults for them, but these are
-            the sizes of one particular model.
+        required: keys that must be present, even if null, because transformers' defaults for them are the
+            sizes of one particular model.
         off: options that we do not support -> the values that turn them off, which are accepted. This extends
             and overrides the table for all families.
     """
@@ -83,7 +83,6 @@ class Family:
         """Make the description of a similar model type from this one.
 
         Args:
-            architecture: the name of the class in transformers.
             features: features to add.
             without: ``config.json`` keys to remove from ``keys``.
             changes: other fields to change; mappings are merged into those of this family.
@@ -100,8 +99,7 @@ class Family:
         return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
-        """Replace aliases in a ``config.json`` by the usual keys. Raises CheckpointError if both are given
-        with different values."""
+        """Replace aliases in a ``config.json`` by the usual keys. Raises CheckpointError if they disagree."""
         made = dict(config)
         for alias, name in self.aliases.items():
             if alias in made and made.setdefault(name, made[alias]) != made[alias]:
@@ -110,8 +108,8 @@ class Family:
         return made
 
     def model_keys(self, config: Config) -> dict[str, Any]:
-        """Convert a ``config.json`` to keys of our ``Model`` section. Null values must have been removed.
-        Raises CheckpointError if a key is missing, or its value is not supported."""
+        """Convert a ``config.json`` without null values to keys of our ``Model`` section. Raises
+        CheckpointError if a key is missing, or its value is not supported."""
         made = dict(self.fixed)
         for theirs, (ours, default) in self.keys.items():
             value = config.get(theirs, default)
@@ -123,11 +121,10 @@ class Family:
         return nested(made.items())
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the ``config.json`` of this model type that is closest to ``model``. It may describe another
-        network if the type cannot express this one.
+        """Make the ``config.json`` of this model type that is closest to ``model``.
 
-        ``values`` is the result of ``resume_policy.network`` for ``model``: the keys of ``model``, with nulls
-        replaced by the values that they stand for.
+        ``values`` is the result of ``resume_policy.network``: the keys of ``model``, with nulls replaced by
+        the values that they stand for.
         """
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
@@ -140,8 +137,7 @@ class Family:
 
 
 def _value_at(section: Any, name: str) -> Any:
-    """Return the value of a key with dots, such as ``moe.top_k``; None if a section on the way is null or
-    missing."""
+    """Return the value of a key with dots, such as ``moe.top_k``; None if it is missing."""
     for part in name.split("."):
         section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
     return section
@@ -151,8 +147,8 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Complete parameter names within a block, given as ours -> Hugging Face's. Ours get the prefix
-    ``decoder.layers.{}``, and Hugging Face's the prefix ``row``, such as ``model.layers.{}``."""
+    """Add the prefix of a block to parameter names, given as ours -> Hugging Face's: ``decoder.layers.{}`` to
+    ours, and ``row``, such as ``model.layers.{}``, to Hugging Face's."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -284,8 +280,8 @@ _ROTARY = {*PLACES, "original_max_position_embeddings", "rope_theta", "partial_r
 
 
 def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
-    """Convert the rotary settings of a ``config.json`` with :func:`rope_keys`. ``base`` is the model type's
-    default for ``rope_theta``. Raises CheckpointError if the heads do not divide the hidden size."""
+    """Convert rotary settings with :func:`rope_keys`. ``base`` is the default of ``rope_theta``. Raises
+    CheckpointError if the heads do not divide the hidden size."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
         raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
@@ -301,8 +297,7 @@ PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """Convert the size of a sliding window to our ``attention_window``, which is one less, because Hugging
-    Face's window includes the current position."""
+    """Convert a sliding window of n positions, including the current one, to ``attention_window`` = n - 1."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -328,12 +323,8 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """Convert a sliding window that only some layers use to ``attention_window`` and
-    ``attention_window_layers``.
-
-    The layers are those that ``layer_types`` names. If it is missing, they are all except every ``every``-th
-    layer.
-    """
+    """Convert a sliding window of some layers to ``attention_window`` and ``attention_window_layers``.
+    Without ``layer_types``, every ``every``-th layer has no window."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -382,11 +373,10 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
     """Convert rotary settings in which layers with a sliding window have a rotary base of their own.
 
     Args:
-        config: a ``config.json``. Its ``rope_parameters`` are either given per layer type, or apply to layers
-            without a window.
+        config: a ``config.json``, whose ``rope_parameters`` may be given per layer type.
         pattern: the result of :func:`pattern_keys` for ``config``.
         base: the default base of layers without a window.
-        local: the default base of layers with a window. Rope scaling never applies to these.
+        local: the default base of layers with a window, to which rope scaling never applies.
 
     Returns:
         the result of :func:`rotary_keys`, with ``local_rotary_base`` if the base is different.
@@ -410,8 +400,7 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
 
 
 def hf_rope_by_kind(model: ModelConfig) -> dict[str, Any]:
-    """Make the ``config.json`` key ``rope_parameters`` with separate rotary settings for layers with and
-    without a sliding window."""
+    """Make the ``config.json`` key ``rope_parameters`` for layers with and without a sliding window."""
     usual = hf_rope(model)
     base = {"rope_theta": usual["rope_theta"]}
     return {

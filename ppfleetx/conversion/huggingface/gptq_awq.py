@@ -57,8 +57,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Check and return the ``quantization_config`` of a ``config.json``; None if its weights are not
-    quantized. Raises CheckpointError if the quantization is not supported."""
+    """Check and return the ``quantization_config`` of a ``config.json``; None if there is none. Raises
+    CheckpointError if the quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
@@ -90,8 +90,7 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the quantized tensors of each linear layer X by one tensor ``X.weight``, which is dequantized
-    when it is read.
+    """Replace the quantized tensors of each linear layer X by a lazily dequantized tensor ``X.weight``.
 
     It has the element type of the scales, and is ``[in, out]`` if ``in_out``, else ``[out, in]``. Raises
     CheckpointError, naming ``directory``, if a tensor is missing or its shape or element type is wrong.
@@ -176,8 +175,7 @@ def _weight(
 
 
 def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
-    """Unpack the 4- or 8-bit integers in a matrix of 32-bit words. The result is ``32 / bits`` times as long
-    along ``axis``."""
+    """Unpack the 4- or 8-bit integers in a matrix of 32-bit words along ``axis``."""
     fields = [
         (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
     ]

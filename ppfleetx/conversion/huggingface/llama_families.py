@@ -141,8 +141,7 @@ def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
 
 
 def _norms_of_heads(key: str) -> Feature:
-    """Make a feature that converts the switch ``key`` to ``qk_layernorm: each_head``, in which every head has
-    norm weights of its own."""
+    """Make a feature that converts ``key`` to ``qk_layernorm: each_head``: each head has its own norm."""
 
     def read(config: Config) -> dict[str, Any]:
         theirs = config.get(key, False)
@@ -168,8 +167,7 @@ _COHERE = LLAMA.but(
 
 
 def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """Set ``rotary_layers`` for Cohere 2: layers with a sliding window have rotary positions, and the other
-    layers have no positions."""
+    """Set ``rotary_layers`` for Cohere 2: only layers with a sliding window have positions."""
     return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 
@@ -230,7 +228,7 @@ _OLMO = LLAMA.but(
 
 
 def _baichuan(config: Config) -> dict[str, Any]:
-    """Convert the position settings of Baichuan: rotary for 7B, ALiBi for 13B. Only 7B has the key
+    """Convert the position settings of Baichuan: rotary for 7B, ALiBi for 13B, which has no
     ``max_position_embeddings``."""
     if config.get("vocab_size", 0) > 100_000:
         raise CheckpointError(

@@ -32,10 +32,8 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Make the ``Model`` key that says which layers have experts: all except the layers ``dense``.
-
-    It is ``moe.first_dense_layers`` if the dense layers are the first ones; otherwise ``moe.layers``.
-    """
+    """Return the ``Model`` key for experts in all layers except ``dense``: ``moe.first_dense_layers`` if
+    these are the first ones, otherwise ``moe.layers``."""
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -62,8 +60,8 @@ _QWEN_LAYERS = Feature(
 
 
 def _pooled_loss(weight: float) -> Feature:
-    """Make a feature that converts transformers' load-balancing loss, which is on only if
-    ``output_router_logits`` is true. ``weight`` is the model type's default weight."""
+    """Make a feature that converts transformers' load-balancing loss, whose weight is ``weight`` by default.
+    ``output_router_logits`` turns it on."""
     switch, key = "output_router_logits", "router_aux_loss_coef"
 
     def read(config: Config) -> dict[str, Any]:
@@ -216,9 +214,8 @@ def _experts_of_deepseek(
 ) -> Feature:
     """Make a feature that converts the keys that DeepSeek's model types have for experts.
 
-    Args:
-        first_dense: the default number of layers at the start that have no experts.
-        read: adapts a ``config.json`` before its keys are converted.
+    ``first_dense`` is the default number of first layers without experts. ``read`` adapts the
+    ``config.json``.
     """
     return Feature(
         {

@@ -5,8 +5,7 @@ same, except that PaddleNLP's start with ``llama.`` in place of ``model.``.
 
 A directory was written by one of these libraries if its files are Paddle pickles, or if ``format`` in their
 metadata is ``np``, ``paddle`` or ``pd``, or if there is no ``format`` and ``config.json`` has the version of
-one of these libraries. The layout is then seen from the shapes of matrices that are not square. If all are
-square, it is ``[in, out]``.
+one of these libraries. Shapes of matrices that are not square show the layout. The default is ``[in, out]``.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a directory with Hugging Face's names and layout. Those that Paddle's libraries
-    did not write are returned unchanged.
+    """Convert the tensors of a directory to Hugging Face's layout if Paddle's libraries wrote them.
 
     ``keys`` is ``config`` converted to keys of our `Model` section. Raises CheckpointError if Paddle's
-    libraries wrote another model than a Llama, its projections are fused, or the layout of a matrix is
-    ambiguous.
+    libraries wrote another model than a Llama, its projections are fused, or a layout is ambiguous.
     """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]
@@ -84,8 +81,7 @@ def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
 
 
 def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index], directory: Path) -> bool:
-    """Return whether linear weights are stored as ``[in, out]``. If all of them are square,
-    this is assumed."""
+    """Return whether linear weights are stored as ``[in, out]``, which is assumed if all are square."""
     found: dict[bool, str] = {}
     for name, (rows, columns) in linears.items():
         if rows != columns and name in tensors and sorted(tensors[name].shape) == sorted((rows, columns)):
@@ -99,8 +95,7 @@ def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index],
 
 
 def _is_head_in_out(shape: Index, keys: Mapping[str, Any], is_of_nlp: bool, directory: Path) -> bool:
-    """Return whether the head is stored as ``[hidden, vocabulary]``, as PaddleNLP and older versions of
-    PaddleFormers do."""
+    """Return whether the head is ``[hidden, vocabulary]``, as in PaddleNLP and older PaddleFormers."""
     vocab, hidden = keys["vocab_size"], keys["hidden_size"]
     if vocab == hidden and not keys["tie_word_embeddings"]:
         if is_of_nlp:

@@ -32,10 +32,8 @@ _MAX_CONFIG_BYTES = 8 * 1024 * 1024
 class Stored:
     """The tensors of a model directory, with the names and shapes that the files have.
 
-    Attributes:
-        tensors: the tensors by name.
-        formats: the values of ``format`` in the files' metadata, such as `pt` or `np`; None if it is missing;
-            `pdparams` for Paddle pickles.
+    ``formats`` has the values of ``format`` in the files' metadata, such as `pt` or `np`; None if it is
+    missing; `pdparams` for Paddle pickles.
     """
 
     tensors: dict[str, LazyTensor]
@@ -48,23 +46,21 @@ class Stored:
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """Read ``config.json`` in a model directory, or ``model_config.json`` of older PaddleNLP versions. Raises
-    CheckpointError if there is none, or it is damaged."""
+    """Read ``config.json``, or older PaddleNLP's ``model_config.json``. Raises CheckpointError if it is
+    missing or damaged."""
     if not (directory / CONFIG).exists() and (directory / PADDLE_CONFIG).is_file():
         return _flattened(read_json(directory / PADDLE_CONFIG, max_bytes=_MAX_CONFIG_BYTES))
     return read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """Read ``generation_config.json`` in a model directory; None if there is none. Raises CheckpointError if
-    it is damaged."""
+    """Read ``generation_config.json``; None if there is none. Raises CheckpointError if it is damaged."""
     path = directory / GENERATION_CONFIG
     return read_json(path, max_bytes=_MAX_CONFIG_BYTES) if path.is_file() else None
 
 
 def read_stored(directory: Path) -> Stored:
-    """Read all tensors of a model directory lazily. Raises CheckpointError if there are no weights, or files
-    are missing or damaged."""
+    """Read a model directory's tensors lazily. Raises CheckpointError if files are missing or damaged."""
     for index, single, read, format_of in (
         (INDEX, SINGLE, read_safetensors, safetensors_format),
         (PICKLE_INDEX, PICKLE, _read_pickle, lambda path: "pt"),
@@ -116,8 +112,7 @@ def _indexed(
 
 
 def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a ``model_config.json`` of older PaddleNLP versions, which nests the arguments of several
-    classes, to a flat ``config.json``. Outer arguments take precedence."""
+    """Flatten the nested ``model_config.json`` of older PaddleNLP versions. Outer keys win."""
     flat = {key: value for key, value in content.items() if key not in ("init_args", "init_class")}
     inner = content.get("init_args")
     for arguments in inner if isinstance(inner, list) else ():

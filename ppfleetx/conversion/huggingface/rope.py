@@ -1,8 +1,8 @@
 """Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
 
 transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``, which
-includes ``rope_theta``. If a file has both, they are read as in transformers 5: a non-empty ``rope_scaling``
-wins over ``rope_parameters``, and a ``rope_theta`` inside of it wins over the outer one.
+includes ``rope_theta``. If a file has both, a non-empty ``rope_scaling`` wins over ``rope_parameters``, and a
+``rope_theta`` inside of it over the outer one, as in transformers 5.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _KNOWN = {
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the rotary settings of a ``config.json`` to the ``Model`` keys ``rotary_base`` and
-    ``rope_scaling`` (a mapping or None), and for some model types ``rotary_percent``.
+    """Convert the rotary settings of a ``config.json`` to the ``Model`` keys ``rotary_base``,
+    ``rope_scaling`` (a mapping or None) and, for some model types, ``rotary_percent``.
 
-    The types of the values must have been checked. Raises CheckpointError if the scaling is not supported, or
-    a value is invalid.
+    The types of the values must have been checked. Raises CheckpointError for unsupported or invalid values.
     """
     config = _with_usual_names(config)
     place, given = _in_effect(config)
@@ -59,8 +58,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """Return warnings about the rotary settings of a ``config.json``, one sentence each. The settings must be
-    supported."""
+    """Return warnings about the rotary settings of a supported ``config.json``, one sentence each."""
     if any("full_attention" in (config.get(place) or {}) for place in PLACES):
         return []
     _, given = _in_effect(config)
@@ -78,8 +76,7 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
 
 
 def hf_rope(model: ModelConfig) -> dict[str, Any]:
-    """Convert the rotary settings of ``model`` to keys of a ``config.json`` that transformers 4 and 5 can
-    read."""
+    """Convert the rotary settings of ``model`` to ``config.json`` keys that transformers 4 and 5 can read."""
     if model.rope_scaling is None:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
@@ -95,7 +92,7 @@ def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
-    """Like :func:`hf_rope`, with the names that GPT-NeoX has for these keys."""
+    """Like :func:`hf_rope`, with GPT-NeoX's key names."""
     keys = hf_rope(model)
     return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
 
@@ -171,8 +168,7 @@ _WITHOUT_DYNAMIC = (
 
 
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that only YaRN scaling has. As in transformers, beta_fast, beta_slow and the mscale
-    keys count as missing if they are 0."""
+    """Return the settings that only YaRN has. As in transformers, betas and mscales of 0 count as missing."""
     values = {"beta_fast": given.get("beta_fast") or None, "beta_slow": given.get("beta_slow") or None}
     values["truncate"] = bool(given.get("truncate", True))
     if given.get("attention_factor") is not None:

@@ -1,8 +1,7 @@
 """Convert Hugging Face's tensors to our parameters and back, with the names in the table of a model type.
 
 Our linear weights are ``[in, out]``. Our fused matrices (q, k, v; gate, up) are interleaved along the output
-features; the parameter's declaration says how. Vocabulary padding is not converted here: the reader of
-checkpoints adds it, and exports drop it.
+features as the parameter declares. The reader of checkpoints adds vocabulary padding, and exports drop it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class Rule:
     Attributes:
         ours: the name of our parameter.
         theirs: the names of Hugging Face's tensors. There are several if experts, or the parts of a fused
-            parameter, are separate tensors: first all parts of the first expert, then all of the second, and
-            so on.
+            parameter, are separate tensors: first all parts of the first expert, then all of the second, ...
         shape: the shape of our parameter, without vocabulary padding.
         parts: the parts of our fused parameter, if Hugging Face's are separate or in another order; otherwise
             empty.
@@ -55,42 +53,44 @@ class Rule:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of Hugging Face's tensors, in the order in which ``theirs`` names them."""
+        """The shapes of Hugging Face's tensors, in the order of ``theirs``."""
         if self.num_heads is not None:
             return [(self.num_heads, self.shape[0] // self.num_heads)]
-        shapes = [self._shape]
-        if self._count > 1:
-            shapes = [(*self._shape[:-1], self._shape[-1] // part.period * part.width) for part in self.parts]
+        shapes = [self._expert_shape]
+        if self._tensors_per_expert > 1:
+            shapes = [
+                (*self._expert_shape[:-1], self._expert_shape[-1] // part.period * part.width)
+                for part in self.parts
+            ]
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
-        """Build our parameter from all of Hugging Face's tensors, given in the order in which ``theirs``
-        names them."""
+        """Build our parameter from all of Hugging Face's tensors, in the order of ``theirs``."""
         if self.num_heads is not None:
             return arrays[0].reshape(self.shape)
         if self.num_experts is None:
             return self._join(*arrays)
         experts = np.empty(self.shape, arrays[0].dtype)
         for expert in range(self.num_experts):
-            experts[expert] = self._join(*arrays[expert * self._count : (expert + 1) * self._count])
+            experts[expert] = self._join(
+                *arrays[expert * self._tensors_per_expert : (expert + 1) * self._tensors_per_expert]
+            )
         return experts
 
     def split(self, array: np.ndarray, index: int) -> np.ndarray:
-        """Build Hugging Face's tensor ``theirs[index]`` from our parameter, and drop vocabulary padding."""
+        """Build Hugging Face's tensor ``theirs[index]``, without vocabulary padding, from our parameter."""
         if self.num_heads is not None:
             return array.reshape(self.shapes[0])
         if self.num_experts is not None:
-            array = array[index // self._count]
-        return self._split(array)[index % self._count]
+            array = array[index // self._tensors_per_expert]
+        return self._split(array)[index % self._tensors_per_expert]
 
     @property
-    def _shape(self) -> Shape:
-        """The shape of our parameter, or if experts are separate tensors, of one expert's part of it."""
+    def _expert_shape(self) -> Shape:
         return self.shape if self.num_experts is None else self.shape[1:]
 
     @property
-    def _count(self) -> int:
-        """The number of Hugging Face's tensors for one expert, or without experts for the whole parameter."""
+    def _tensors_per_expert(self) -> int:
         return len(self.theirs) // (self.num_experts or 1)
 
     def _join(self, *arrays: np.ndarray) -> np.ndarray:
@@ -99,25 +99,25 @@ class Rule:
         if not self.parts:
             return arrays[0]
         if len(arrays) == 1:
-            groups = self._shape[-1] // self.parts[0].period
+            groups = self._expert_shape[-1] // self.parts[0].period
             ends = np.cumsum([groups * part.width for part in self.parts])[:-1]
             arrays = tuple(np.split(arrays[0], ends, axis=-1))
         return join_parts(self.parts, *arrays)
 
     def _split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
-        arrays = (array[tuple(map(slice, self._shape))],)
+        arrays = (array[tuple(map(slice, self._expert_shape))],)
         if self.parts:
             arrays = split_parts(self.parts, array)
-            if self._count == 1:
+            if self._tensors_per_expert == 1:
                 arrays = (np.concatenate(arrays, axis=-1),)
         return tuple(one.T for one in arrays) if self.is_transposed else arrays
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """Return how each of our parameters is made of Hugging Face's tensors, in model order. Raises UserError
-    if the network is not supported.
+    """Return how each of our parameters is made of Hugging Face's tensors, in model order.
 
-    GPT-2's tensor names include the prefix ``transformer.``, which some files omit.
+    GPT-2's tensor names get the prefix ``transformer.``, which some files omit. Raises UserError if the
+    network is not supported.
     """
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
@@ -125,8 +125,7 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
 
 
 def loads(model: ModelConfig) -> dict[str, LazyTensor]:
-    """Make the tensors with which training measures how loaded each expert is, with their initial values.
-    Other programs' files do not have them."""
+    """Make the tensors in which training measures the load of each expert, with their initial values."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(model).items()
