@@ -108,7 +108,7 @@ def load_optimizer(
 ) -> None:
     """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`).
 
-    If the checkpoint has no master weights, they are loaded from its float32 weights.
+    If the checkpoint has no master weights, they are loaded from its weights.
 
     Args:
         state: this rank's state, by (parameter name, state name).

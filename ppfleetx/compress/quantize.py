@@ -381,7 +381,7 @@ class _Products:
     """Context manager that measures the output error of quantized linear layers during forward passes.
 
     The error is relative to the original weight's output on the same inputs. Only layers that also round
-    activations are measured; for others, it can be computed from the weights.
+    activations are measured; for others, the error follows from the weights.
     """
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
