@@ -69,12 +69,13 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """Choose the corpus of each sample for ``num_blocks`` blocks of samples, the first of which begins with
-    sample ``first``. ``taken`` counts the samples that each corpus has given before.
+    """Choose the corpus of each sample for ``num_blocks`` blocks of samples. The first block begins with
+    sample ``first``, and ``taken`` is the number of earlier samples from each corpus.
 
-    Each choice depends on all earlier choices, but the effect of a wrong count soon dies out. So all blocks
-    are computed in parallel from guessed counts, and again until a block's starting counts equal the final
-    counts of the previous block. The result is exact, usually after two or three rounds.
+    Each choice depends on the numbers of samples taken before it. A small error in these numbers affects only
+    a few choices. So all blocks are first computed in parallel from estimated numbers. Then each block whose
+    estimate differs from the result of the previous block is computed again from that result, until none
+    differs. The result is exact, usually after two or three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_guess_counts(weights, step) for step in steps.tolist()])
@@ -102,10 +103,14 @@ def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
 def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Apply the blending rule to several blocks of `_BLOCK_STEPS` samples in parallel. Block i begins with
-    sample ``steps[i]``, before which the corpora have given ``taken[i]`` samples. Exhausted corpora are
-    skipped. Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken`` after each block. Choices after
-    the last sample of the blend are arbitrary."""
+    """Choose the corpora of several blocks of `_BLOCK_STEPS` samples in parallel, by the rule of
+    `blending_indices`. The first sample of block i is sample ``steps[i]`` of the blend, and ``taken[i, c]``
+    is the number of earlier samples from corpus c. A corpus that has given ``limits[c]`` samples is not
+    chosen.
+
+    Returns the chosen corpora [_BLOCK_STEPS, blocks], and the counts ``taken`` after each block. Choices
+    after the last sample of the blend are arbitrary.
+    """
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
     behind = np.empty_like(taken)
@@ -193,7 +198,7 @@ def _order(
 
 class BlendedDataset:
     """Mixes the samples of several datasets in the order of a `BlendOrder`. If ``tells_sources`` is True,
-    each sample has an array ``source_ids``, the number of its corpus."""
+    each sample also has ``source_ids``, int64 []: the index of its corpus in `sources`."""
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA

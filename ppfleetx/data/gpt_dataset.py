@@ -88,7 +88,8 @@ class GPTDataset:
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
-        at_least: number of samples that a blend takes, if that is more; see `plan_epochs`.
+        at_least: number of samples that a blend takes from this corpus. It is used instead of
+            ``num_samples`` if the epochs for ``num_samples`` have fewer samples; see `plan_epochs`.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
     """

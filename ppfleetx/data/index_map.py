@@ -132,9 +132,10 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Return where each sample starts in the token stream. Row k, for token ``k * L`` with L the length of a
-    sample, holds the position in ``document_index`` of the sequence with the token, and the token's offset in
-    it.
+    """Return where each sample starts in the token stream. Row k is for sample k, which starts with token
+    k * L of the stream, where L is the length of a sample. The row has two numbers: the position in
+    ``document_index`` of the sequence that contains this token, and the token's offset in that sequence. One
+    more row is for the last token of the last sample.
 
     A token lies in the first sequence that ends after it, so empty sequences are skipped. Row 0 is always (0,
     0), even if the first sequence is empty.
@@ -170,9 +171,9 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 
 
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
-    """Return a hash of exactly the inputs that determine the order of samples. The number of samples is not
-    among them, but the epochs and ``separate_final_epoch`` that follow from it are. So a longer run that
-    begins with the same samples has the same fingerprint."""
+    """Return a hash of exactly the inputs that determine the order of samples. The number of samples of the
+    run is not one of these inputs; it acts only through the number of epochs and ``separate_final_epoch``. So
+    a longer run has the same fingerprint if it begins with the same samples."""
     decisive = {
         "version": ORDER_VERSION,
         "corpus": corpus,

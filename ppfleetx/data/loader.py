@@ -171,9 +171,9 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Cut off the padding that all samples of a step have in common. All micro batches get the length of the
-    longest sample (``lengths``), rounded up to a multiple of ``multiple``; a pipeline requires equal
-    lengths."""
+    """Cut the padding at the end of the micro batches of a step, and return them. All get the same length,
+    because a pipeline requires it: the length of the longest sample, rounded up to a multiple of
+    ``multiple``. The array ``lengths`` of a micro batch has the lengths of its samples."""
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)
 

@@ -6,8 +6,9 @@ Results are ranked by log-probability / length ** length_penalty.
 
 Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N, which advance
 one after the other in each step. A token's score drops by ``diversity_rate`` for each beam of an earlier
-group that took the token in this step, and the reduced score accumulates. Unlike in transformers 4, a
-finished group no longer counts. The results of all groups are ranked in one list.
+group that took the token in this step, and the reduced score accumulates. Unlike in transformers 4, a group
+that has finished no longer lowers the scores of other groups. The results of all groups are ranked in one
+list.
 
 Shape letters: b prompts, N beams per group, V vocabulary size.
 """

@@ -36,9 +36,9 @@ class GrowingCache:
         layer then calls :meth:`update`.
 
         Args:
-            visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to,
-                in addition to the causal mask. In the first pass, :meth:`update` ignores it, because
-                attention masks padding itself.
+            visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.
+                The causal mask applies in addition. In the first pass, :meth:`update` does not use
+                ``visible``, because the attention layers hide the padding themselves.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         self._past, self.length = self.length, self.length + num_new
@@ -62,9 +62,13 @@ class GrowingCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append the ``key`` and ``value`` of new positions, [rows, key/value heads, new positions, head
-        size], to the cache of one layer. Returns the layer's keys and values, and the additive attention
-        mask; None if the causal mask is enough."""
+        """Append the keys and values of new positions to the cache of one layer. ``key`` and ``value`` are
+        [rows, key/value heads, new positions, head size].
+
+        Returns all keys and all values of the layer, old and new, and an additive attention mask for them. In
+        later passes, the keys and values also include allocated positions that are not in use, which the mask
+        hides. In the first pass, the mask is None, and the attention layers apply their own masks.
+        """
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             return key, value, None
@@ -79,9 +83,10 @@ class GrowingCache:
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """The keys of layer 0, its values, the keys of layer 1, and so on, for an operator that computes all
-        layers at once and writes the new positions. Each is [rows, key/value heads, allocated positions, head
-        size]. In the first pass, call :meth:`begin` before."""
+        """Return the tensors of the cache: the keys of layer 0, the values of layer 0, the keys of layer 1,
+        and so on. Each is [rows, key/value heads, allocated positions, head size]. The operator that computes
+        all layers at once writes the new positions into them. Before this method is called in the first pass,
+        :meth:`begin` must have allocated the tensors."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:

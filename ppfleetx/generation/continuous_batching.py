@@ -42,8 +42,8 @@ class JoinableCache(GrowingCache):
             self.length -= columns
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
-        """Fill an empty cache with ``rows`` copies of one cached sequence: the first ``columns`` positions of
-        its keys and values, ``layers``."""
+        """Fill an empty cache with ``rows`` identical rows. Each is a copy of the first ``columns`` positions
+        of one sequence, whose keys and values are ``layers``."""
         index = paddle.zeros([rows], dtype="int64")
         self._layers = {
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
@@ -308,8 +308,8 @@ class ContinuousBatch:
         """Run the new tokens ``rows`` of several sequences, and append their keys and values to ``cache``,
         which holds a prefix that all of them share. ``lengths`` are the sequences' lengths, prefix included.
 
-        Returns the logits ``[b, V]`` after the last token of each sequence, and the cached positions that it
-        may attend to, bool [b, positions].
+        Returns two arrays: the logits ``[b, V]`` after the last token of each sequence, and a bool mask
+        ``[b, positions]`` of the cached positions that each sequence may attend to.
         """
         tokens, padding = pad_left(rows)
         past = cache.length

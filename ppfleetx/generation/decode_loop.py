@@ -45,8 +45,9 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether these rules can change the logits for the next token of a sequence that has ``num_new`` new
-        tokens, of at most ``limit``. If not, greedy search need not apply the rules."""
+        """Whether these rules can change the logits for the next token of a sequence. ``num_new`` is its
+        number of new tokens so far, and ``limit`` the maximum number of new tokens. If the rules cannot
+        change the logits, greedy search need not apply them."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)

@@ -45,8 +45,9 @@ class FusedBlocks:
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
         """Return the model's weights in the layout for a pass of ``num_rows`` new tokens after
-        ``num_columns`` cached positions. None if the pass is too large for the operation, or another copy of
-        the weights does not fit into memory."""
+        ``num_columns`` cached positions. Returns None if the pass is so large that Paddle's own operations
+        are faster. Also returns None if this layout needs a copy of the weights for which memory is not
+        sufficient."""
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
             return None
@@ -99,9 +100,9 @@ class FusedBlocks:
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """Collect all weights of the blocks in the layout of the C++ operation.
-        ``add_linear(weights, layer)`` adds the matrix of one linear layer; if it returns False because there
-        is none, this method returns None."""
+        """Collect all weights of the blocks in the layout of the C++ operation. For each linear layer,
+        ``add_linear(weights, layer)`` is called and adds the layer's matrix. If it returns False, because the
+        matrix is not available, this method returns None."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:

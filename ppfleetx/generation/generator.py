@@ -147,10 +147,11 @@ class TextGenerator(ABC):
                 becomes the BOS token or, without BOS, the end-of-document token.
             seed: the seed if ``cfg.seed`` is None.
             on_text: callback for each new piece of text.
-            batch_rows: number of sequences in one batch, but at least all continuations of one prompt.
-                Results do not depend on this, except for float rounding.
-            first_prompt: the index of the first of ``prompts`` in a larger list, on which random numbers
-                depend.
+            batch_rows: the maximum number of sequences in one batch. The continuations or beams of one
+                prompt are always in the same batch, even if they are more. Results do not depend on this
+                number, except for float rounding.
+            first_prompt: if ``prompts`` are part of a larger list, the index of their first in that list.
+                The random numbers for a prompt depend on its index.
 
         Raises:
             ConfigError: an option does not fit the model or the prompts.
@@ -193,7 +194,8 @@ class TextGenerator(ABC):
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         """Generate all continuations of a batch of prompts: those of the first prompt, then those of the
-        second, and so on. Every token must be fed to the `RowText` in ``texts`` of its continuation."""
+        second, and so on. ``texts`` has a `RowText` for each continuation, in the same order; every generated
+        token must be fed to the `RowText` of its continuation."""
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()

@@ -29,8 +29,8 @@ class _Entry:
 @dataclass(frozen=True)
 class SeededPrompts:
     """New prompts that start with the same cached prefix and run as one batch. ``prompts`` are the token ids
-    of each, prefix included. ``layers`` are cached keys and values for at least the ``length`` positions of
-    the prefix."""
+    of each prompt, prefix included. ``length`` is the number of tokens of the prefix; 0 if there is none.
+    ``layers`` are the cached keys and values of a sequence that starts with the prefix."""
 
     prompts: list[Sequence[int]]
     length: int = 0
@@ -75,10 +75,13 @@ class PrefixStore:
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values ``layers`` of the sequence ``tokens``, which has at most ``max_tokens``;
-        for each layer, [1, key/value heads, number of tokens, head size]. Drops stored prefixes of the
-        sequence, and the least recently used sequences to make room. ``is_long``: whether it uses LongRoPE's
-        factors for long sequences."""
+        """Store the keys and values of the sequence ``tokens``, which must not exceed ``max_tokens``. For
+        each layer, ``layers`` has the keys and the values as [1, key/value heads, number of tokens, head
+        size]. ``is_long`` tells whether the sequence uses LongRoPE's factors for long sequences.
+
+        Stored sequences that are prefixes of the new one are dropped. The least recently used sequences are
+        dropped to make room.
+        """
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces entries that are its prefixes.
         self._entries = [

@@ -81,9 +81,11 @@ def candidates(
 
 
 def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
-    """Apply locally typical sampling (Meister et al., 2022) to unnormalized probabilities ``[b, V]``. Keeps
-    the tokens whose information (-log p) is nearest to the entropy of the distribution until they sum to
-    ``mass``, and sets the others to 0."""
+    """Apply locally typical sampling (Meister et al., 2022) to unnormalized probabilities ``[b, V]``. It
+    compares the information -log p of each token with the entropy of the distribution. The tokens whose
+    information is closest to the entropy are kept: the smallest number of them with a total probability of at
+    least ``mass``, and any others that are as close as the last of these. The other tokens get probability 0.
+    """
     given = weights.numpy()
     probabilities = given.astype(np.float64) / given.sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -99,8 +101,9 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
     """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as
-    ``[b, vocab_size]``; other tokens get 0. In the order of probabilities, rounding could swap two almost
-    equally likely tokens and change the sample."""
+    ``[b, vocab_size]``. All other tokens get 0. Sampling needs this order, because it does not depend on
+    rounding. If tokens were sorted by probability, rounding could swap two almost equally likely tokens, and
+    so change the sample."""
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
@@ -132,13 +135,17 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
 def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
     """Apply top-p to the probabilities ``[b, m]`` of candidate tokens in descending order: once they sum to
     ``top_p``, the rest of the row becomes 0."""
-    return paddle.where(_sum_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
+    return paddle.where(_sum_before(falling) < _as_float64(top_p), falling, paddle.zeros([], falling.dtype))
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
-    """Apply top-p to probabilities ``[b, V]`` in the order of token ids. Among equally likely tokens at the
-    limit, lower ids are kept. Tests compare four implementations: our C++ operator; NumPy if it is not
-    compiled; a sort on GPUs; and :mod:`ppfleetx.deploy.static.sampling` for exported programs."""
+    """Apply top-p to probabilities ``[b, V]``, which are not sorted: column i is token id i. Among equally
+    likely tokens at the limit, lower ids are kept.
+
+    There are four implementations, which the tests compare. On a CPU, this function calls our C++ operator
+    or, if that is not compiled, NumPy; on other devices it sorts. Exported programs use
+    :mod:`ppfleetx.deploy.static.sampling`.
+    """
     if _numpy_can_read(probabilities):
         if cpu_ops.are_available():
             return cpu_ops.nucleus(probabilities, paddle.full([1], top_p, "float32"))
@@ -153,7 +160,7 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     """Apply top-p to one row of probabilities ``[V]`` with NumPy. Instead of sorting the row, puts the
     probabilities into buckets by size, and sorts only the bucket in which the sum reaches ``top_p``."""
-    top_p = _in_float32(top_p)
+    top_p = _as_float64(top_p)
     # Bucket by exponent and the top 8 fraction bits. The order is right because no number is negative.
     bucket = probabilities.view(np.int32) >> 15
     bucket = (bucket - bucket.min()).astype(np.int64)
@@ -176,14 +183,14 @@ def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[pad
     """Return the smallest probability that top-p keeps in each row, and the number of probabilities it keeps,
     ``[b, 1]`` each. ``falling [b, m]`` are the probabilities of candidate tokens in descending order, which
     sum to at least ``top_p``."""
-    count = (_sum_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
+    count = (_sum_before(falling) < _as_float64(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """Set all but the ``count`` largest values in each row of ``probabilities [b, V]`` to 0. ``smallest`` is
-    the smallest of these; if several values equal it, those with the lowest ids are kept. ``count`` and
-    ``smallest`` are ``[b, 1]``."""
+    """Keep the ``count`` largest values in each row of ``probabilities [b, V]``, and set all others to 0.
+    ``smallest`` is the smallest value to keep; if several values equal it, those with the lowest ids are
+    kept. ``count`` and ``smallest`` are ``[b, 1]``."""
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):
@@ -200,9 +207,10 @@ def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
     return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
 
 
-def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """Round the number ``top_p`` to float32, as the C++ operator and exported programs do, so that all keep
-    the same tokens. A tensor ``top_p`` is in float32 already, and is only cast to float64."""
+def _as_float64(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
+    """Return ``top_p`` in float64. A Python number is first rounded to float32, because the C++ operator and
+    exported programs receive ``top_p`` in float32, and all implementations must keep the same tokens. A
+    tensor is only cast."""
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 

@@ -68,8 +68,8 @@ class Grammar:
         return cls(_grammar(form), _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
-        """Whether each token of the vocabulary may come next, ``[V]`` bool, after the generated tokens
-        ``new``."""
+        """Return a bool array ``[V]``: whether each token of the vocabulary may come next after the generated
+        tokens ``new``."""
         matcher = self._matchers.pop(new[:-1], None) if new else None
         if matcher is None:
             matcher = self._start.deep_copy()
@@ -203,8 +203,9 @@ def ended_by(
 def _bad_word_sequences(
     word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> list[tuple[int, ...]]:
-    """Return the token sequences that forbid one of the ``bad_words``: the tokens of the word without a space
-    before it and, if they differ, with a space. A word given as token ids is used as it is."""
+    """Return the token sequences to forbid for one entry of ``bad_words``. An entry of token ids is one
+    sequence. A text gives the tokens of the word without a space before it, and its tokens after a space if
+    these begin with another token."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (

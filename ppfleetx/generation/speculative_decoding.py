@@ -56,9 +56,13 @@ class ProposedRows:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Draft up to ``counts[i]`` tokens after the sequence ``rows[i]``, with the assistant model. If a
-        sequence is too long for the assistant, no sequence gets tokens. The sequences are those of the
-        previous call, in the same order, each now with its accepted tokens."""
+        """Draft up to ``counts[i]`` tokens after the sequence ``rows[i]``, with the assistant model. All
+        sequences get fewer if the longest one would otherwise become longer than the assistant's
+        ``max_positions``; the lists are empty if there is no room at all.
+
+        In later calls, ``rows`` must be the same sequences in the same order, now with their accepted tokens.
+        :meth:`select` removes sequences.
+        """
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
         if most < 1:
@@ -145,9 +149,10 @@ class _DraftedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Append and return the new tokens of this sequence, row ``i`` of the batch: the accepted draft
-        tokens, and the next token after these. ``logits [1 + s, b, V]`` are those after the row's last token,
-        then after each of its s draft tokens; ``likeliest`` is their argmax."""
+        """Append new tokens to this sequence, and return them: the accepted draft tokens, and then the token
+        that the model chooses next. If the sequence ends, no tokens are added after that. The sequence is row
+        ``i`` of the batch. ``logits [1 + s, b, V]`` are the logits after each row's last token and after each
+        of its s draft tokens. ``likeliest [1 + s, b]`` is the argmax of ``logits``."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -189,16 +194,18 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """Return the number of tokens to draft in the next pass: twice ``width``, this pass's number, if all
-    drafts were accepted (``all_right``); otherwise ``right``, the number accepted, but at least 1. ``most``
-    is the limit. :func:`ppfleetx.deploy.static.sampling.next_width` computes the same for tensors."""
+    """Return the number of tokens to draft in the next pass, at most ``most``. If all drafts of this pass
+    were accepted (``all_right``), the result is twice ``width``, the number of drafts in this pass. Otherwise
+    the result is ``right``, the number of accepted drafts, but at least 1.
+    :func:`ppfleetx.deploy.static.sampling.next_width` computes the same for tensors."""
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """Return the number of draft tokens per sequence to verify in one pass, for the most tokens per second.
-    It can be less than the largest of ``counts [b]``, the draft tokens of each sequence, because a pass
-    computes the same number of positions for all sequences."""
+    """Return the maximum number of draft tokens per sequence for the next pass: the number with the highest
+    expected tokens per second. ``counts`` are the numbers of draft tokens that the sequences have. A pass
+    computes the same number of positions for every sequence, so the result can be less than the largest of
+    ``counts``."""
 
     def rate(most: int) -> float:
         tokens = len(counts) + _TRUST * sum(min(count, most) for count in counts)
@@ -208,9 +215,10 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def look_up(history: np.ndarray, count: int) -> np.ndarray:
-    """Find draft tokens for a sequence in its own token ids ``history``: the ``count`` tokens that followed
-    the last earlier occurrence of its final n-gram. If fewer tokens follow, they are repeated. Returns an
-    empty array if the n-gram has not occurred before."""
+    """Return ``count`` draft tokens for a sequence, found in its own token ids ``history``. The last n tokens
+    of the sequence are looked up among its earlier tokens. The draft tokens are those that followed the
+    latest earlier occurrence of these n tokens. If fewer than ``count`` tokens follow it, they are repeated.
+    n is the first of `LENGTHS` with an earlier occurrence; if none has one, returns an empty array."""
     for length in LENGTHS:
         if count < 1 or len(history) <= length:
             continue

@@ -64,8 +64,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """The UTF-8 bytes of a token's text. SentencePiece's space symbol U+2581 becomes a space, and a byte
-    token such as ``<0xE4>`` that byte."""
+    """Return the text of a token in UTF-8. In SentencePiece tokenizers, the space symbol U+2581 becomes a
+    space, and a byte token such as ``<0xE4>`` becomes the byte that it names."""
     value = tokenizer.token_bytes(token)
     if tokenizer.is_byte_level:
         return value

@@ -215,10 +215,11 @@ def render_with_answers(
 ) -> tuple[str, list[Span]]:
     """Render a conversation as text. Returns the text, and the span of each of the assistant's turns in it.
 
-    A template with ``{% generation %}`` blocks marks the turns itself. For others, a turn is the difference
-    between two renderings: one that ends with the turn, and one that ends with a generation prompt in its
-    place. If a template writes the turn differently once more turns follow, as Qwen3's does, the whole
-    conversation is rendered with a placeholder as the turn's content, and the turn is found there.
+    A template with ``{% generation %}`` blocks marks the turns itself. For other templates, the conversation
+    is rendered up to the turn, with and without the turn; the version without it ends with a generation
+    prompt. The turn is the difference between the two texts. Some templates, such as Qwen3's, write a turn
+    differently once more turns follow. Then the whole conversation is rendered with a placeholder as the
+    turn's content, and the turn is found there.
 
     Raises the errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
     """
@@ -288,8 +289,8 @@ class _Turns:
         return start, stop
 
     def _without_end_of_text(self, text: str) -> str:
-        """Remove the end-of-text token from the end of ``text``, because some templates write it only after
-        the last turn."""
+        """Return ``text`` without the end-of-text token at its end. Some templates write this token only
+        after the last message of a conversation, so it is missing where more messages follow."""
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:
@@ -299,9 +300,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return where the generation prompt ends in ``text``, which the template writes before the content
-        of an answer. If ``text`` contains only a prefix of the generation prompt, returns the end of the
-        longest one."""
+        """Return the offset in ``text`` at which the generation prompt ends. ``text`` is what the template
+        writes before the content of an answer. If it contains only the beginning of the generation prompt,
+        returns the offset at which the longest such beginning ends; 0 if there is none."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

@@ -28,9 +28,9 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """How to find the ends of documents (lines or paragraphs) in a block of bytes. ``first`` and ``last``
-    return the offset behind the first or last delimiter; 0 if there is none. At most ``overlap`` bytes of a
-    delimiter may be in the previous block."""
+    """Finds the delimiters between documents, which are line ends or blank lines, in a block of bytes.
+    ``first`` returns the offset after the first delimiter, and ``last`` the offset after the last one; both
+    return 0 if there is none. A delimiter may begin in the previous block, with at most ``overlap`` bytes."""
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]
@@ -125,9 +125,11 @@ class Chunk:
     """A part of a text corpus that one worker process encodes at a time.
 
     Attributes:
-        data: whole documents of one file. None if ``kind`` is "file": the worker reads ``paths`` itself, one
-            document each. For another kind, None stands for one document that is too long.
-        num_disk_bytes: size on disk, compressed if the file is, for the progress bar.
+        data: whole documents of one file, or None in place of one document that is too long. If ``kind`` is
+            "file", ``data`` is always None: the worker reads the files ``paths``, each of which is a
+            document.
+        num_disk_bytes: size of the chunk in the file on disk, for the progress bar. If the file is
+            compressed, this is the size of the compressed data.
     """
 
     kind: Kind
@@ -191,9 +193,13 @@ def _kind_of(path: Path, split_on: str) -> Kind:
 
 
 def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
-    """Read a corpus in order, in chunks of about ``CHUNK_BYTES``; a larger document is a chunk of its own. A
-    document longer than ``max_document_bytes`` becomes a chunk without data, unless it is an uncompressed
-    file. Raises DataError."""
+    """Read a corpus in order, and yield chunks of about ``CHUNK_BYTES``. A larger document is a chunk of its
+    own. Raises DataError.
+
+    If documents are whole files, a chunk only lists the files, and the worker process reads them. For other
+    documents, a chunk contains the text; a document longer than ``max_document_bytes`` becomes a chunk whose
+    ``data`` is None.
+    """
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:

@@ -231,8 +231,8 @@ def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) ->
 
 
 def count_words(text: str) -> int:
-    """Count the words of a text for its word-level perplexity. Words are what single spaces separate; a line
-    end does not separate words."""
+    """Count the words of a text for its word-level perplexity. The text is split at every single space, so a
+    line end does not separate words, and two spaces in a row enclose an empty word, which counts."""
     return len(text.strip().split(" "))
 
 

@@ -301,8 +301,9 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
 class ChatDataset(RecordDataset):
     """Conversations, for finetuning a language model with a loss on the assistant's turns only.
 
-    The chat template writes BOS and the end of each turn. If a conversation is too long, its oldest turns are
-    left out, but not the system message; the end of a single question and answer is cut off.
+    The chat template writes BOS and the end of each turn. If a conversation is too long, its oldest questions
+    and answers are left out, but not the system message. If the last question and its answer alone are still
+    too long, the end of the text is cut off.
 
     Raises DataError, with file and line, if the file is missing or a record is not a conversation with an
     answer; ConfigError if the template does not exist.
@@ -365,9 +366,8 @@ class ChatDataset(RecordDataset):
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """Return a conversation without its first question and the answers to it; a system message is kept.
-    Returns None if no other answer would be left.
-    """
+    """Return a conversation without its first question and the answers to this question. A system message is
+    kept. Returns None if the rest would contain no answer."""
     head = 1 if messages[0]["role"] == "system" else 0
     questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
     following = next((i for i in questions if i > head), None)

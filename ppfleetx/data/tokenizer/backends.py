@@ -3,15 +3,16 @@
 
 tiktoken is faster, but works differently. A tokenizer like GPT-2's lists *pairs of tokens*: neighbors x and y
 are joined only if the pair (x, y) is listed. tiktoken joins x and y whenever the *bytes* of x + y are a
-token. Both give the same ids if the merges encode the bytes of each token, alone, as that one token.
+token. Both give the same ids if every token passes this test: the merges encode a text that consists of the
+token's bytes only as this one token.
 
 Proof: suppose tiktoken joins x and y to a token T although (x, y) is not listed. No merge has crossed the
-ends of x + y so far. So the merges encode the bytes of T alone through the same steps, reach (x, y) and stop.
-Then T alone is not encoded as T.
+ends of x + y so far. So in a text that consists of T's bytes only, the merges take the same steps, reach
+(x, y) and stop. Then T does not pass the test.
 
-To check a token made from the pair (x, y), `live_ranks` undoes merges step by step, and looks whether a merge
-across the boundary between x and y would have come first. If so, the merges do not produce the token in any
-text, by the same argument, and it is dropped.
+To test a token made from the pair (x, y), `live_ranks` undoes merges step by step, and looks whether a merge
+across the boundary between x and y would have come first. If so, the same argument shows that the merges do
+not produce the token in any text, and `live_ranks` leaves it out.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | Tok
 
 class TokenizersEngine:
     """Encodes text with any tokenizer, through Hugging Face ``tokenizers``. `TiktokenEngine` has the same
-    methods, except `decode`: `Tokenizer` itself decodes byte-level tokens."""
+    methods, except `decode`. It needs none, because it is used only for byte-level tokenizers, whose tokens
+    `Tokenizer` decodes itself."""
 
     name = "tokenizers"
 
@@ -180,9 +182,9 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens that have characters in ``spans``, pairs (first character,
-        character after the last). Returns n token ids, int64 ``[n]``, and whether each is marked, bool
-        ``[n]``."""
+        """Encode a text, and mark the tokens in parts of it. Each part is a pair in ``spans``: the index of
+        its first character, and of the character after its last. Returns two arrays of length n, the number
+        of tokens: the ids, int64, and whether each token has characters in a span, bool."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
@@ -360,8 +362,8 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
     """Return the tokens of the vocabulary that no merge makes. With ``ignore_merges``, such a token is used
-    only if it equals a whole piece (word) of the split text. Raises Unsupported if tiktoken could also join
-    two neighbors into one of them."""
+    only if it equals a whole piece (word) of the split text. Raises Unsupported if tiktoken could also make
+    such a token by joining two neighbors."""
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:
         if len(split_by_ranks(token, live)) == 2:

@@ -111,9 +111,12 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Add the chat templates in ``additional_chat_templates/`` to ``texts``, the contents of the files beside
-    the tokenizer. If there are any, all chat templates are moved to ``tokenizer_config.json``, where
-    transformers also finds them.
+    """Return ``texts``, the contents of the files beside the tokenizer, with the chat templates in
+    ``additional_chat_templates/`` added. If this folder has no templates, ``texts`` is returned unchanged.
+
+    Otherwise all templates are listed under ``chat_template`` in ``tokenizer_config.json``, from which
+    transformers can read them, too. A ``chat_template.jinja`` is listed as ``default``, and its file is left
+    out of the result.
     """
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
@@ -200,13 +203,14 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """Return the contents of the files to write for a tokenizer, by name, so that
-    ``AutoTokenizer.from_pretrained`` loads the same tokenizer. ``eod`` is the end-of-document token; None if
-    the vocabulary has none.
+    """Return the contents of the files to write for a tokenizer, by name. ``AutoTokenizer.from_pretrained``
+    loads the same tokenizer from these files. ``eod`` is the end-of-document token; None if the vocabulary
+    has none.
 
-    These are ``tokenizer.json``, the files that were read beside it, a ``tokenizer_config.json`` if there was
-    none, and for a tokenizer like GPT-2's ``vocab.json`` and ``merges.txt``. A tokenizer read without
-    ``tokenizer.json``, but with ``tokenizer_config.json``, is written without it, too.
+    The files that were read beside the tokenizer are always written. If ``tokenizer_config.json`` is not one
+    of them, a new one is written. ``tokenizer.json`` is written, too, unless the tokenizer was read without
+    it but with a ``tokenizer_config.json``. For a tokenizer like GPT-2's, ``vocab.json`` and ``merges.txt``
+    are written in addition.
     """
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}

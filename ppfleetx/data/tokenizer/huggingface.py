@@ -115,9 +115,9 @@ class SideFiles:
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
         """Return the tokens that transformers adds to a vocabulary, in the order in which it adds them.
-        ``added`` are the added tokens of ``tokenizer.json``, which count only if ``tokenizer_config.json``
-        has no ``added_tokens_decoder``. ``named`` are the special tokens that have a name, such as
-        ``bos_token``. Raises DataError."""
+        ``added`` is the entry ``added_tokens`` of ``tokenizer.json``; it is used only if
+        ``tokenizer_config.json`` has no ``added_tokens_decoder``. ``named`` are the special tokens that have
+        a name, such as ``bos_token``. Raises DataError if a file is damaged."""
         config, (extra, former) = self.read(CONFIG), self._unnamed_special_tokens()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
@@ -139,9 +139,10 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens without a name such as ``bos_token``, in two lists. The second has those
-        under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, which count only if
-        no other key or file lists such tokens. The first has all others."""
+        """Return the special tokens that have no name such as ``bos_token``, in two lists. The second list
+        has the tokens under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``; it
+        is empty if another key or file lists special tokens, because transformers then ignores this key. The
+        first list has all other tokens."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -252,8 +253,9 @@ def _is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 
 def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
-    """Return a tokenizer as the class ``LlamaTokenizer`` of transformers 5 makes it from ``definition``: with
-    the same vocabulary, merges and post-processor, and everything else replaced."""
+    """Return ``definition`` as the class ``LlamaTokenizer`` of transformers 5 changes it. The normalizer, the
+    pre-tokenizer, the decoder and the options of the BPE model are replaced. The vocabulary, the merges and
+    all other entries, such as the post-processor, are kept."""
     config = side.read(CONFIG)
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"

@@ -49,18 +49,20 @@ class ByteStreamDecoder:
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """Decode the next id. Returns the text that is complete now, and may be empty."""
+        """Decode the next id. Returns the new text of all complete characters; empty if no character is
+        complete yet."""
         return "" if token_id in self._skipped else self._bytes.decode(self._table.get(token_id, b""))
 
     def finish(self) -> str:
-        """Return the text that was held back, when no id follows. An incomplete character becomes U+FFFD."""
+        """Return the text that `feed` still holds back after the last id. An incomplete character becomes
+        U+FFFD."""
         return self._bytes.decode(b"", final=True)
 
 
 class TextStreamDecoder:
     """Decodes ids one by one for tokenizers such as SentencePiece, in which the text of a token depends on
-    earlier tokens. ``after`` are the ids before those to decode, such as the prompt. Methods as in
-    `ByteStreamDecoder`."""
+    earlier tokens. ``after`` are the ids that precede the first id to decode, such as those of the prompt.
+    The class has the same methods as `ByteStreamDecoder`."""
 
     def __init__(
         self,
@@ -279,10 +281,13 @@ class Tokenizer:
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens that have characters in ``spans``, pairs (first character,
-        character after the last), such as the assistant's turns of a chat. Special tokens in the text become
-        their ids; no token is added. Returns n token ids, int64 ``[n]``, and whether each is marked, bool
-        ``[n]``."""
+        """Encode a text, and mark the tokens in parts of it, such as the assistant's turns of a chat. Each
+        part is a pair in ``spans``: the index of its first character, and of the character after its last.
+        Special tokens in the text become their ids. No token is added around the text.
+
+        Returns two arrays of length n, the number of tokens: the ids, int64, and whether each token has
+        characters in a span, bool.
+        """
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 
