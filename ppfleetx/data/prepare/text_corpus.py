@@ -203,7 +203,7 @@ def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BY
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:
-        # A compressed file may expand to far more than its size suggests, so it is a separate chunk.
+        # A compressed file may expand to far more than its size suggests, so it starts a new chunk.
         fits = _size(group) + source.num_bytes <= chunk_bytes and not is_packed(source.path)
         if group and (source.kind != "file" or not fits):
             yield _file_chunk(group, max_document_bytes)
