@@ -35,9 +35,9 @@ class KeyValueCache(Protocol):
         earlier positions; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If
-                the mask is None, the last key is that of the last new position, and the masks of
-                :mod:`ppfleetx.nn.masks` apply.
+            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. None
+                as mask: the masks of :mod:`ppfleetx.nn.masks` apply, because the last key is the last new
+                position.
         """
 
     def row_lengths(self) -> paddle.Tensor:
@@ -51,8 +51,7 @@ class HeadAttention(nn.Layer):
 
     Args:
         layer_index: index of this layer in the key/value cache.
-        recompute_core: whether to recompute scores and attention weights in the backward pass instead of
-            keeping them.
+        recompute_core: whether the backward pass recomputes scores and attention weights.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run :meth:`core`. If configured, its activations are recomputed in the backward pass instead of
-        kept."""
+        """Run :meth:`core`; if configured, the backward pass recomputes it."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)
@@ -91,8 +89,7 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Compute scores, softmax and context, and return the context ``[s, b, g * r * d]``. Recompute
-        granularity ``core_attn`` recomputes this part of attention."""
+        """Return the context ``[s, b, g * r * d]``. Recompute granularity ``core_attn`` recomputes this."""
         return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
     def attend_heads(
@@ -103,11 +100,9 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Attend from queries to keys and values, restricted to the layer's attention window. The attention
-        strategy calls this. If ``penalty`` is given, it is added to the scores in place of all masks.
-
-        Shapes: ``query [b, g, r, q, d]``, ``key, value [b, g, k, d]``, ``document_start [b, q]``.
-        """
+        """Attend from ``query [b, g, r, q, d]`` to ``key, value [b, g, k, d]`` within the layer's attention
+        window and after ``document_start [b, q]``. A ``penalty`` is added to the scores in place of all
+        masks."""
         if self.window is not None and penalty is None:
             document_start = window_start(
                 self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
@@ -175,8 +170,7 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Apply those norms of queries and keys whose gain spans all heads. Values in
-        ``qkv [s, b, g, r + 2, d]`` do not change."""
+        """Apply those norms of queries and keys whose gain spans all heads. Values do not change."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
@@ -189,9 +183,7 @@ class Attention(HeadAttention):
         return self.q_norm is not None and not self.norms_outside
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Return whether the flash-attention operator for packed input can read the projection ``qkv``
-        directly. It cannot if queries or keys change between projection and attention, for example by rotary
-        positions or norms."""
+        """Return whether the packed kernel can read ``qkv``: nothing, such as rotary positions, alters it."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
@@ -201,8 +193,7 @@ class Attention(HeadAttention):
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``,
-        and apply rotary positions. Linear biases (ALiBi) append two features to queries and keys, which are
-        then wider than values."""
+        and apply rotary positions. Linear biases (ALiBi) append two features to queries and keys only."""
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -234,8 +225,7 @@ class Attention(HeadAttention):
         return query, paddle.concat([key, parts], axis=-1)
 
     def _first_head(self, num_heads: int) -> int:
-        """Return the index in the whole model of this rank's first attention head. The rank has ``num_heads``
-        heads."""
+        """Return the index in the model of the first of this rank's ``num_heads`` attention heads."""
         rank = 0
         for group in (self.factory.group, self.strategy.group):
             rank = rank if group is None else rank * group.nranks + group.rank
@@ -291,8 +281,7 @@ def _kept_bias_features(num_heads: int, first: int, count: int, width: int, devi
 
 
 def joined(context: paddle.Tensor) -> paddle.Tensor:
-    """Merge the heads of attention's output: reshape ``[b, g, r, s, d]`` to ``[s, b, g * r * d]``, for g
-    key/value heads with r query heads each."""
+    """Reshape attention's output ``[b, g, r, s, d]`` to ``[s, b, g * r * d]``."""
     _, groups, per_group, num_queries, head_dim = context.shape
     if num_queries == 1:  # no transpose needed
         return context.reshape([1, -1, groups * per_group * head_dim])

@@ -24,9 +24,8 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Describe a fused matrix whose columns are a repeated series of blocks (for example query, key, value).
-    ``widths`` gives the number of columns of each block of the series, by name and in order. Return one
-    :class:`Part` for each name."""
+    """Return one :class:`Part` per name of a fused matrix whose columns repeat a series of blocks, such as
+    query, key, value. ``widths`` are the numbers of columns of a series' blocks, by name and in order."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -40,13 +39,10 @@ class AttentionSpec:
 
     Attributes:
         layer: class of the layer; a subclass may set another class.
-        hidden_size: width of the hidden states, h.
         num_heads: number of query heads.
         num_kv_heads: number of key and value heads, a divisor of ``num_heads`` (grouped-query attention,
             Ainslie et al., 2023).
-        head_dim: width of a head.
         qkv_bias: whether the projection to queries, keys and values has a bias.
-        output_bias: whether the output projection has a bias.
         init: initial values of the projection to queries, keys and values.
         output_init: initial values of the output projection.
         dropout: dropout probability of the attention weights.
@@ -89,8 +85,7 @@ class AttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds of attention for one pair of a query and a key position: the width of all queries
-        plus the width of all values."""
+        """Multiply-adds per pair of a query and a key position: widths of all queries and of all values."""
         return 2 * self.q_width
 
     @property
@@ -120,8 +115,7 @@ class AttentionSpec:
         return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that one context-parallel rank exchanges before attention, and those that it
-        exchanges after attention."""
+        """Return the bytes that a context-parallel rank exchanges before attention, and after it."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -138,8 +132,6 @@ class AttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. With
-        ``recompute_core``, scores and attention weights are not kept for the backward pass."""
         q = work.bytes_of(self.q_width / work.mp)
         steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
         kv = work.bytes_of(self.kv_width / work.mp)
@@ -149,13 +141,8 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) from the output of the fused
-        projection to queries, keys and values.
-
-        Without flash attention, the backward pass needs only a scaled copy of the queries, which the
-        attention core makes. The unscaled queries are kept with flash attention, or if the core is
-        recomputed (``keeps_queries``).
-        """
+        """Return the tape steps (:mod:`ppfleetx.nn.tape`) from the fused projection to heads.
+        ``keeps_queries``: without flash attention, also keep the queries besides the core's scaled copy."""
         q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
         whole, turning = q + 2 * kv, q + kv
         kept = q * (keeps_queries or work.flash) + 2 * kv
@@ -191,16 +178,14 @@ class AttentionSpec:
 
 
 def _pairs(work: Work, num_heads: int) -> float:
-    """Return the number of attention scores that one rank computes. It processes whole sequences; the heads
-    are divided over tensor-parallel and context-parallel ranks."""
+    """Return the number of attention scores of one rank, which computes some heads of whole sequences."""
     return work.micro_batch * (num_heads / (work.mp * work.sep)) * work.seq_len**2
 
 
 def core_operations(
     work: Work, num_heads: int, key_dim: int, value_dim: int, dropout: float
 ) -> Iterator[Operation]:
-    """Yield the operations of the attention core (scores, softmax and context) with their costs, for the
-    given key and value widths of a head."""
+    """Yield the operations of scores, softmax and context, for the key and value widths of a head."""
     pairs, e = _pairs(work, num_heads), work.activation_bytes
     if work.flash:
         half = pairs * (key_dim + value_dim)  # flops of two products, causal half
@@ -233,13 +218,11 @@ class CoreSizes:
     capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for attention itself: from
-        queries, keys and values to the context at this rank's positions.
+        """Return the tape steps (:mod:`ppfleetx.nn.tape`) from queries, keys and values to the context.
 
         Args:
             heads: bytes of queries, keys and values to keep for the backward pass.
-            recompute: whether scores, softmax and context are recomputed in the backward pass, so that none
-                of them is kept.
+            recompute: whether the backward pass recomputes scores, softmax and context.
         """
         core = self._steps(work)
         if recompute:
@@ -289,8 +272,6 @@ class LatentAttentionSpec:
 
     Attributes:
         layer: class of the layer; a subclass may set another class.
-        hidden_size: width of the hidden states, h.
-        num_heads: number of heads of queries, keys and values.
         q_rank: width of the compressed queries; None: queries are projected from the hidden states.
         kv_rank: width of the compressed keys and values.
         rope_head_dim: features of each query and key with rotary positions. All heads share these features of
@@ -299,7 +280,6 @@ class LatentAttentionSpec:
         value_head_dim: width of a value.
         norm: kind and epsilon of the norms of compressed vectors.
         down_bias: whether the projections to compressed vectors have a bias.
-        output_bias: whether the output projection has a bias.
         init: initial values of all projections except the output projection.
         output_init: initial values of the output projection.
         dropout: dropout probability of the attention weights.
@@ -333,8 +313,7 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds of attention for one pair of a query and a key position: the width of all queries
-        plus the width of all values."""
+        """Multiply-adds per pair of a query and a key position: widths of all queries and of all values."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
@@ -347,15 +326,13 @@ class LatentAttentionSpec:
 
     @property
     def q_up(self) -> LinearSpec:
-        """The projection of compressed queries to heads. Each head has ``nope_head_dim`` columns without
-        positions and ``rope_head_dim`` columns for rotary positions."""
+        """The projection of compressed queries to ``nope_head_dim + rope_head_dim`` columns per head."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
         return self._up(width_in, {"q": self.head_dim})
 
     @property
     def kv_down(self) -> LinearSpec:
-        """The projection of hidden states to compressed keys and values. It also computes the rotary features
-        of the key."""
+        """The projection of hidden states to compressed keys and values, and to rotary features of keys."""
         return self._down(self.kv_rank + self.rope_head_dim)
 
     @property
@@ -364,8 +341,7 @@ class LatentAttentionSpec:
 
     @property
     def kv_up(self) -> LinearSpec:
-        """The projection of compressed vectors to keys and values. Each head has ``nope_head_dim`` columns
-        for its key and ``value_head_dim`` columns for its value."""
+        """The projection of compressed vectors to ``nope_head_dim + value_head_dim`` columns per head."""
         return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property
@@ -374,8 +350,7 @@ class LatentAttentionSpec:
         return LinearSpec(width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     def _down(self, width: int) -> LinearSpec:
-        """Return a projection to a compressed vector. Every tensor-parallel rank computes all of it, because
-        all heads share the vector."""
+        """Return a projection to a compressed vector, which every tensor-parallel rank computes whole."""
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
@@ -389,14 +364,12 @@ class LatentAttentionSpec:
         return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that one context-parallel rank exchanges before attention, and those that it
-        exchanges after attention."""
+        """Return the bytes that a context-parallel rank exchanges before attention, and after it."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """Return two sizes for one rank: the bytes of all queries, which are also those of all keys, and the
-        bytes of all values."""
+        """Return the bytes of all queries (the same for all keys) and of all values, on one rank."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)
 
@@ -417,8 +390,6 @@ class LatentAttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. With
-        ``recompute_core``, scores and attention weights are not kept for the backward pass."""
         q, v = self._bytes(work)
         steps = [*self._up_steps(work, reads), *self._heads(work, keeps_queries=recompute_core)]
         sizes = CoreSizes(self.num_heads, q, q, v, v, self.dropout, self.softmax_in_fp32)

@@ -27,8 +27,7 @@ may attend to; None: no limit.
 
 
 class AttentionStrategy:
-    """The strategy without context parallelism: each rank has whole sequences, and nothing is exchanged. Base
-    class of other strategies.
+    """The strategy without context parallelism, and base class of others: each rank has whole sequences.
 
     Attributes:
         group: process group of the ranks that hold different positions of the same sequences; None: no such
@@ -41,20 +40,17 @@ class AttentionStrategy:
     has_own_core = False
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` that belong to this rank's positions outside attention.
-        ``ids`` covers whole sequences."""
+        """Return the part of ``ids [b, s]`` (whole sequences) at this rank's positions outside attention."""
         return ids
 
     def positions_inside(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """``ids [b, s]`` has one value per position of whole sequences. Return the columns of the positions
-        whose queries this rank has inside attention, that is, after :meth:`enter` has exchanged positions."""
+        """Return the part of ``ids [b, s]`` (whole sequences) at this rank's query positions in attention."""
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Exchange the output of the fused projection, ``[s, b, g, r + 2, d]``, among the context-parallel
-        ranks before attention. Each of the g groups of heads has r queries, one key and one value of size d.
-        The result has the positions and groups for which this rank computes attention. Latent attention
-        passes other sizes of the last two dimensions, which the exchange does not change."""
+        """Exchange the fused projection's output ``[s, b, g, r + 2, d]`` before attention: g groups of heads
+        with r queries, one key and one value each. The result has the positions and groups for which this
+        rank computes attention. Latent attention passes other sizes of the last two dimensions."""
         return qkv
 
     def core(
@@ -65,8 +61,7 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run attention with the function ``attend`` on queries, keys and values to which rotary positions
-        have been applied. A subclass may add communication."""
+        """Run attention by ``attend`` on rotated queries, keys and values. Subclasses may communicate."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:
@@ -76,9 +71,9 @@ class AttentionStrategy:
 
 
 class Ulysses(AttentionStrategy):
-    """Context parallelism in which each rank holds consecutive positions. All-to-all exchanges before and
-    after attention swap some positions of all heads for all positions of some heads (Jacobs et al.,
-    "DeepSpeed Ulysses", 2023)."""
+    """Context parallelism by all-to-all exchanges before and after attention (Jacobs et al., "DeepSpeed
+    Ulysses", 2023). Outside attention, each rank has consecutive positions; inside, all positions of some
+    heads."""
 
     def __init__(self, group: Any) -> None:
         self.group = group

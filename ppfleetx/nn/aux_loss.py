@@ -74,8 +74,7 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
 
 
 def counted_positions() -> paddle.Tensor | None:
-    """Return the loss mask ``[s, b]`` at the positions of this rank's hidden states: 0 for those that do not
-    count in the loss. None outside of a step."""
+    """Return the loss mask ``[s, b]`` at this rank's hidden states; None outside of a step."""
     place = _PLACE.get()
     return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
 
@@ -149,9 +148,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return the weights of a micro batch's positions ``[s, b]``, which are the loss mask (ones without
-        a mask; a classifier's mask of rows is repeated over positions), or of its rows ``[b]``: 1 for rows of
-        which any position counts in the loss, else 0."""
+        """Return the weights of a micro batch's positions ``[s, b]`` or rows ``[b]`` in the loss. Those of
+        positions are the loss mask; a row has weight 1 if any of its positions counts, else 0."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -168,8 +166,7 @@ class AuxLossScope:
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return into how many terms an auxiliary loss of one micro batch is divided among ranks. Ranks along
-        the axes ``same_on`` hold the same term."""
+        """Return into how many shares ranks divide a loss; ranks along ``same_on`` hold the same share."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 
@@ -197,8 +194,7 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """Return which tokens ``[b, s]`` or rows ``[b]`` of a micro batch count in the loss, as weights. The loss
-    mask of a classifier has one entry per row."""
+    """Return which tokens ``[b, s]`` or rows ``[b]`` of a micro batch count in the loss, as weights."""
     mask = batch.get("loss_mask")
     if mask is None:  # a task without a loss mask
         mask = np.ones(batch["tokens"].shape, np.float32)
@@ -208,8 +204,7 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
 
 
 class _Attached(PyLayer):
-    """Autograd function that attaches an auxiliary loss to a tensor. It returns the first tensor unchanged.
-    In the backward pass, the second tensor, which is the loss, gets a constant gradient."""
+    """Autograd function that returns the first tensor; the second, a loss, gets a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:

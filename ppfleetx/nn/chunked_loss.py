@@ -54,20 +54,17 @@ class DeferredLogits:
         self.head, self.hidden = head, hidden
 
     def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
-        """Return the sum of ``function`` over the logits, labels and masks of all chunks, as a differentiable
-        scalar."""
+        """Return the sum of ``function(logits, labels, mask)`` over all chunks, differentiable."""
         if paddle.is_grad_enabled():
             return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
-        """Return the result of ``function`` for the logits, labels and mask of each chunk, in order, without
-        gradients."""
+        """Return ``function(logits, labels, mask)`` of each chunk, in order, without gradients."""
         return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
-        """Yield the logits of each chunk of positions, ``[chunk, b, V]``, in order. They are computed on
-        demand, without gradients and without running the head's hooks."""
+        """Yield the logits ``[chunk, b, V]`` of each chunk, without gradients and the head's hooks."""
         return self.head.logits_in_pieces(self.hidden)
 
 
@@ -91,8 +88,7 @@ class ChunkedHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager in which the head may return :class:`DeferredLogits`, because only the loss reads
-        its output."""
+        """Context manager in which the head may return :class:`DeferredLogits`: only the loss reads them."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield
@@ -100,8 +96,7 @@ class ChunkedHead(nn.Layer):
             self._loss_follows = False
 
     def defers(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the head, called with these positional arguments, returns :class:`DeferredLogits`
-        and reads none of its weights."""
+        """Return whether the head, called with ``inputs``, returns :class:`DeferredLogits`."""
         _, cache, target = (*inputs, None, None)[:3]
         return self._loss_follows and cache is None and target is None
 
@@ -113,8 +108,7 @@ class ChunkedHead(nn.Layer):
         raise NotImplementedError
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the hidden states at all positions for which this rank has labels. Under sequence
-        parallelism, these are gathered from several ranks."""
+        """Return the hidden states at this rank's labels. Sequence parallelism gathers their positions."""
         raise NotImplementedError
 
     def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
@@ -128,9 +122,8 @@ class ChunkedHead(nn.Layer):
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
-        """Run the head and ``target.function`` (in training, the loss) chunk by chunk on the hidden states
-        ``whole [s, b, h]``. Return the sum over the chunks or, without gradients, the list of the results of
-        all chunks."""
+        """Run head and ``target.function`` on each chunk of the hidden states ``whole [s, b, h]``. Return the
+        sum over the chunks or, without gradients, the list of results."""
         weight, bias, is_transposed = self.matrix()
         if paddle.is_grad_enabled():
             head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
@@ -144,8 +137,7 @@ class ChunkedHead(nn.Layer):
 
 
 class _HeadMatrix:
-    """The weight and bias of the head, and how to multiply by them. Autograd ignores the object, because it
-    is not a tensor."""
+    """The weight and bias of the head, and how to multiply by them."""
 
     def __init__(
         self,
@@ -159,8 +151,7 @@ class _HeadMatrix:
         self.is_transposed, self.matmul, self._cap = is_transposed, matmul, cap
 
     def values(self) -> list[paddle.Tensor]:
-        """Return weight and bias detached from autograd, so that hooks on these parameters do not run in the
-        forward pass."""
+        """Return weight and bias detached, so that their hooks do not run in the forward pass."""
         return [_leaf(self.matmul.leaf_value(one), one.stop_gradient) for one in self.parameters]
 
     def logits(
@@ -170,8 +161,7 @@ class _HeadMatrix:
 
 
 class _LossInPieces(PyLayer):
-    """Autograd function that sums the loss over the chunks. The forward pass also computes the gradients; the
-    backward pass only scales them."""
+    """Autograd function that sums the loss over the chunks, and computes gradients in the forward pass."""
 
     @staticmethod
     def forward(
@@ -245,8 +235,7 @@ def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddl
 def _pieces(
     whole: paddle.Tensor, target: ChunkTarget, num_pieces: int
 ) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
-    """Yield hidden states, labels and mask of each chunk. Chunks are consecutive; their lengths differ by at
-    most one."""
+    """Yield hidden states, labels and mask of consecutive chunks, with lengths that differ by at most one."""
     for begin, end in _edges(whole.shape[0], num_pieces):
         yield whole[begin:end], target.labels[:, begin:end], target.mask[:, begin:end]
 

@@ -34,7 +34,7 @@ _REPEATED: dict[str, tuple[Part, ...]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """One micro batch on one rank. This and the declaration of a layer determine the layer's cost.
+    """What the cost of a layer depends on besides its declaration: one micro batch on one rank.
 
     Attributes:
         micro_batch: number of sequences.
@@ -42,7 +42,6 @@ class Work:
         mp, sep, sequence_parallel: parallel degrees and the slicing of positions.
         activation_bytes, parameter_bytes, gradient_bytes: bytes of one number of each kind.
         kernels: the implementation to count, see :data:`Kernels`.
-        flash: whether flash attention is used.
         ep, emp: number of ranks that divide the experts of a layer, and that slice each expert; None: ``mp``.
         imbalance: most rows that the experts of one rank get, divided by the mean over ranks.
     """
@@ -63,8 +62,7 @@ class Work:
 
     @cached_property
     def tokens(self) -> float:
-        """Number of tokens of the micro batch on this rank. Under sequence parallelism, this is before its
-        positions are divided."""
+        """Number of the micro batch's tokens on this rank, before sequence parallelism divides them."""
         return self.micro_batch * self.seq_len / self.sep
 
     @property
@@ -92,8 +90,7 @@ class Work:
         return self.tokens * width * self.activation_bytes
 
     def part_of(self, width: float) -> float:
-        """Return the bytes of activations ``[tokens, width]`` that one rank holds. Under sequence
-        parallelism, this is only its share of the positions."""
+        """Like :meth:`bytes_of`, but only at this rank's positions under sequence parallelism."""
         return self.bytes_of(width) / self.split
 
 
@@ -129,14 +126,12 @@ class Operation:
         return self.flops * (2.5 if self.kind == "flash" else 2.0)
 
     def is_repeated(self, recompute: Recompute) -> bool:
-        """Return whether the backward pass computes this operation a second time, under the recompute
-        granularity ``recompute``."""
+        """Return whether recompute granularity ``recompute`` runs this operation a second time."""
         return self.part in _REPEATED[recompute]
 
 
 def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float) -> Operation:
-    """Return the operation of multiplying ``[rows, width_in]`` by a weight ``[width_in, width_out]``, with
-    its cost."""
+    """Return the operation of multiplying ``[rows, width_in]`` by a weight ``[width_in, width_out]``."""
     return Operation(
         name,
         "matmul",
@@ -148,22 +143,20 @@ def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float
 
 
 def elementwise(name: str, part: Part, forward: float, backward: float, kernels: int = 1) -> Operation:
-    """Return an elementwise operation. Its cost is the bytes that it reads and writes in the passes
-    ``forward`` and ``backward``."""
+    """Return an elementwise operation. ``forward`` and ``backward`` are the bytes that the passes move."""
     return Operation(name, "elementwise", part, 0.0, forward, backward, kernels)
 
 
 def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
-    """Return the operation of dropout and residual addition, with its cost. It reads two inputs, and writes
-    the sum and one byte of dropout mask per element."""
+    """Return the operation of dropout and residual addition, including a byte of mask per element."""
     values = work.tokens * width / work.split
     e, mask = work.activation_bytes, int(dropout > 0)
     return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for dropout on a tensor of ``size``
-    bytes. Dropout keeps a mask of one byte per element for the backward pass."""
+    """Return the tape step (:mod:`ppfleetx.nn.tape`) of dropout, which keeps a mask of one byte per element
+    of the ``size`` bytes."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

@@ -42,9 +42,9 @@ class ExpertExchange:
         ep: group of the ranks among which experts are divided; None: every rank has all experts.
         emp: group of the ranks that slice each expert's matrices; None: experts are whole.
         alike: group of the ranks that hold the same rows; None: no other rank holds them.
-        levels: two groups for an exchange in two levels (:func:`~ppfleetx.config.mesh.levels_of`). The first
-            has one rank of ``ep`` from each node, with the same index within its node as this rank; the
-            second has the ranks of ``ep`` on this rank's node.
+        levels: two groups of ranks along ``ep`` for an exchange in two levels
+            (:func:`~ppfleetx.config.mesh.levels_of`): those with this rank's index on every node, and those
+            on this rank's node.
 
     Attributes:
         adds_output_bias: whether this rank adds the bias of the experts' output; exactly one rank along
@@ -68,8 +68,7 @@ class ExpertExchange:
         return _Own.apply(rows, self._alike)
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        """Gather all ``num_rows`` rows from the ranks that divided them by :meth:`own`. ``rows`` is this
-        rank's share."""
+        """Gather all ``num_rows`` rows. ``rows`` is this rank's share, as returned by :meth:`own`."""
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
@@ -85,8 +84,7 @@ class ExpertExchange:
 
 
 class RoundTrip:
-    """One round trip of rows of hidden states to their experts and back. This base class is for a rank that
-    has all experts, so it sends nothing."""
+    """A round trip of rows to their experts and back. This base class is for a rank that has all experts."""
 
     def __init__(self, rows: paddle.Tensor, counts: paddle.Tensor) -> None:
         self._rows, self._counts = rows, counts
@@ -97,8 +95,7 @@ class RoundTrip:
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """Send the experts' outputs back to the ranks from which the rows came. Return them in the order in
-        which the rows were dispatched."""
+        """Send the experts' outputs back. Return them in the order in which the rows were dispatched."""
         return outputs
 
 
@@ -124,17 +121,16 @@ class Route:
     """How many rows travel between which ranks when rows of hidden states are sent to their experts and back.
 
     An exchange with two levels first sends rows to a node (process group ``between``), then to a rank inside
-    the node (process group ``within``). A rank's *place* is its index within its node. In an exchange with
-    one level, every rank along ``ep`` counts as a node of its own, and ``within`` is None. The ranks along
-    ``emp`` slice the matrices of the same experts.
+    the node (process group ``within``). With one level, every rank along ``ep`` counts as a node of its own,
+    and ``within`` is None. The ranks along ``emp`` slice the matrices of the same experts.
 
     A rank that would send, forward or receive no rows sends itself one row of zeros for its last expert,
     because Paddle's collectives and operators do not accept empty tensors on every device.
 
     Attributes:
         sent: number of rows that this rank sends to each node.
-        passing: ``[a, i]``, number of rows that this rank receives from node a and forwards to place i of its
-            own node.
+        passing: ``[a, i]``, number of rows that this rank receives from node a and forwards to the rank with
+            index i (its "place") in its own node.
         table: ``[emp, i, a, experts of this rank]``: for each rank along ``emp``, the number of rows that it
             receives from place i of node a for each expert, in the order of arrival.
         zeros_at: index of the row of zeros among the rows sent; None: there is no such row.
@@ -151,9 +147,8 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
-        """Build the route of one dispatch from ``counts [E]``, the number of this rank's rows for each
-        expert. Ranks exchange their counts by one message in each process group, and the host waits for the
-        device once."""
+        """Build the route of a dispatch from ``counts [E]``, this rank's rows per expert. Ranks exchange
+        counts once per process group, and the host waits for the device once."""
         (nodes, node), (places, place), (slices, _) = map(_size_and_rank, (between, within, emp))
         num_experts, to_itself = counts.shape[0], np.zeros([nodes, places], np.int64)
         to_itself[node, place] = 1
@@ -197,14 +192,12 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that any rank along ``emp`` receives. All of these ranks pad their rows to
-        this number before they are gathered."""
+        """Most rows that any rank along ``emp`` receives, to which all of them pad before the gather."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
     def _by_place(self) -> paddle.Tensor:
-        """Indices that sort the rows to be forwarded within the node by their destination, a rank of this
-        node."""
+        """Indices that sort the rows to be forwarded within the node by their destination rank."""
         return upload(self._passing_order())
 
     @cached_property
@@ -217,14 +210,12 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Indices that sort by expert the rows that were gathered from all ranks that slice the same
-        experts."""
+        """Indices that sort by expert the rows that were gathered along ``emp``."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
     def _as_gathered(self) -> paddle.Tensor:
-        """Indices that undo :attr:`_order`: they bring rows sorted by expert back into the order in which
-        they were gathered. The rows of padding get an arbitrary index, because they are not used."""
+        """Indices that undo :attr:`_order`. Rows of padding are not used, and get an arbitrary index."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
@@ -238,9 +229,8 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Bring rows that this rank has received to the ranks of their experts, and sort them by expert:
-        exchange them within the node (with two levels), then gather them over the ranks that slice the same
-        experts (``emp``)."""
+        """Bring received rows to the ranks of their experts, and sort them by expert: exchange them within
+        the node (with two levels), then gather them along ``emp``."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -249,9 +239,8 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Bring the outputs of this rank's experts back to the ranks of this node that received the rows
-        first: the inverse of :meth:`spread`. The outputs are summed over the ranks that slice an expert
-        (``emp``) by a reduce-scatter, then exchanged within the node."""
+        """Return outputs to the ranks of this node that received the rows: the inverse of :meth:`spread`. A
+        reduce-scatter sums them along ``emp``, then they are exchanged within the node."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -263,8 +252,7 @@ class Route:
         return rows.index_select(self._by_node)
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start to send the outputs of experts back to the ranks from which the rows came. :meth:`at_home`
-        waits for them."""
+        """Start to send experts' outputs back to the ranks of the rows; :meth:`at_home` waits for them."""
         return message.start(rows, self.passing.sum(1), self.sent, self.between)
 
     def at_home(self, message: Message) -> paddle.Tensor:
@@ -304,8 +292,7 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Exchange ``numbers`` by an all-to-all, in which each rank of ``group`` sends equally many to every
-    other."""
+    """Exchange ``numbers`` by an all-to-all with equal counts for every rank of ``group``."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)
@@ -314,9 +301,9 @@ def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
-    """Return the indices that sort received rows by expert. The rows arrive ordered by slice, place, node and
-    expert, and are sorted by expert, slice, node and place. A slice is a rank along ``emp``, and a place is a
-    rank's index within its node.
+    """Return the indices that sort received rows by expert. Rows arrive ordered by slice, place, node and
+    expert; each expert's rows are then ordered by slice, node and place. A slice is a rank along ``emp``; a
+    place is a rank's index in its node.
 
     Args:
         table: number of rows, ``[slice, place, node, expert]``.
@@ -333,8 +320,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
 
 
 class _Depart(PyLayer):
-    """Autograd function that starts to send rows of hidden states to the ranks of their experts. Its backward
-    pass waits for the gradients of these rows, which the backward pass of :class:`_Arrive` sends."""
+    """Autograd function that starts to send rows to their experts. Its backward pass waits for the gradients
+    that the backward pass of :class:`_Arrive` sends."""
 
     @staticmethod
     def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
@@ -380,8 +367,7 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return this rank's share of ``rows``, which all ranks of ``group`` hold. A rank without a share gets
-    one row of zeros."""
+    """Return this rank's share of ``rows``, which all ranks of ``group`` hold; one zero row if empty."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

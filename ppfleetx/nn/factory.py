@@ -58,15 +58,13 @@ _ZEROS = nn.initializer.Constant(0.0)
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """Return the declaration of the matrix ``[in, out]`` of a linear. For a quantized linear, this is the
-    matrix that was quantized."""
+    """Return the declaration of a linear's matrix ``[in, out]``, as it was before any quantization."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
-    """Return the layer factory of a parallel plan. Without ``train``, its layers assume that weights never
-    change after their first use."""
+    """Return the layer factory of a plan. Without ``train``, weights must not change once used."""
     if ctx.size_of("mp") > 1:
         factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
@@ -80,8 +78,7 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
 
 
 def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
-    """Return the expert exchange of this plan. Its process groups exist only if the model has experts
-    (``distributed/init.py``)."""
+    """Return the expert exchange of this plan. Its process groups exist only in a model with experts."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     return ExpertExchange(
         ep=ctx.groups.get("ep"), emp=ctx.groups.get("emp"), alike=alike, levels=ctx.levels_of("ep")
@@ -319,9 +316,8 @@ class TensorParallelFactory(LocalFactory):
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Make a fake quantizer. Its maxima are taken over the ranks that slice the tensor. If each output
-        channel has its own scale, ranks with other channels are left out. Gradients of learned bounds are
-        summed over ranks as declared."""
+        """Make a fake quantizer whose maxima are taken over the ranks that slice the tensor. With a scale per
+        output channel, ranks with other channels are left out."""
         has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
@@ -341,8 +337,6 @@ class TensorParallelFactory(LocalFactory):
         return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Make an adapter that is sliced like its linear. With sliced input features, the product with A is a
-        partial sum; with sliced output features, B is sliced."""
         cut = _matrix_of(linear).placement("mp")
         join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
         return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)

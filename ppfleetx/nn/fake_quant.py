@@ -114,8 +114,7 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """Return ``maxima`` unchanged. Used instead of a reduction over ranks if this rank holds the whole
-    tensor."""
+    """Return ``maxima`` unchanged, because this rank holds the whole tensor."""
     return maxima
 
 
@@ -166,8 +165,7 @@ class FakeQuantizer(nn.Layer):
     # -- the tensors that the linear uses
 
     def weight(self, weight: paddle.Tensor) -> paddle.Tensor:
-        """Fake-quantize the linear's ``weight``, or this rank's slice of it. The shape is ``[in, out]``, or
-        ``[experts, in, out]`` for experts."""
+        """Fake-quantize this rank's slice of ``weight``, ``[in, out]`` or ``[experts, in, out]``."""
         if self._kept is not None:
             return self._kept
         bound = self._weight_bound(weight)
@@ -222,20 +220,18 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Prepare for a step: discard the observed maxima and the weight's bound, because the weight may have
-        changed."""
+        """Prepare for a step: discard the observed maxima and the weight's bound, which may be outdated."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:
-        """Return the largest magnitude in the linear's inputs since the last call, as a tensor of shape [],
-        and start again from 0."""
+        """Return the largest input magnitude since the last call, as a tensor ``[]``, and reset it to 0."""
         largest, self._largest = self._largest, None
         return paddle.zeros([]) if largest is None else largest
 
     @paddle.no_grad()
     def follow(self, largest: paddle.Tensor) -> None:
-        """Move the input scale, a moving average, towards ``largest``, the largest input magnitude in a
-        step's global batch."""
+        """Move the moving average ``input_scale`` towards ``largest``, the largest input of
+        a global batch."""
         if not self.input_scale._is_initialized():
             return  # sharding stage 3: only the owner has the value
         rate, scale = self.cfg.moving_rate, self.input_scale.detach()
@@ -266,8 +262,8 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """Return the ``stages`` of a model in which the linears selected by ``cfg`` are fake-quantized. With
-    ``follows``, training updates the scales of their inputs."""
+    """Return ``stages`` with the linears selected by ``cfg`` fake-quantized. With ``follows``, training
+    updates the scales of their inputs."""
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
     stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:

@@ -32,10 +32,9 @@ def flash_obstacle(
     Args:
         dropout: dropout of the attention weights. In training mode, a backward pass is assumed to follow.
         packed: whether a row holds several documents.
-        fused: the fused operators in use, which include a plugin's attention. None: no fused operators (a
-            constant as default would break the tracing of exports).
+        fused: the fused operators in use, which include a plugin's attention; None: there are none.
     """
-    if not on_gpu():
+    if not on_gpu():  # NO_FUSED_OPS as the default argument would break the tracing of exports
         return _plugin_obstacle(query, dropout, NO_FUSED_OPS if fused is None else fused)
     if query.dtype not in HALF_PRECISION:
         return _not_in_16_bits(query)
@@ -101,9 +100,8 @@ def limit(
 
 
 def flash_version(head_size: int, *, packed: bool) -> int:
-    """Return the version of flash attention that Paddle will run. This is the value of Paddle's flag. But in
-    deterministic mode, Paddle obeys the flag only for packed documents with heads of up to 128, and
-    otherwise runs version 2."""
+    """Return the version of flash attention that Paddle runs: the value of its flag. In deterministic mode,
+    the flag holds only for packed documents with heads of up to 128; otherwise version 2 runs."""
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version
@@ -148,12 +146,7 @@ def flash_attention(
 
 
 def packed_flash_attention(qkv: paddle.Tensor, dropout: nn.Layer) -> paddle.Tensor:
-    """Compute causal attention of ``qkv [s, b, n, 3, d]`` (query, key and value of n heads); returns
-    ``[s, b, n * d]``.
-
-    Needs one copy into the kernel's layout, and one for the gradient, instead of one per query, key and
-    value.
-    """
+    """Compute causal attention ``[s, b, n * d]`` of ``qkv [s, b, n, 3, d]`` (query, key and value)."""
     rows = qkv.transpose([1, 0, 3, 2, 4])
     probability = dropout.p if dropout.training else 0.0
     with getattr(dropout, "stream", nullcontext)():
@@ -167,7 +160,7 @@ _capability = functools.cache(capability)
 
 
 def _flag(name: str, default: int) -> int:
-    """Return the value of a Paddle flag; ``default`` in a build without GPU support, which lacks the flag."""
+    """Return the value of a Paddle flag; ``default`` in a build that lacks it."""
     try:
         return paddle.get_flags(name)[name]
     except ValueError:

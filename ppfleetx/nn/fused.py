@@ -124,8 +124,7 @@ TABLE: Mapping[FusedName, FusedOperator] = {
 
 
 class FusedOps:
-    """The fused operators in use, with the element types for which they are used. For all other operators,
-    the reason why they are not used."""
+    """The fused operators in use, by element type, and the reasons why the others are not used."""
 
     def __init__(
         self,
@@ -136,8 +135,7 @@ class FusedOps:
         self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
 
     def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
-        """Return whether the fused operator ``name`` is used for ``tensors`` of these element types. Always
-        False in an exported program."""
+        """Return whether the fused operator ``name`` runs on ``tensors`` of these types; never in exports."""
         types = self._types.get(name)
         if types is None or not paddle.in_dynamic_mode():
             return False
@@ -198,8 +196,7 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """Log which fused operators are in use. On a GPU or a plugin's device, also log why the others are
-    not."""
+    """Log which fused operators are in use and, except on a CPU, why the others are not."""
     get_logger().info(f"fused operators: {ops}; plain operators for the rest (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
@@ -225,8 +222,7 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return why an operator cannot be used with this element type on this device, as far as this is known
-    without running it. None if only a trial can tell."""
+    """Return why an operator cannot be used with this type on this device; None: only a trial can tell."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -247,8 +243,7 @@ _results: dict[tuple[str, str, str], str | None] = {}
 
 
 def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
-    """Return the results of the operators' trials, cached. On a GPU or a plugin's device they run in another
-    process, because a faulty operator would make this process unusable."""
+    """Return the cached results of the operators' trials. Except on a CPU, trials run in another process."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):
@@ -269,8 +264,7 @@ def _agree(
     refused: dict[str, str],
     everywhere: Sequence[Mapping[str, Sequence[str]]],
 ) -> None:
-    """Keep only the operators that every rank can use. If ranks used different operators, copies of a
-    parameter would not stay bitwise equal."""
+    """Keep only the operators that every rank can use, so that copies of a parameter stay bitwise equal."""
     for name, kinds in taken.items():
         shared = [kind for kind in kinds if all(kind in other[name] for other in everywhere)]
         if len(shared) < len(kinds) and not shared:

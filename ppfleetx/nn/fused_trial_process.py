@@ -58,8 +58,8 @@ def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any
 def _child(
     trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
 ) -> tuple[bool, list[str | None], str]:
-    """Run trials in one child process. Return whether the process got as far as the first trial, the results
-    that it reported, and how it ended ("" if normally)."""
+    """Run trials in one child process. Return whether the first trial began, the results that were reported,
+    and how the process ended ("" if normally)."""
     command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
     try:
@@ -84,8 +84,7 @@ def _end_of(code: int, errors: bytes) -> str:
 
 
 def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
-    """Run a trial. Return how the fused results differ from the unfused ones; None if they agree within
-    tolerance."""
+    """Run a trial. Return how the fused results differ from the plain ones; None if within tolerance."""
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:
@@ -103,8 +102,7 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first informative line of an error message. In errors of backward passes, Paddle puts
-    decoration around it."""
+    """Return the first informative line of an error message, without Paddle's decoration."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
     return said[0] if said else type(error).__name__

@@ -1,5 +1,4 @@
-"""Small trials that compare each fused operator with its composite of plain operators, forward and
-backward."""
+"""Small trials that compare each fused operator with plain operators, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ Function = Callable[..., paddle.Tensor]
 
 
 def rms_norm(dtype: str) -> Pairs:
-    """Compare fused RMSNorm with the composite of plain operators, for a width that is not a power of two."""
+    """Compare fused RMSNorm with plain operators, for a width that is not a power of two."""
     yield from _both(
         lambda x, gain: norm.fused_rms_norm(x, gain, 1e-5),
         lambda x, gain: norm.rms_norm(x, gain, 1e-5),
@@ -31,8 +30,7 @@ def rms_norm(dtype: str) -> Pairs:
 
 
 def rope(dtype: str) -> Pairs:
-    """Compare fused rotary positions with the composite of plain operators, for positions that do not start
-    at 0 and several groups of heads."""
+    """Compare fused with plain rotary positions that do not start at 0, for several groups of heads."""
     rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
@@ -73,8 +71,7 @@ def packed_attention(dtype: str) -> Pairs:
 
 
 def plugin_attention(dtype: str) -> Pairs:
-    """Compare the attention operator of a device plugin with the reference attention, with grouped key heads,
-    for one document and for several."""
+    """Compare a plugin's attention operator with the reference attention, for one and several documents."""
     dropout = _no_dropout()
     inputs = _random(dtype, [2, 2, 3, 32, 64], [2, 2, 32, 64], [2, 2, 32, 64])
     starts = paddle.to_tensor(np.array([[0] * 20 + [20] * 12, [0] * 7 + [7] * 25], np.int32))
@@ -89,8 +86,7 @@ def plugin_attention(dtype: str) -> Pairs:
 
 
 def linear_grad_add(dtype: str) -> Pairs:
-    """Compare the fused with the plain addition of weight gradients, in two products with the same weight.
-    The accumulated weight gradient and all other gradients are compared."""
+    """Compare fused with plain addition of weight gradients, in two products with the same weight."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
     for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):
@@ -106,8 +102,7 @@ def linear_grad_add(dtype: str) -> Pairs:
 
 
 def weight_cast(dtype: str) -> Pairs:
-    """Compare two products that share one 16-bit copy of a weight with two products that each cast the
-    weight."""
+    """Compare two products that share one 16-bit copy of a weight with two that each cast it."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = Matmul(cast_to=dtype)
     rows = [x.astype(dtype) for x in inputs]
@@ -146,8 +141,7 @@ def _with_gradients(function: Function, inputs: list[paddle.Tensor]) -> list[pad
 
 
 def _random(dtype: str, *shapes: list[int]) -> list[paddle.Tensor]:
-    """Return normal random tensors. Paddle's generators do not advance, so the random state of the run does
-    not change."""
+    """Return normal random tensors without advancing Paddle's generators."""
     generator = np.random.default_rng(0)
     arrays = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
     return [paddle.to_tensor(array).astype(dtype) for array in arrays]

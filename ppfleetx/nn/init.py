@@ -80,8 +80,7 @@ def _key(seed: int, name: str) -> np.ndarray:
 def _normal_tiles(
     key: np.ndarray, shape: Sequence[int], offset: Sequence[int], local_shape: Sequence[int]
 ) -> np.ndarray:
-    """Return standard normal float32 values for a slice of a matrix of ``shape``. The slice has
-    ``local_shape`` and starts at ``offset``."""
+    """Return standard normal float32 values of the slice ``local_shape`` at ``offset`` of a matrix."""
     out = np.empty(local_shape, dtype=np.float32)
     tiles_per_row = -(-shape[1] // _TILE[1])
     touched = [

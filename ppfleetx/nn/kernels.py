@@ -107,8 +107,7 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention as matrix product, softmax, matrix product. This kernel runs everywhere and defines
-    the result of the other kernels."""
+    """Compute attention by plain operators, which defines the result of the other kernels."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION
@@ -155,8 +154,7 @@ def _masked_softmax(
 
 
 def _fits_triangle(scores: paddle.Tensor) -> bool:
-    """Return whether Paddle's fused causal softmax accepts scores ``[b, n, q, k]``. It needs as many queries
-    as keys, 32 to 8192, and a multiple of 8."""
+    """Return whether Paddle's fused causal softmax takes these scores: q = k, a multiple of 8, 32 to 8192."""
     num_queries, num_keys = scores.shape[2:]
     return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 

@@ -19,8 +19,7 @@ class LatentAttention(HeadAttention):
     """Causal self-attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024).
 
     The cache holds the compressed vectors and the rotary features of keys, as one key/value head. Decoding
-    attends to these vectors directly: the projections to keys and values are linear, so they are applied to
-    queries and context instead.
+    attends to them directly: queries and context are projected instead of the cached vectors.
     """
 
     def __init__(self, factory: LayerFactory, spec: LatentAttentionSpec, **options: Any) -> None:
@@ -45,8 +44,7 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Run attention on hidden states ``[s, b, h]``. The arguments are those of
-        :meth:`Attention.forward`."""
+        """Run attention on ``hidden [s, b, h]``; the arguments are those of :meth:`Attention.forward`."""
         position_ids = self.strategy.positions(position_ids)
         if document_start is not None:
             document_start = self.strategy.positions_inside(document_start)
@@ -65,8 +63,7 @@ class LatentAttention(HeadAttention):
         return self.out_proj(joined(context))
 
     def _queries(self, hidden: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the queries ``[b, n, 1, s, p + t]`` of this rank's n heads: p features without positions,
-        and t features to which rotary positions have been applied."""
+        """Return queries ``[b, n, 1, s, p + t]`` of this rank's heads; the last t features are rotated."""
         if self.q_down is not None:
             hidden = self.q_norm(self.q_down(hidden))
         query = self.q_up(hidden).reshape([0, 0, self.num_heads, self.spec.head_dim])
@@ -80,9 +77,8 @@ class LatentAttention(HeadAttention):
     def _compressed(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the compressed keys and values ``[s, b, c]`` at the positions of ``hidden``. Also return the
-        t rotary features of the keys, ``[b, 1, s, t]``. Under sequence parallelism, these are gathered to the
-        positions of all tensor-parallel ranks."""
+        """Return compressed keys and values ``[s, b, c]`` at the positions of ``hidden``, and rotary features
+        of keys ``[b, 1, s, t]`` at the positions of all tensor-parallel ranks."""
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
@@ -95,8 +91,7 @@ class LatentAttention(HeadAttention):
         return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]`` of this rank's n heads. A key has
-        p features without and t features with rotary positions; a value has v features."""
+        """Return keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]`` of this rank's heads."""
         width = self.spec.nope_head_dim + self.spec.value_head_dim
         both = self.kv_up(compressed).reshape([0, 0, self.num_heads, width]).transpose([1, 2, 0, 3])
         still, value = both.split([self.spec.nope_head_dim, self.spec.value_head_dim], axis=-1)
@@ -106,8 +101,7 @@ class LatentAttention(HeadAttention):
     def _enter(
         self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Exchange queries, keys and values among the context-parallel ranks, if there are any: from some
-        positions of all heads to all positions of some heads."""
+        """Exchange some positions of all heads for all positions of some heads, among sep ranks."""
         if self.strategy.group is None:
             return query, key, value
         packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])
@@ -124,10 +118,9 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Attend to the cached compressed vectors without projecting them to keys and values, and return the
-        context ``[b, n, 1, s, v]``. All heads share one key/value head. Its values are the vectors
-        ``compressed [b, 1, k, c]``; its keys join these vectors and the rotary
-        features ``turned [b, 1, k, t]``."""
+        """Attend to the cached compressed vectors without projecting them to keys and values. The values are
+        ``compressed [b, 1, k, c]``; keys also have the rotary features ``turned [b, 1, k, t]``. Returns the
+        context ``[b, n, 1, s, v]``."""
         to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
         latent = paddle.matmul(still, to_keys)
@@ -139,9 +132,8 @@ class LatentAttention(HeadAttention):
         return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the projections from compressed vectors (width c) to keys, ``[n, p, c]``, and to values,
-        ``[n, c, v]``, of this rank's n heads. p is the number of key features without rotary positions, v the
-        width of a value. The result is cached if weights do not change."""
+        """Return this rank's projections from compressed vectors to keys ``[n, p, c]`` and to values ``[n, c,
+        v]``, cached if weights do not change."""
         # Adapters are added and removed as hooks; cached projections are valid for the hooks they were made
         # with.
         hooks = tuple(self.kv_up._forward_post_hooks)
@@ -156,8 +148,7 @@ class LatentAttention(HeadAttention):
 
     @paddle.no_grad()
     def keep_projections(self) -> None:
-        """Compute and cache the projections from compressed vectors to keys and to values. Only for a model
-        whose weights no longer change."""
+        """Cache the projections to keys and to values, for a model whose weights no longer change."""
         self.to_keys, self.to_values = self._cut_projections()
         self._kept_with = tuple(self.kv_up._forward_post_hooks)
 

@@ -31,9 +31,8 @@ class LayerSpec(Protocol):
     """
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declaration of each of the layer's parameters, by local name and with its global shape.
-        Under sequence parallelism, a rank computes some gradients from only part of the positions;
-        ``sequence_parallel`` declares these as partial sums."""
+        """Declare each parameter by local name, with its global shape. With ``sequence_parallel``, gradients
+        computed from only part of the positions are declared as partial sums."""
 
 
 def within(layer: str, specs: Specs) -> Specs:
@@ -44,8 +43,7 @@ def within(layer: str, specs: Specs) -> Specs:
 def parameters_within(
     layers: Iterable[tuple[str, LayerSpec | None]], *, sequence_parallel: bool = True
 ) -> Specs:
-    """Return the parameters of several sub-layers, in order. Each parameter's name gets the name of its
-    sub-layer as prefix. A sub-layer that is None is skipped."""
+    """Return the parameters of several sub-layers, with the sub-layer's name as prefix; None is skipped."""
     specs: Specs = {}
     for name, layer in layers:
         if layer is not None:
@@ -78,8 +76,7 @@ class LinearSpec:
     of_trunk: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declarations of ``weight``, and of ``bias`` if there is one. If input features are
-        sliced (rows), the bias is added after the sum over ranks."""
+        """Declare ``weight`` and any ``bias``. Row-parallel layers add the bias after the sum over ranks."""
         of_weight, of_bias = {"columns": (Shard(1), Shard(0)), "rows": (Shard(0), REPLICATE)}.get(
             self.cut, (REPLICATE, REPLICATE)
         )
@@ -105,13 +102,11 @@ class LinearSpec:
         return work.tokens / (work.split if self.of_trunk else 1)
 
     def gradient_bytes(self, work: Work) -> float:
-        """Return the bytes that the gradient of ``weight`` takes on one rank. Those of ``weight`` itself are
-        not included."""
+        """Return the bytes of the gradient of ``weight`` on one rank."""
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for the product, the exchange
-        between ranks, and the addition of the bias."""
+        """Return the tape steps (:mod:`ppfleetx.nn.tape`) of product, exchange and bias."""
         gradients = self.gradient_bytes(work)
         size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
@@ -158,9 +153,8 @@ class NormSpec:
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declarations of ``weight`` and, if norms of this kind are registered with one, ``bias``.
-        The gradients of tensor-parallel ranks are partial sums if these ranks normalize different positions
-        or heads."""
+        """Declare ``weight`` and, if the norm has one, ``bias``. Gradients are partial sums if
+        tensor-parallel ranks normalize different positions or heads."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
@@ -179,8 +173,7 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for the norm of the hidden
-        states, or of a tensor of ``size`` bytes."""
+        """Return the tape steps (:mod:`ppfleetx.nn.tape`). ``size`` is in bytes; None: the hidden states."""
         u = work.part_of(self.size) if size is None else size
         if self.head_size is not None:  # norm without gain, then the gains, all in float32
             wide = u * 4 / work.activation_bytes
@@ -200,8 +193,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Declaration of an embedding ``[rows, width]``. The rows of a word embedding are sliced by tensor
-    parallelism. A position embedding is whole on every rank."""
+    """Declaration of an embedding ``[rows, width]``. Tensor parallelism slices word embeddings by rows."""
 
     rows: int
     width: int
@@ -209,13 +201,11 @@ class TableSpec:
     of_words: bool = True
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declaration of ``weight``. Tensor-parallel ranks never have partial sums of its
-        gradient, because sequence parallelism splits the positions only after the embedding."""
+        """Declare ``weight``. Tensor-parallel ranks have no partial sums of its gradient."""
         kind, mp = ("word_embedding", Shard(0)) if self.of_words else ("position_embedding", REPLICATE)
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 
     def gradient_bytes(self, work: Work) -> float:
-        """Return the bytes that the gradient of the embedding table takes on one rank. Those of the table
-        itself are not included."""
+        """Return the bytes of the gradient of ``weight`` on one rank."""
         rows = self.rows / work.mp if self.of_words else self.rows
         return rows * self.width * work.gradient_bytes

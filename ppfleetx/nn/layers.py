@@ -29,7 +29,6 @@ class Linear(nn.Layer):
         self.bias = self.create_parameter([out_features], is_bias=True) if bias else None
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Map ``x [..., in]`` to ``[..., out]``."""
         if self.bias is not None and trains_on_cpu(x) and not bfloat16.are_entered():
             return _add_bias(self.linear(x, self.weight), self.bias)
         return self.linear(x, self.weight, self.bias)
@@ -54,8 +53,7 @@ class GroupedLinear(nn.Layer):
         self.bias = None if bias is None else self.create_parameter(list(bias), is_bias=True)
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, in]`` to ``[n, out]``, each row with the weight of its group. Rows are sorted by group;
-        ``counts`` are the numbers of rows per group."""
+        """Map ``x [n, in]``, sorted by group, to ``[n, out]``. ``counts`` are the rows per group."""
         return self.matmul.grouped(x, self.weight, self.bias if adds_bias else None, counts)
 
     def extra_repr(self) -> str:
@@ -64,21 +62,13 @@ class GroupedLinear(nn.Layer):
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:
-    """Return whether layers should compute with other operators than usual, because their backward pass is
-    faster with Paddle's CPU kernels.
-
-    False while a program is exported, which should contain plain operators.
-    """
+    """Return whether to use operators whose backward pass is faster on a CPU; False during an export."""
     return paddle.in_dynamic_mode() and paddle.is_grad_enabled() and x.place.is_cpu_place()
 
 
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """Compute ``x + bias`` after expanding the bias to all rows by a matrix product. The result is bitwise
-    that of a broadcast addition.
-
-    The gradient of the bias is then a matrix-vector product. With a broadcast addition it is a column sum,
-    for which Paddle's CPU kernel takes up to half the time of the layer's matrix product.
-    """
+    """Compute ``x + bias``, bitwise, with the bias expanded to all rows by a matrix product. The gradient of
+    the bias is then a matrix-vector product, faster than Paddle's column sum on a CPU."""
     width = bias.shape[0]
     rows = x.reshape([-1, width])
     spread = paddle.matmul(paddle.ones([rows.shape[0], 1], dtype=bias.dtype), bias.unsqueeze(0))
@@ -86,19 +76,15 @@ def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
 
 
 def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
-    """Return ``x + smaller``, with ``smaller`` broadcast to the shape of ``x``. For passes without gradients.
-
-    Paddle's CPU kernel is up to ten times slower for tensors of different shapes, so on a CPU ``smaller`` is
-    expanded first. On a GPU this is not needed, and expanding float16 is not supported.
-    """
+    """Return ``x + smaller``, broadcast to the shape of ``x``, for passes without gradients."""
+    # Paddle's CPU kernel is up to ten times slower with a broadcast. GPUs do not support expanding float16.
     if not paddle.in_dynamic_mode() or (x.place.is_cpu_place() and x.shape != smaller.shape):
         smaller = smaller.expand_as(x)
     return x + smaller
 
 
 class VocabParallelEmbedding(nn.Layer):
-    """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums the results of
-    the ranks.
+    """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums their results.
 
     Replaces Paddle's layer, whose ``c_embedding`` copies the whole table in each pass on a plugin's device.
     """
@@ -111,20 +97,16 @@ class VocabParallelEmbedding(nn.Layer):
         self.weight = self.create_parameter(list(shape), default_initializer=nn.initializer.Constant(0.0))
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        """Map token ids ``[...]`` to embeddings ``[..., h]``."""
         rows, is_here = local_rows(tokens, self.weight.shape[0], self.rank)
         return self.join(F.embedding(rows, self.weight) * is_here.astype(self.weight.dtype))
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return, for each token, the index of a row in this rank's part of the embedding table, and whether the
-    token's embedding is on this rank, ``[..., 1]``.
-
-    Tokens of other ranks are mapped to different rows, because a GPU is slow to add many gradients to one
-    row, even zeros.
-    """
+    """Return each token's row in this rank's part of the embedding table, and whether that row is the
+    token's, ``[..., 1]``. It is not if the token's embedding is on another rank."""
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
+    # Other tokens get different rows: a GPU is slow to add many gradients to one row, even zeros.
     return tokens % num_rows, is_here.unsqueeze(-1)
 
 
@@ -132,7 +114,6 @@ class Dropout(nn.Dropout):
     """Dropout that returns its input unchanged in evaluation or with probability 0."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Apply dropout to ``x``. In evaluation or with ``p`` 0, return ``x`` itself."""
         if not self.training or self.p == 0:
             return x
         if lacks_kernel("dropout", x):
@@ -156,7 +137,6 @@ class SlicedDropout(Dropout):
     """Context manager of the rank's own random stream, for kernels with built-in dropout."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Apply dropout like :meth:`Dropout.forward`, but with this rank's own random stream."""
         if not self.training or self.p == 0:
             return x
         with self.stream():

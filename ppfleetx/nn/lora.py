@@ -67,8 +67,7 @@ class LoraBranch(nn.Layer):
 
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
-    """Return the ``stages`` of a model in which all existing parameters are frozen and the linears selected
-    by ``cfg`` have adapters."""
+    """Return ``stages`` with adapters on the linears selected by ``cfg``, and all else frozen."""
     adapt = partial(_adapt, cfg=cfg, factory=factory)
     first, *rest = (replace(stage, finish=adapt) for stage in stages)
     return [replace(first, finish=partial(adapt, is_first=True)), *rest]

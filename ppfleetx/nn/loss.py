@@ -117,32 +117,26 @@ def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOut
 
 
 def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
-    """Return the float64 sums over the last axis of a float32 tensor in host memory. NumPy adds the numbers
-    pairwise."""
+    """Return the float64 sums over the last axis of a float32 tensor in host memory, added pairwise."""
     sums = np.add.reduce(np.from_dlpack(softmax.detach()), axis=-1)
     return paddle.to_tensor(sums.astype(np.float64))
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN. An evaluation
-    adds this to the loss.
+    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN.
 
-    Paddle's cross entropy on the CPU turns NaN logits into a finite number. Training detects them by the
-    gradient, but an evaluation has no gradient.
+    An evaluation adds this, because Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     """
     return logits.sum(axis=-1) * 0.0
 
 
 class _HidePadding(PyLayer):
-    """Set the padding columns of the logits so low that they get neither probability nor gradient.
-
-    Writes only the padding columns, because ``where`` over all columns takes three times as long.
-    """
+    """Set the padding columns of the logits so low that they get neither probability nor gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: paddle.Tensor, true_vocab: int) -> paddle.Tensor:
         ctx.true_vocab = true_vocab
-        hidden = logits.clone()
+        hidden = logits.clone()  # ``where`` over all columns takes three times as long
         hidden[..., true_vocab:] = -1e9
         return hidden
 

@@ -55,16 +55,14 @@ class LossOutput:
     rows: Callable[[], Sum] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack the object as (loss sum, count), the type of a loss in earlier versions, with a deprecation
-        warning. Supported for one more version."""
+        """Unpack as (loss sum, count), with a deprecation warning. Supported for one more version."""
         _warn("a loss is a LossOutput, and no longer a pair: read its `loss`")
         yield self.loss
         yield None if self.rows is None else self.rows().count.sum()
 
 
 def as_loss_output(found: Any, task: object) -> LossOutput:
-    """Convert the result of ``task.loss`` to a :class:`LossOutput`. A pair (loss sum, count) is supported for
-    one more version, with a warning."""
+    """Convert the result of ``task.loss``. A pair (loss sum, count) is accepted with a warning."""
     if isinstance(found, LossOutput):
         return found
     _warn(

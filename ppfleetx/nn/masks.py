@@ -60,13 +60,9 @@ def window_start(
 def mask_scores(
     scores: paddle.Tensor, num_queries: int, num_keys: int, document_start: paddle.Tensor | None
 ) -> paddle.Tensor:
-    """Mask ``scores [b, n, q, k]``, so that blocked positions get no probability.
-
-    In dynamic mode the plain causal mask is added as a cached ``[q, k]`` matrix, which is cheaper than
-    ``where`` and its gradient. Exported programs use ``where``, because there the addition of different
-    shapes is several times slower. ``document_start`` also uses ``where``, which keeps rows without any
-    allowed key (left padding) finite.
-    """
+    """Mask ``scores [b, n, q, k]``, so that blocked positions get no probability."""
+    # Adding a cached mask is cheaper than ``where`` and its gradient, but several times slower in an export.
+    # With document_start, ``where`` keeps rows without any allowed key (left padding) finite.
     if paddle.in_dynamic_mode() and document_start is None:
         return scores + _causal_penalty(num_queries, num_keys, scores.dtype, paddle.get_device())
     mask = attention_mask(num_queries, num_keys, document_start)
@@ -74,14 +70,12 @@ def mask_scores(
 
 
 def blocked_score(dtype: paddle.dtype) -> float:
-    """Return the number that replaces or is added to the score of a masked position. It is finite in every
-    dtype, so that the softmax of a fully masked row is not NaN."""
+    """Return the score of a masked position. It is finite, so that a fully masked row gives no NaN."""
     return max(_BLOCKED, paddle.finfo(dtype).min)
 
 
 def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> paddle.Tensor:
-    """Return a mask that is added to scores: 0 where ``visible`` (bool, any shape) is True, else the large
-    negative :func:`blocked_score`."""
+    """Return a mask to add to scores: 0 where ``visible`` is True, else :func:`blocked_score`."""
     zero, blocked = (paddle.full([], value, dtype) for value in (0.0, blocked_score(dtype)))
     return paddle.where(visible, zero, blocked)
 
@@ -124,6 +118,5 @@ def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
 
 @lru_cache(maxsize=8)
 def _causal_penalty(num_queries: int, num_keys: int, dtype: paddle.dtype, device: str) -> paddle.Tensor:
-    """Return the causal mask as a matrix ``[q, k]`` to add to scores. It is cached, because every layer uses
-    it."""
+    """Return the causal mask as a cached matrix ``[q, k]`` to add to scores."""
     return penalty_of(causal_mask(num_queries, num_keys), dtype)

@@ -41,13 +41,11 @@ Counts = Sequence[int]
 
 
 class Exchange:
-    """Communication among tensor-parallel ranks for a column-parallel product whose input is whole on every
-    rank.
+    """Communication of a column-parallel product among tensor-parallel ranks; each has the whole input.
 
-    The gradient of the input is a sum over the ranks. Earlier layers wait for it, but nothing waits for the
-    gradient of the weight, so the sum is started first and overlaps the computation of the weight's gradient
+    The backward pass sums the input's gradient over the ranks while it computes the weight's gradient
     (Narayanan et al., 2021; for sequence parallelism Korthikanti et al., 2022, section 4.2.2). One sum runs
-    at a time, at a fixed point of the program, so all ranks of a group start their sums in the same order.
+    at a time, at a fixed point of the program, so all ranks start their sums in the same order.
 
     Attributes:
         gathers_again: whether the backward pass gathers the input again instead of keeping it.
@@ -63,20 +61,17 @@ class Exchange:
         return self.start_whole(x)()
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
-        """Start to gather the whole input of the product if each rank holds only a part. Return a function
-        that waits for the input and returns it."""
+        """Start to gather the product's input. The returned function waits for it and returns it."""
         return lambda: x
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start to sum the gradient of the product's input over the tensor-parallel ranks. Return a function
-        that waits for the sum and returns it, in the shape of this rank's input."""
+        """Start to sum the input's gradient over the ranks. The returned function waits for it."""
         task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
         return _finish(task, gradient)
 
 
 class ScatteredInput(Exchange):
-    """Communication for sequence parallelism, where each rank holds some positions of the product's input.
-    The input is gathered before the product, and its gradient is reduce-scattered."""
+    """Communication for sequence parallelism: gathers the input, and reduce-scatters its gradient."""
 
     def __init__(self, group: Any, *, gathers_again: bool) -> None:
         super().__init__(group)
@@ -94,8 +89,7 @@ class ScatteredInput(Exchange):
 
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
-    """Return a function that waits for the communication ``task`` and then returns ``result``. It holds
-    references to the tensors that the task reads, so that their memory is not reused before."""
+    """Return a function that waits for ``task`` and returns ``result``. It keeps ``_used`` in memory."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -140,8 +134,7 @@ class Matmul:
     def linear(
         self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None, name: Any = None
     ) -> paddle.Tensor:
-        """Return ``x [..., in] @ weight [in, out] + bias``. Has the signature of ``F.linear``, so that
-        Paddle's layers can call it."""
+        """Return ``x [..., in] @ weight [in, out] + bias``, with the signature of ``F.linear``."""
         return self._multiply(x, weight, bias, False, None)
 
     def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
@@ -162,9 +155,8 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the values of ``parameter`` for the argument ``leaf`` of :meth:`apart`, detached from
-        autograd. They are the result of :meth:`value`, except in bfloat16 on a CPU: there they are the
-        float32 parameter, because gradients are float32."""
+        """Return the detached values of ``parameter`` for the argument ``leaf`` of :meth:`apart`: the result
+        of :meth:`value` or, in bfloat16 on a CPU, the float32 parameter."""
         return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
 
     def apart(
@@ -175,8 +167,7 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Multiply ``x`` by ``leaf``, a detached tensor with the values of ``parameter``. The weight's
-        gradient then goes to the leaf, not to the parameter."""
+        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter`` that gets the gradient instead."""
         if bfloat16.are_entered():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -233,8 +224,7 @@ class Matmul:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager inside which the 16-bit copies of weights are kept for reuse. No parameter may be
-        updated inside it, because its copy would then be outdated."""
+        """Context manager that keeps 16-bit copies of weights for reuse. Update no parameter inside it."""
         self._copies = {}
         try:
             yield
@@ -242,12 +232,8 @@ class Matmul:
             self._copies = None
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor to multiply by in place of ``parameter``, detached: its 16-bit copy, or the
-        parameter itself.
-
-        Only parameters have copies. A tensor computed from a parameter (a rounded weight) is freed after its
-        product, and another tensor may then get the same ``id``.
-        """
+        """Return what to multiply by in place of ``parameter``: its 16-bit copy, or itself, detached."""
+        # Only parameters have copies: a computed tensor is freed after its product, and its id is used again.
         is_kept = self._dtype is not None and self._copies is not None
         if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:
             return parameter.detach()
@@ -260,9 +246,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor to multiply by in place of ``parameter``: its 16-bit copy if there is one, else
-        the parameter. The copy is attached to the autograd graph, so that its gradient reaches the parameter.
-        In bfloat16 on a CPU, return the parameter itself."""
+        """Return the tensor to multiply by in place of ``parameter``: its 16-bit copy, attached to the
+        autograd graph, or itself without a copy and in bfloat16 on a CPU."""
         if self._dtype is None or self._copies is None or bfloat16.are_entered():
             return parameter
         value = self.value(parameter)
@@ -276,15 +261,13 @@ class Matmul:
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
-        """Add ``gradient``, a float32 gradient of the weight that was computed elsewhere, to the weight's
-        ``main_grad``."""
+        """Add ``gradient``, computed elsewhere in float32, to the weight's ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         weight.main_grad = gradient if main is None else main.add_(gradient)
 
     def _add(self, weight: paddle.Tensor, left: paddle.Tensor, right: paddle.Tensor) -> None:
-        """Add ``left^T @ right``, the gradient of ``weight``, to the weight's float32 ``main_grad`` with one
-        fused kernel."""
+        """Add ``left^T @ right`` to the float32 ``main_grad`` of ``weight`` with one fused kernel."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         # True: accumulate in float32. False: no bias.
@@ -298,25 +281,20 @@ class Matmul:
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """Mark the end of a micro batch's backward pass. Its input gradients are complete, so
-        :meth:`run_next` may now compute its deferred weight gradients."""
+        """Mark the end of a backward pass, so that :meth:`run_next` may compute its weight gradients."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
     def run_next(self) -> None:
-        """Compute the weight gradients that were deferred in the backward pass of the oldest micro batch.
-
-        If a weight was computed from a parameter (rounded, cast), the gradient is passed on to the parameter.
-        Hooks on parameters run as in any backward pass.
-        """
+        """Compute the deferred weight gradients of the oldest micro batch. Gradients of weights that were
+        computed from parameters (rounded, cast) go on to the parameters, whose hooks run as usual."""
         work = self._waiting.popleft()
         with paddle.amp.auto_cast(enable=False):
             while work:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once all weights that the current backward pass has reached have their gradients. If
-        weight gradients are deferred, this is when they have been computed."""
+        """Call ``call`` once all weights of this backward pass have their gradients, also deferred ones."""
         if self.defers:
             self._open.append(call)
         else:
@@ -340,8 +318,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """One product with one weight: the functions that compute it and its gradients. Autograd ignores the
-    object, because it is not a tensor."""
+    """One product with one weight: the functions that compute it and its gradients."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -360,13 +337,11 @@ class _Work:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
-        """Convert the product's input to the form in which it is kept for the backward pass, which computes
-        the weight's gradient from it."""
+        """Convert the product's input to the form that is kept for the weight's gradient."""
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """Convert the product's upstream gradient to the type in which it is multiplied. If the conversion
-        also computes the gradient of the bias, return it as well, else None."""
+        """Convert the upstream gradient. Return it, and the bias gradient if the conversion computes it."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -374,8 +349,7 @@ class _Work:
         return paddle.matmul(upstream, weight, transpose_y=not self.is_transposed)
 
     def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor | None:
-        """Compute the gradient of the weight and return it. None if it was added directly to the weight's
-        float32 ``main_grad``."""
+        """Return the weight's gradient; None if it was added directly to the float32 ``main_grad``."""
         left, right = (upstream, x) if self.is_transposed else (x, upstream)
         if self.add is not None:
             self.add(self.weight, left, right)
@@ -425,20 +399,15 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """The product of rows sorted by group with one matrix per group.
-
-    ``x [n, in]`` has ``counts[g]`` rows of group g, and ``weight`` is ``[groups, in, out]``. The product of
-    each group is written directly into a slice of the result, without temporary copies. A group without rows
-    gets a gradient of zeros.
-    """
+    """The product of ``x [n, in]``, sorted by group with ``counts[g]`` rows of group g, with one matrix per
+    group, ``weight [groups, in, out]``. A group without rows gets a gradient of zeros."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)
         self.counts = counts
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        """Multiply the rows of each group by the group's matrix. The result has the dtype that a linear layer
-        would return under the current ``auto_cast``."""
+        """Multiply the rows of each group by the group's matrix, in a linear's dtype under ``auto_cast``."""
         # Find the dtype by a product of two numbers, because auto_cast depends on lists and levels.
         dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
         with paddle.amp.auto_cast(enable=False):
@@ -497,22 +466,19 @@ def _of_group(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
 
 
 class _WeightGradient:
-    """The computation of a weight's gradient from the product's input ``x`` and the upstream gradient.
-    Nothing in the backward pass waits for it, so it can be deferred."""
+    """Computes a weight's gradient from the input ``x`` and the upstream gradient, now or later."""
 
     def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:
         self.work, self.x, self.upstream = work, x, upstream
 
     def compute(self) -> paddle.Tensor | None:
-        """Compute the gradient of the weight and return it. None if it was added directly to the weight's
-        float32 ``main_grad``."""
+        """Return the weight's gradient; None if it was added directly to the float32 ``main_grad``."""
         gradient = self.work.of_weight(self.x, self.upstream)
         return None if gradient is None else in_dtype(gradient, self.work.weight.dtype)
 
 
 class _Matmul(PyLayer):
-    """Autograd function of a product. Its backward pass returns the gradients of input and bias. It either
-    computes the weight's gradient or defers it."""
+    """Autograd function of a product. Its backward pass may defer the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -573,8 +539,7 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 def _of_bias(
     work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
 ) -> paddle.Tensor | None:
-    """Return the gradient of the bias: ``known`` if it has been computed already, else computed from
-    ``upstream``. None if the bias is frozen, that is, ``dtype`` is None."""
+    """Return the gradient of the bias: ``known``, or computed from ``upstream``; None if it is frozen."""
     if dtype is None or known is not None:
         return None if dtype is None else known
     return in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), dtype)
@@ -582,8 +547,7 @@ def _of_bias(
 
 class _Given(PyLayer):
     """Autograd function that delivers a weight's deferred gradient. The forward pass returns a zero that
-    depends on the weight; a backward pass from this zero computes the gradient and passes it to the weight,
-    and on to the parameter from which the weight was computed."""
+    depends on the weight; the backward pass from this zero computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
@@ -616,8 +580,7 @@ class _Holder:
 
 
 class _Copy(PyLayer):
-    """Autograd function that replaces a parameter with its existing 16-bit copy. The backward pass converts
-    the copy's gradient to the parameter's dtype."""
+    """Autograd function that replaces a parameter with its 16-bit copy, and casts the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, parameter: paddle.Tensor, holder: _Holder) -> paddle.Tensor:

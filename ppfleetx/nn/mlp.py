@@ -58,7 +58,7 @@ def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
-    """Compute :func:`swiglu` with one fused kernel, for which the two halves of ``x`` are copied first."""
+    """Compute :func:`swiglu` with one fused kernel, after copying the two halves of ``x``."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return _C_ops.swiglu(gate, up).reshape([s, b, width // 2])
@@ -91,16 +91,12 @@ class MLP(nn.Layer):
         self.fc1, self.fc2 = factory.linear(spec.fc1), factory.linear(spec.fc2)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Map ``hidden [s, b, h]`` to the same shape."""
         return self.fc2(self.activation(self.fc1(hidden)))
 
 
 def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:
-    """Return the activation, after checking on a small tensor that it halves the width if and only if it is
-    registered as ``gated``.
-
-    Otherwise it would fail later, in a matrix product whose message does not mention activations.
-    """
+    """Return the activation, after checking on a small tensor that its output width fits its registration."""
+    # Otherwise a matrix product would fail, with a message that does not mention activations.
     with paddle.no_grad():
         given = ACTIVATIONS.make(name, paddle.zeros([1, 1, _PROBE_WIDTH]), gives=paddle.Tensor)
     gated, width = ACTIVATIONS.traits(name).gated, given.shape[-1]

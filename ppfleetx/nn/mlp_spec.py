@@ -25,13 +25,11 @@ class MLPSpec:
     Attributes:
         layer: class of the layer, called with the factory and this declaration; a subclass may set another
             class.
-        hidden_size: width of the hidden states, h.
         ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs, as pairs of gate
             and up, so that a slice of whole pairs is a smaller MLP of the same kind.
         activation: a value of ``Model.hidden_act``.
         bias: whether both linears have a bias.
-        init: initial values of fc1.
-        output_init: initial values of fc2.
+        init, output_init: initial values of fc1 and of fc2.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.mlp:MLP"
@@ -68,8 +66,7 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. The names
-        of all tensors begin with ``writes``, the name of the result."""
+        """Return the tape steps (:mod:`ppfleetx.nn.tape`). All tensor names begin with ``writes``."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -96,15 +93,13 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """Declaration of the linears of all experts as one parameter ``[experts, in, out]``. ``of_one`` declares
-    the linear of one expert."""
+    """Declaration of all experts' linears as one parameter; ``of_one`` declares one expert's linear."""
 
     num_experts: int
     of_one: LinearSpec
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declarations of ``weight``, and of ``bias`` if there is one. If input features are
-        sliced (rows), the outputs are summed over ranks, of which only one adds the bias."""
+        """Declare ``weight`` and any ``bias``. Of the ranks that slice input features, one adds the bias."""
         one, experts = self.of_one, self.num_experts
         cut = {"columns": (Shard(2), Shard(1)), "rows": (Shard(1), REPLICATE)}[one.cut]
 
@@ -197,8 +192,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of elements in the matrices of those experts that the router does not choose for a
-        position."""
+        """Number of elements of the expert matrices that the router does not choose for a position."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
@@ -216,21 +210,18 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Convert ``work``, which describes a micro batch, to the rows that one rank's experts process.
-        ``load`` is their number, divided by the mean over the ranks."""
+        """Return ``work`` for the rows of one rank's experts: ``load`` times the mean over the ranks."""
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
 
     def sent_bytes(self, work: Work) -> float:
-        """Return the bytes of the rows that one rank sends to experts, one row per choice, including rows for
-        its own experts."""
+        """Return the bytes of the rows that one rank sends to experts, including its own."""
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass, on the rank
-        whose experts get the most rows. The names of all tensors begin with ``writes``, the name of the
-        result."""
+        """Return the tape steps (:mod:`ppfleetx.nn.tape`) of a forward pass, on the rank whose experts get
+        the most rows. Tensor names begin with ``writes``, the result's name."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

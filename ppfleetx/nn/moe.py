@@ -35,10 +35,9 @@ class Router(nn.Layer):
     """Chooses the experts of each position, and counts the positions of each expert.
 
     Attributes:
-        seen: ``[2, E]``, how often each expert was chosen by positions that count in the loss, since the
-            counts were last cleared. Row 0 counts the actual choices. Row 1 counts those from which the
-            balancing loss is computed, which ignore bias and group limits; with GShard's loss, only the best
-            expert of a position counts. None: no positions yet.
+        seen: ``[2, E]`` number of choices of each expert since the last reset, by positions that count in the
+            loss; None: no positions yet. Row 0: the actual choices. Row 1: the choices for the balancing
+            loss, without bias and group limits; with GShard's loss, only a position's best expert.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
@@ -124,9 +123,8 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """Return the choices ``[s, b, E]`` that count in the balancing loss. They are the experts with the
-        highest scores, without the bias and group limits of the actual choice. With GShard's loss, only the
-        best expert counts."""
+        """Return the choices ``[s, b, E]`` of the balancing loss: the experts with the highest scores,
+        without bias and group limits. With GShard's loss, only the best expert of a position counts."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
@@ -136,9 +134,8 @@ class Router(nn.Layer):
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """Balance the experts after a step. Move the router's bias according to the ``loads [E]`` of the
-        global batch, and store ``shares [E]``, each expert's share of the choices, for the next step's
-        balancing loss. A frozen router (with adapters) does not change."""
+        """Balance the experts after a step: move the router's bias by the global batch's ``loads [E]``, and
+        store ``shares [E]`` of the choices for the next balancing loss. A frozen router stays the same."""
         if self.weight.stop_gradient:
             return
         rate = self.cfg.bias_update_rate
@@ -172,7 +169,6 @@ class MoE(nn.Layer):
         self.shared_gate = None if spec.shared_gate is None else factory.linear(spec.shared_gate)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Map ``hidden [s, b, h]`` to the same shape."""
         routing, kept, losses = self.router(hidden)
         result = self._mixed(hidden, routing, kept)
         for loss in losses:
@@ -251,8 +247,7 @@ class Order:
         return _Combine.apply(outputs, weights, self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return one row per choice of an expert, sorted by expert: the row of the position that made the
-        choice."""
+        """Return one row per choice of an expert, sorted by expert: the row of the choosing position."""
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
@@ -267,18 +262,16 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reorder ``values [n, k]``, the values of each position's k choices, by expert: ``[choices, 1]``."""
+        """Reorder ``values [n, k]`` of each position's k choices by expert: ``[choices, 1]``."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Bring ``values [choices, 1]``, which are sorted by expert, into the order of positions: ``[n,
-        k]``."""
+        """Reorder ``values [choices, 1]``, sorted by expert, by position: ``[n, k]``."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property
     def kept(self) -> paddle.Tensor | None:
-        """Which choices fit into the experts' capacity, as a mask ``[n, k]`` of 1 and 0. None if all choices
-        are kept."""
+        """Mask ``[n, k]`` of choices within the experts' capacity, 1 or 0; None if all are kept."""
         return self._kept
 
 

@@ -29,7 +29,6 @@ class LayerNorm(nn.Layer):
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Normalize the last dimension, of ``size`` elements."""
         gain = self.gain()
         if trains_on_cpu(x) and x.dtype == paddle.float32 and self.bias is not None:
             return _CpuNorm.apply(x, gain, self.bias, self.epsilon)
@@ -56,9 +55,7 @@ class LayerNorm1P(LayerNorm):
 
 
 class RMSNorm(nn.Layer):
-    """Root-mean-square normalization (Zhang and Sennrich, 2019) with a gain of shape ``[size]``.
-
-    The mean square is computed in float32, whatever the input's type.
+    """Root-mean-square normalization (Zhang and Sennrich, 2019) in float32, with a gain ``[size]``.
 
     Attributes:
         fused: the fused operators in use.
@@ -76,7 +73,6 @@ class RMSNorm(nn.Layer):
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Normalize the last dimension, of ``size`` elements."""
         gain = self.gain()
         if x.dtype == gain.dtype and self.fused.takes("rms_norm", x):
             return fused_rms_norm(x, gain, self.epsilon)

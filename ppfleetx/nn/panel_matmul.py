@@ -1,10 +1,9 @@
 """Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-MKL packs the matrix for each product. For few rows this costs as much as reading the matrix two more times.
-MKL skips the packing if the matrix is stored in panels: contiguous blocks of w columns, as wide as one tile
-of its kernels. Results are bitwise equal. Panels are faster for 2 to 512 rows with AVX-512, and up to 64 rows
-with AVX2; for one row the whole matrix is faster. If our own operator is compiled
-(:mod:`ppfleetx.nn.cpu_ops`), it computes the products for which it is faster.
+MKL packs the matrix for each product, which costs as much as reading it two more times. It need not pack a
+matrix that is stored in panels: contiguous blocks of w columns, as wide as one tile of its kernels. Results
+are bitwise equal. Panels are faster for 2 to 512 rows with AVX-512, and for 2 to 64 rows with AVX2. If our
+own operator is compiled (:mod:`ppfleetx.nn.cpu_ops`), it computes the products for which it is faster.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -25,8 +24,8 @@ _MEMORY_LEFT = 0.25  # fraction of the machine's memory; with less, no panels ar
 
 
 def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
-    """Arrange ``weight [k, n]`` in p panels, ``[p, k, w]``. A panel holds w consecutive columns; missing
-    columns are zero. In an exported program, the result for a constant weight is a constant."""
+    """Arrange ``weight [k, n]`` in p panels of w consecutive columns, ``[p, k, w]``, padded with zeros. In an
+    exported program, the panels of a constant weight are a constant."""
     rows, columns = weight.shape
     missing = -columns % WIDTH
     if missing:
@@ -35,8 +34,7 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix that is stored in p panels of w columns,
-    ``[p, k, w]``. Return ``[m, p * w]``."""
+    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by panels ``[p, k, w]``. Return ``[m, p * w]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 
@@ -84,9 +82,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the matrix as the operator for fused blocks reads it for ``num_rows`` rows: the name of its
-        format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and an array. None if there is not
-        enough memory for another copy."""
+        """Return the format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and array that the
+        fused blocks read for ``num_rows`` rows; None if there is not enough memory for another copy."""
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None

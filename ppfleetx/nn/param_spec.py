@@ -25,21 +25,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """Placement of a tensor along one axis of the device mesh: each rank holds an equal slice of dimension
-    ``dim``."""
+    """Placement along one axis of the device mesh: each rank holds an equal slice of dimension ``dim``."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Placement of a tensor along one axis of the device mesh: each rank holds the whole tensor."""
+    """Placement along one axis of the device mesh: each rank holds the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Placement of a tensor along one axis of the device mesh: each rank holds one term of a sum, and the sum
-    over the ranks is the tensor."""
+    """Placement along one axis of the device mesh: each rank holds one term of a sum over the ranks."""
 
 
 Placement = Shard | Replicate | Partial
@@ -98,8 +96,7 @@ class ParamSpec:
 
     @property
     def view(self) -> View:
-        """The named grid of ranks to which the parameter's axes belong: the one of dense parameters, or the
-        one of experts."""
+        """The named grid of ranks to which the parameter's axes belong: the dense or the expert one."""
         return view_of({*self.value, *self.grad})
 
     def placement(self, axis: str) -> Placement:
@@ -212,15 +209,13 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return the axis along which a parameter's gradients are made bitwise equal after the reduction, because
-    each rank along it holds the whole parameter; () if there is none."""
+    """Return the axis whose replicas' gradients are made bitwise equal after the reduction; () if none."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_lack_gradient(spec: ParamSpec) -> bool:
-    """Return whether a backward pass may leave the parameter without a gradient. This is so for parameters of
-    an expert, which may get no token."""
+    """Return whether a backward pass may leave the gradient None: an expert may get no token."""
     return spec.trains and "ep" in spec.view.axes
 
 
@@ -259,8 +254,7 @@ def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """Return all process groups that parameters with these declarations need, each given by its axes. All
-    ranks must create the groups in this order."""
+    """Return the process groups (as axes) that parameters need, in the order in which to create them."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
@@ -269,6 +263,5 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Merge the groups that :func:`gradient_sums` returned for several parameters. Return each group once, in
-    the order in which the sums run."""
+    """Merge groups from :func:`gradient_sums`: each group once, in the order in which the sums run."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

@@ -36,8 +36,7 @@ _KINDS = {
 def transformed(
     specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
 ) -> Mapping[str, ParamSpec]:
-    """Return the parameter declarations ``specs`` after the changes that ``Model.lora`` and section
-    ``Compress`` make to a model."""
+    """Return the declarations ``specs`` as changed by ``Model.lora`` and the section ``Compress``."""
     if compress is not None and compress.quantization is not None:
         specs = fake_quantized(specs, compress.quantization)
     if lora is not None:
@@ -48,8 +47,7 @@ def transformed(
 
 
 def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
-    """Declare low-rank adapters: add their parameters to the linears selected by ``cfg``, and freeze all
-    other parameters except a classification head."""
+    """Add low-rank adapters to the linears selected by ``cfg``; freeze all but a classification head."""
     result: Specs = {}
     for name, spec in specs.items():
         result[name] = replace(spec, trains=spec.trains and name.startswith("score."))
@@ -60,8 +58,7 @@ def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
 
 
 def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
-    """Declare fake quantization: add the parameters of quantizers to the linears selected by ``cfg``. Freeze
-    the embedding if configured."""
+    """Add fake quantizers to the linears selected by ``cfg``, and freeze the embedding if configured."""
     result: Specs = {}
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
@@ -73,8 +70,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
 
 
 def quantized_weights(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
-    """Replace the parameters selected by ``cfg`` with the quantized integers and scales that stand for
-    them."""
+    """Replace the parameters selected by ``cfg`` with their quantized integers and scales."""
     result: Specs = {}
     for name, spec in specs.items():
         layer = name.removesuffix(".weight")
@@ -112,8 +108,7 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
-    """Declare the adapters of a layer's experts, with A and B of each expert. If A or B is not sliced along
-    emp, its gradient is a partial sum there."""
+    """Declare adapters of a layer's experts. Along emp, gradients of unsliced matrices are partial sums."""
     experts, width_in, width_out = matrix.shape
 
     def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
@@ -135,8 +130,7 @@ def linear_kind(matrix: ParamSpec) -> str | None:
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
-    """Return the names of the parameters of a fake quantizer that ``cfg`` requires: the scale of the input,
-    and the learned clipping factors."""
+    """Return the names of the fake-quantizer parameters that ``cfg`` requires."""
     has = {
         "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",
         "weight_clip": cfg.weight_preprocess_type is not None,
@@ -192,8 +186,7 @@ def num_scales(in_features: int, form: Form) -> int:
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a quantized word embedding ``[V, h]``: those of the matrix ``[h, V]``,
-    transposed."""
+    """Declare the scales of a quantized word embedding ``[V, h]``: those of ``[h, V]``, transposed."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -17,8 +17,7 @@ class Rotary(Protocol):
     """Interface of rotary embeddings, which rotate queries and keys so that scores depend on distances."""
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate ``x [b, groups, heads, s, head_dim]`` by the positions ``[b, s]``, without changing its
-        shape."""
+        """Rotate ``x [b, groups, heads, s, head_dim]`` by the positions ``[b, s]``."""
 
 
 @dataclass(frozen=True)

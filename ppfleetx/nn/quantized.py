@@ -1,14 +1,19 @@
 """Layers with weights stored in 8 or 4 bits, for inference and for training adapters (Dettmers et al.,
 "QLoRA", 2023). The quantized weights are not trained.
 
-A linear ``[k, n]`` stores ``weight`` as int8 ``[k, n]`` or, with 4 bits, as uint8 ``[k / 2, n]``: input
-features 2i and 2i + 1 are the low and the high half of a byte, in two's complement. ``scale`` is float32
-``[g, n]``, for g groups of k / g input features. In an asymmetric form, a weight is ``q * scale + offset``,
-and ``scale`` is float16 ``[2 g, n]``, with scale and offset of each group alternating. The word embedding
-``[V, h]`` stores ``weight`` int8, and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
+Parameters of a linear ``[k, n]`` with g groups of k / g input features:
 
-:mod:`ppfleetx.nn.cpu_ops.quantized` multiplies by the stored integers on a CPU, and Paddle's
-``weight_only_linear`` on a GPU for 8-bit weights and 16-bit activations. Otherwise weights are dequantized at
+- ``weight`` in 8 bits: int8 ``[k, n]``
+- ``weight`` in 4 bits: uint8 ``[k / 2, n]``; the low and the high half of a byte are input features 2i and 2i
++ 1, in two's complement
+- ``scale``, symmetric: float32 ``[g, n]``
+- ``scale``, asymmetric: float16 ``[2 g, n]``, scale and offset of each group alternating; a weight is
+``integer * scale + offset``
+
+A word embedding ``[V, h]`` has ``weight`` int8 ``[V, h]``, and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
+
+On a CPU, :mod:`ppfleetx.nn.cpu_ops.quantized` multiplies by the stored integers; on a GPU, Paddle's
+``weight_only_linear`` does so for 8-bit weights and 16-bit activations. Otherwise weights are dequantized at
 their first use or, if the input needs a gradient, for each product.
 """
 
@@ -72,12 +77,11 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the product can be computed on integers: inputs are rounded to 8 bits with one scale per
-        row, and the matrix has one scale per column and no offsets."""
+        """Whether the product uses integers: one scale per row of the input and per column, no offsets."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
-        """Return the stored integers of the matrix as ``[k, n]`` float32, not multiplied by the scales."""
+        """Return the stored integers as ``[k, n]`` float32, not multiplied by the scales."""
         return unpack(self.weight) if self.form.bits == 4 else paddle.cast(self.weight, "float32")
 
     def dequantized(self) -> paddle.Tensor:
@@ -95,8 +99,7 @@ class QuantizedMatrix:
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Arrange weights and scales in the layout of our CPU operators. In an exported program, the result
-        for constant weights is a constant."""
+        """Arrange weights and scales for our CPU operators. In exports, constant weights stay constants."""
         if self.form.bits == 4:
             values = cpu_ops.int4_panels(self.weight)
         else:
@@ -104,8 +107,7 @@ class QuantizedMatrix:
         return values, cpu_ops.scale_panels(self.scale)
 
     def panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the matrix and its scales in the layout of our CPU operators (blocks of columns, "panels").
-        They are made once, by :meth:`make_panels`."""
+        """Return the matrix and scales in our CPU operators' layout, made once by :meth:`make_panels`."""
         if self._panels is None:
             self._panels = tuple(panel.contiguous() for panel in self.make_panels())
             use_huge_pages(self._panels[0])
@@ -113,9 +115,7 @@ class QuantizedMatrix:
 
     @property
     def panel_format(self) -> str:
-        """Name of the layout in which our CPU operators read this matrix, one of
-        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`. The layout consists of panels, which are blocks of
-        columns."""
+        """Format of :meth:`panels`, one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`."""
         weights = "int4" if self.form.bits == 4 else "int8"
         return f"{weights}_int8" if self.rounds_activations else weights
 
@@ -151,9 +151,8 @@ class QuantizedMatrix:
         return self.rescaled(self._widened.linear, x, bias)
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
-        """Return the matrix ``[k, n]`` in floating point, for devices without an operator that multiplies by
-        the stored format. If activations are rounded, too, these may be the integers without scales;
-        :meth:`rescaled` then applies the scales after the product."""
+        """Return the matrix ``[k, n]`` in floating point, for devices without an operator for its format. If
+        activations are rounded, scales may be left out, for :meth:`rescaled` to apply."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -178,8 +177,7 @@ class QuantizedMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
-        """Return the compute capability of the GPU (e.g. 80), if Paddle's kernel for 8-bit weights can
-        multiply ``x`` by this matrix; else None."""
+        """Return the compute capability (e.g. 80) if Paddle's 8-bit kernel can multiply ``x``, else None."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
         if self.form.bits != 8 or self.rounds_activations or not fits or not on_gpu():
             return None
@@ -190,8 +188,7 @@ class QuantizedMatrix:
 
 
 def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Round each row of float32 ``x [..., k]`` to 8 bits. Return the integers as float32, and the scales
-    ``[..., 1]``."""
+    """Round each row of float32 ``x [..., k]`` to 8-bit integers (in float32), with scales ``[..., 1]``."""
     step = (x.abs().max(axis=-1, keepdim=True) / _LEVELS).clip(min=_SMALLEST_SCALE)
     return (x / step).round(), step
 
@@ -201,8 +198,7 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """Autograd function of a product with a quantized matrix. Its backward pass computes only the gradient of
-    ``x``, and ignores that ``x`` may have been rounded."""
+    """Product with a quantized matrix. The gradient of ``x`` ignores that ``x`` may have been rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -260,7 +256,6 @@ class QuantizedLinear(nn.Layer):
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Map ``x [..., k]`` to ``[..., n]``."""
         if self.leave is None:
             return self.matrix.linear(self.enter(x), self.bias)
         product = self.leave(self.matrix.linear(self.enter(x)))
@@ -268,8 +263,7 @@ class QuantizedLinear(nn.Layer):
 
 
 class QuantizedGroupedLinear(nn.Layer):
-    """The linears of all experts, each with a :class:`QuantizedMatrix`. ``weight`` and ``scale`` are those of
-    :class:`QuantizedLinear` with a leading dimension for experts."""
+    """The quantized linears of all experts: :class:`QuantizedLinear` with a leading dimension for experts."""
 
     def __init__(self, linear: nn.Layer, form: Form, *, declare: Declare = declare) -> None:
         super().__init__()
@@ -279,8 +273,7 @@ class QuantizedGroupedLinear(nn.Layer):
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, k]`` to ``[n, columns]``, each row with the matrix of its expert. Rows are sorted by
-        expert; ``counts`` are the numbers of rows per expert."""
+        """Map ``x [n, k]``, sorted by expert with ``counts`` rows per expert, to ``[n, columns]``."""
         if not x.shape[0]:
             return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
         end, parts = 0, []
@@ -292,8 +285,7 @@ class QuantizedGroupedLinear(nn.Layer):
         return paddle.concat(parts)
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """Return the quantized matrix of one expert. It is created at first use, when the weights are
-        final."""
+        """Return the quantized matrix of one expert, created at first use, when the weights are final."""
         if expert not in self._matrices:
             stored = self.weight[expert], self.scale[expert]
             self._matrices[expert] = QuantizedMatrix(*stored, self.form)
@@ -329,7 +321,6 @@ class QuantizedEmbedding(nn.Layer):
         declare(self.scale, of_scale)
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        """Map token ids ``[...]`` to embeddings ``[..., h]``."""
         if self.join is None:
             return self._rows(tokens)
         rows, is_here = local_rows(tokens, self.num_rows, self.rank)
@@ -340,7 +331,7 @@ class QuantizedEmbedding(nn.Layer):
         return self._scaled(F.embedding(ids, self.weight), F.embedding(ids, self.scale))
 
     def dequantized(self) -> paddle.Tensor:
-        """Return the word-embedding table ``[V, h]``, or this rank's rows of it, in floating point."""
+        """Return this rank's rows of the word-embedding table ``[V, h]`` in floating point."""
         return self._scaled(self.weight, self.scale)
 
     def _scaled(self, integers: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
@@ -355,8 +346,7 @@ class QuantizedEmbedding(nn.Layer):
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
-        """Return the transposed word-embedding table ``[h, V]``, or its first ``vocab_size`` columns, as the
-        matrix by which a tied head multiplies."""
+        """Return the table transposed, ``[h, V]``, or its first ``vocab_size`` columns, for a tied head."""
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
         return QuantizedMatrix(weight, scale, self.form)
 
@@ -401,8 +391,7 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
 def _stored(
     layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Create the parameters that store the quantized integers and scales of ``matrix``, ``[k, n]`` or
-    ``[experts, k, n]``."""
+    """Create the parameters that store integers and scales of ``[k, n]`` or ``[experts, k, n]``."""
     *experts, rows, columns = matrix.shape
     whole = matrix.spec.shape[-2]
     if form.group_size is not None and rows % form.group_size:

@@ -36,8 +36,7 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_recomputing() -> bool:
-    """Return whether the current code runs inside a recomputation, that is, for the second time, in the
-    backward pass."""
+    """Return whether this code runs for the second time, in a backward pass that recomputes it."""
     return _RECOMPUTING.get()
 
 

@@ -56,8 +56,8 @@ class RotaryEmbedding:
         self.switch_length = None if scaling is None else scaling.switch_length(max_positions)
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, d]`` by the
-        positions ``[b, s]``."""
+        """Rotate the first ``head_dim`` features of ``x [b, groups, heads, s, d]`` by ``[b,
+        s]`` positions."""
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
@@ -81,8 +81,7 @@ class RotaryEmbedding:
         return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate with the fused kernel, in float32, because in 16 bits the kernel would also round cos and
-        sin."""
+        """Rotate with the fused kernel, in float32, because in 16 bits it would also round cos and sin."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")
@@ -112,15 +111,12 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``rows``, which have positions before heads, to the dtype of ``x`` and to its order of
-        dimensions, with heads before positions."""
+        """Move heads before positions in ``rows``, as in ``x``, and convert them to the dtype of ``x``."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
     def _rotate_on_cpu(self, x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
-        """Rotate by a product with a permutation matrix. Bitwise equal to the plain formula in a sixth of the
-        time, because Paddle's CPU kernels are slow to split the last axis and to multiply tensors of
-        different shapes."""
+        """Rotate by a product with a permutation matrix: bitwise equal, and six times as fast on a CPU."""
         if self.interleaved:
             cos, sin = (table.repeat_interleave(2, axis=-1).expand_as(x) for table in (cos, sin))
         else:
@@ -147,16 +143,14 @@ class RotaryEmbedding:
 
 
 def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
-    """Return the rows of the cos and sin tables for ``position_ids [b, s]`` under LongRoPE. Sequences longer
-    than ``switch_length`` use the table's second part. ``lengths [b or 1, 1]`` are the lengths of the
-    sequences."""
+    """Return the rows of the cos and sin tables for ``position_ids [b, s]`` under LongRoPE. Sequences whose
+    length (``lengths [b or 1, 1]``) exceeds ``switch_length`` use the second part of the tables."""
     return position_ids + switch_length * (lengths > switch_length).astype(position_ids.dtype)
 
 
 @lru_cache(maxsize=4)
 def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
-    """Return the matrix ``[d, d]`` by which a head's features are multiplied to turn each rotary pair
-    ``(first, second)`` into ``(-second, first)``."""
+    """Return the matrix ``[d, d]`` that turns rotary pairs ``(first, second)`` into ``(-second, first)``."""
     pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
     return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 
@@ -165,8 +159,7 @@ def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
 def _whole_tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, ...]:
-    """Return cos and sin tables ``[1, rows, 1, head_dim]``, in which both halves of a head have the same
-    angles."""
+    """Return cos and sin tables ``[1, rows, 1, head_dim]`` with the same angles in both halves of a head."""
     tables = _tables(max_positions, head_dim, base, scaling, device)
     return tuple(paddle.concat([table, table], axis=-1).unsqueeze([0, 2]) for table in tables)
 
@@ -175,9 +168,8 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers. With LongRoPE,
-    which changes its frequencies for sequences longer than L, their shape is
-    ``[L + max_positions, head_dim / 2]``."""
+    """Return cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers. LongRoPE with
+    frequencies for up to L and for more positions has tables ``[L + max_positions, head_dim / 2]``."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
     switch_length = None if scaling is None else scaling.switch_length(max_positions)

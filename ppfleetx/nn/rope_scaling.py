@@ -62,8 +62,7 @@ def _magnitude(scaling: RopeScalingConfig, weight: float) -> float:
 
 
 def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:
-    """Return how far each rotary frequency is scaled: 0 keeps the frequency, 1 divides it by the full factor,
-    and values in between interpolate."""
+    """Return how far each frequency is scaled: from 0 (unchanged) to 1 (divided by the full factor)."""
     if scaling.type == "linear":
         return 1.0
     if scaling.type == "llama3":
@@ -75,8 +74,8 @@ def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig)
 
 
 def _yarn_bounds(head_dim: int, base: float, scaling: RopeScalingConfig) -> tuple[float, float]:
-    """Return the two frequency indices between which YaRN interpolates. It keeps the frequencies up to the
-    first index, and divides those from the second index on by the full factor."""
+    """Return the frequency indices between which YaRN interpolates. It keeps the frequencies at lower
+    indices, and divides those at higher indices by the full factor."""
 
     def index_of(turns: float) -> float:
         length = scaling.original_max_position_embeddings

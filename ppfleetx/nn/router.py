@@ -66,8 +66,7 @@ def _choose(
 
 
 def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
-    """Convert expert indices ``choice [..., k]`` to a mask ``[..., count]``: 1 for chosen experts, 0 for
-    others."""
+    """Convert expert indices ``choice [..., k]`` to a mask ``[..., count]``: 1 for chosen, else 0."""
     zeros = paddle.zeros([*choice.shape[:-1], count], "float32")
     return zeros.put_along_axis(choice, paddle.ones([], "float32"), -1)
 
@@ -76,12 +75,9 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 
 
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Return statistics of each sequence, ``[b, 2 E + 1]``: choices per expert, summed scores per expert, and
-    number of positions.
-
-    Only positions on this rank that count in the loss are included (``counts [s, b]``). Ranks that share a
-    sequence must sum the result.
-    """
+    """Return the choices per expert, summed scores per expert and number of positions of each sequence, ``[b,
+    2 E + 1]``. Only this rank's positions that count (``counts [s, b]``) are included, so ranks that share a
+    sequence must sum the result."""
     of_each = counts.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 

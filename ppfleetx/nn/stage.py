@@ -76,8 +76,7 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the recipe with one more function that is called with the new layer. ``extend``
-        runs first, then the existing ``finish``."""
+        """Return a copy of the recipe that calls ``extend`` with the new layer, then ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -114,8 +113,7 @@ class LayerFactory(Protocol):
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
-        """Return how many of ``count`` equal parts are on this rank. ``what`` names the parts in messages
-        ("key/value heads")."""
+        """Return how many of ``count`` equal parts are on this rank. Messages name the parts by ``what``."""
 
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
         """Declare a parameter that a layer created itself, with the shape of this rank's slice."""
@@ -127,8 +125,7 @@ class LayerFactory(Protocol):
         """Make the linear layers of this rank's experts, or its slices of them."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
-        """Make the :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear. With ``follows``, training
-        updates the scale of its input."""
+        """Make a linear's fake quantizer. With ``follows``, training updates the scale of its input."""
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Make a low-rank adapter of a linear, sliced like the linear."""
@@ -146,39 +143,29 @@ class LayerFactory(Protocol):
         """Make a norm over the last dimension, as declared by ``spec``."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
-        """Make a dropout layer. With ``inside_heads``, its input is sliced over heads, and each
-        tensor-parallel rank draws its own mask."""
+        """Make a dropout layer. With ``inside_heads``, each tensor-parallel rank draws its own mask."""
 
     def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Convert the embedding's output ``[s, b, h]`` to the input of the blocks: under sequence
-        parallelism, this rank's part of ``s``."""
+        """Keep this rank's positions of the embedding's output ``[s, b, h]`` under sequence parallelism."""
 
     def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Convert the output of the blocks to ``[s, b, h]`` at all positions, for layers that all
-        tensor-parallel ranks compute identically."""
+        """Gather the blocks' output ``[s, b, h]`` at all positions, for layers that all ranks compute."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Convert hidden states to the input of the language-model head: under sequence parallelism, gather
-        the positions."""
+        """Convert hidden states to the head's input: gather positions under sequence parallelism."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Compute logits of a tied head: multiply hidden states by the transposed word embedding ``[V, h]``.
-        Under tensor parallelism, the columns of the logits stay sliced."""
+        """Multiply hidden states by the word embedding ``[V, h]``. The columns of the logits stay sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` that belong to this rank's positions under context parallelism
-        (sep). ``ids`` covers whole sequences."""
+        """Select this rank's context-parallel positions (sep) from ``ids [b, s]`` of whole sequences."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Sum values over the ranks that hold different positions, so that sums over this rank's positions
-        become sums over whole sequences. The result is float32.
-
-        A loss computed from the result is the same along the axes ``mp`` and ``sep``.
-        """
+        """Sum values over the ranks that hold other positions, in float32, so that they cover whole
+        sequences. A loss computed from the result is the same along ``mp`` and ``sep``."""
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Gather ``values [s, ...]`` at this rank's positions into the values of whole sequences. The result
-        has no gradient."""
+        """Gather ``values [s, ...]`` at this rank's positions into whole sequences, without a gradient."""
 
     def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Return the part of ``values`` at this rank's positions: the inverse of :meth:`all_positions`."""
@@ -251,8 +238,7 @@ def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:
 
 
 def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
-    """Draw the initial values, in float32, of a parameter. The parameter must already have its name, because
-    the values depend on it."""
+    """Draw the initial values, in float32, of a parameter, which must already have its name."""
     info: ParamInfo = parameter.info
     return paddle.to_tensor(
         draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
@@ -270,8 +256,7 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Forward hook for a frozen first layer. It makes the layer's output require a gradient, which
-    recomputation, pipelines and sharding stage 3 rely on."""
+    """Forward hook: make a frozen first layer's output require a gradient, as recomputation needs it."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

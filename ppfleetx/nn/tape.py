@@ -66,8 +66,7 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """For each tensor, the name of the tensor whose memory it uses: its own name, or for a view the name
-        of the tensor that it views."""
+        """For each tensor, the name of the tensor whose memory it uses: itself, or the one it views."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
@@ -79,8 +78,7 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Name of the tensor whose memory holds the tape's result. If the last steps only make views, this is
-        the tensor of which they are views."""
+        """Name of the tensor whose memory holds the tape's result, which may be a view of it."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property
@@ -113,8 +111,7 @@ class Tape:
         return max(self._forward(keeps=False))
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
-        """Return two peaks of memory in the forward pass: during steps that use parameters, and during all
-        other steps."""
+        """Return the forward pass's peak memory in steps that use parameters, and in all other steps."""
         last = {}  # memory -> the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):
@@ -182,6 +179,5 @@ class Tape:
 
     @cached_property
     def gradients(self) -> float:
-        """Bytes of the gradients of all parameters that the tape's operations use. Those of the parameters
-        themselves are not included."""
+        """Bytes of the gradients of all parameters that the tape's operations use."""
         return sum(step.gradients + (step.inner.gradients if step.inner else 0.0) for step in self.steps)

@@ -88,8 +88,7 @@ def _score_rows(
 def _likeliest(
     highest: paddle.Tensor, token: paddle.Tensor, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the highest logit and its token id over the whole vocabulary, for n positions. ``highest [n]``
-    and ``token [n]`` are the highest logit and its token id among this rank's columns."""
+    """Combine all ranks' highest logits and their token ids, ``[n]``, to those of the vocabulary."""
     from paddle import distributed
 
     if group is None:

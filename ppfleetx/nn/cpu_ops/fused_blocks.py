@@ -1,9 +1,8 @@
 """One CPU operator that runs all transformer blocks on a few new positions (decoding).
 
-A block takes about thirty Paddle operators. For few rows their launch overhead is as large as the
-computation, or larger for quantized weights. ``fused_blocks.cc`` runs all blocks and the final norm in one
-operator: norms, rotary positions, key/value cache, attention, activations, and products with matrices in
-their stored format. The result is that of the layers, in float32, up to rounding.
+A block takes about thirty Paddle operators, whose launches cost as much as the computation for few rows.
+``fused_blocks.cc`` runs all blocks and the final norm in one operator that reads matrices in their stored
+format. The result is that of the layers, in float32, up to rounding.
 
 Shape letters: s new positions, b rows, h hidden size, g key/value heads, k columns of the cache, d head size.
 """
@@ -38,8 +37,7 @@ are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:
-    """Return whether this operator and all other CPU operators are compiled. An exported program
-    with fused blocks needs all of them."""
+    """Return whether all CPU operators that an exported program with fused blocks needs are compiled."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 
@@ -80,8 +78,7 @@ class BlockWeights:
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
-        """Write the sizes and the number of blocks, which the operator reads first. Call this once, before
-        the first :meth:`add_linear` and :meth:`add_norm`."""
+        """Write the sizes and the number of blocks, before the first :meth:`add_linear`."""
         self.layout += [
             sizes.groups,
             sizes.per_group,
@@ -101,9 +98,8 @@ class BlockWeights:
         columns: int,
         bias: paddle.Tensor | None,
     ) -> None:
-        """Append a weight matrix with ``columns`` output features. ``kind`` is its storage format, one of
-        :data:`FORMATS`. Each block has four matrices, in this order: ``qkv``, ``out_proj``, ``fc1``,
-        ``fc2``."""
+        """Append a weight of format ``kind`` (:data:`FORMATS`) with ``columns`` output features. Each block
+        has four, in this order: ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
         self.layout.append(FORMATS.index(kind))
         self._point_to(values)
         self._point_to(scales)
@@ -111,9 +107,9 @@ class BlockWeights:
         self._point_to(bias)
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
-        """Append a norm: LayerNorm if it has a bias, else RMSNorm; no norm if ``weight`` is None. Each block
-        has six norms. They follow its matrices, in this order: before and after attention, before and after
-        the MLP, of queries, of keys."""
+        """Append a norm: LayerNorm if it has a bias, else RMSNorm; none if ``weight`` is None. The six norms
+        of a block follow its matrices: before and after attention, before and after the MLP, of queries, of
+        keys."""
         self._point_to(weight)
         self._point_to(bias)
 

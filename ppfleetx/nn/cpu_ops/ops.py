@@ -46,8 +46,7 @@ BUILT = Path(__file__).with_name("built")
 
 
 def library_path(library: str) -> Path:
-    """Return the path of a compiled operator library, whether or not the file exists. The name depends on the
-    version of Paddle, the kind of CPU and the source code."""
+    """Return the path of an operator library, compiled or not, for this Paddle, CPU and source code."""
     source = SOURCES[library]
     cpuinfo = read_cpuinfo()
     # On processors other than x86, Linux lists no flags; use the whole description.
@@ -60,8 +59,7 @@ def library_path(library: str) -> Path:
 
 @functools.cache
 def load(library: str) -> bool:
-    """Load a compiled operator library into Paddle, if it is not loaded yet. Return False if it has not been
-    compiled, or if loading fails, which is logged as a warning."""
+    """Load a compiled operator library once. False: not compiled, or not loadable (logged as a warning)."""
     path = library_path(library)
     if not path.exists():
         return False

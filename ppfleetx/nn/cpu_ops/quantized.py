@@ -79,7 +79,7 @@ def product(
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
-    """Pad ``matrix`` with zeros, to a multiple of ``multiple`` rows and of :data:`WIDTH` columns."""
+    """Pad ``matrix`` with zeros to multiples of ``multiple`` rows and :data:`WIDTH` columns."""
     rows, columns = matrix.shape
     below, right = -rows % multiple, -columns % WIDTH
     if not below and not right:
