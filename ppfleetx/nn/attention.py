@@ -170,7 +170,7 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Apply those norms of queries and keys whose gain spans all heads. Values do not change."""
+        """Apply those norms whose gain spans all heads to queries and keys in ``qkv [s, b, g, r + 2, d]``."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
@@ -183,7 +183,8 @@ class Attention(HeadAttention):
         return self.q_norm is not None and not self.norms_outside
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Return whether the packed kernel can read ``qkv``: nothing, such as rotary positions, alters it."""
+        """Return whether the kernel for packed queries, keys and values can read the projection ``qkv``. It
+        cannot if rotary positions, norms or linear biases must be applied first."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0

@@ -25,7 +25,7 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
     """Return one :class:`Part` per name of a fused matrix whose columns repeat a series of blocks, such as
-    query, key, value. ``widths`` are the numbers of columns of a series' blocks, by name and in order."""
+    query, key, value. ``widths``: number of columns of each block, by name and in order."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))

@@ -65,10 +65,8 @@ class AuxLoss:
 
 
 def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
-    """Return ``hidden`` unchanged; its backward pass also starts the gradient of ``aux``.
-
-    Outside of a step (generation, a teacher model), no loss is attached.
-    """
+    """Return ``hidden`` unchanged; its backward pass also starts the gradient of ``aux``. Outside of a step
+    (generation, a teacher model), no loss is attached."""
     place = _PLACE.get()
     return hidden if place is None else place.scope.attach(hidden, aux, place.micro_batch)
 
@@ -148,8 +146,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return the weights of a micro batch's positions ``[s, b]`` or rows ``[b]`` in the loss. Those of
-        positions are the loss mask; a row has weight 1 if any of its positions counts, else 0."""
+        """Return the loss weights of a micro batch's positions ``[s, b]`` or rows ``[b]``. Those of positions
+        are the loss mask; a row has weight 1 if any of its positions counts, else 0."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":

@@ -108,7 +108,7 @@ class ChunkedHead(nn.Layer):
         raise NotImplementedError
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the hidden states at this rank's labels. Sequence parallelism gathers their positions."""
+        """Return hidden states at this rank's labels, gathered from all ranks under sequence parallelism."""
         raise NotImplementedError
 
     def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:

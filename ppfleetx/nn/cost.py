@@ -80,8 +80,7 @@ class Work:
 
     @property
     def low_share(self) -> float:
-        """Size of a new gradient in the parameter's type, divided by its size in the type in which gradients
-        are accumulated. 0 if both types are the same."""
+        """Bytes of a new gradient per byte of accumulated gradient; 0 if both have the same type."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 

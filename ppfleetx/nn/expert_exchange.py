@@ -59,8 +59,8 @@ class ExpertExchange:
         self.adds_output_bias = emp is None or emp.rank == 0
 
     def own(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return this rank's share of ``rows [n, ...]`` if several ranks hold the same rows, so that each row
-        is dispatched only once. The backward pass gathers the gradient of all rows."""
+        """Return this rank's share of ``rows [n, ...]``, so that rows that several ranks hold are dispatched
+        once. The backward pass gathers the gradient of all rows."""
         if self._alike is None:
             return rows
         if rows.stop_gradient:
@@ -192,7 +192,7 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Most rows that any rank along ``emp`` receives, to which all of them pad before the gather."""
+        """Largest number of rows that a rank along ``emp`` receives; all pad to it before the gather."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -367,7 +367,7 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return this rank's share of ``rows``, which all ranks of ``group`` hold; one zero row if empty."""
+    """Return this rank's share of ``rows``, which all ranks of ``group`` hold; a row of zeros if empty."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

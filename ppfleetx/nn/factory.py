@@ -254,10 +254,6 @@ class TensorParallelFactory(LocalFactory):
     """The factory of fleet's tensor-parallel layers (Shoeybi et al., 2019; sequence parallelism: Korthikanti
     et al., 2022).
 
-    Args:
-        group: process group of the tensor-parallel ranks.
-        sequence_parallel: whether each rank holds only its part of the positions outside attention and MLP.
-
     Attributes:
         exchange: overlaps the communication of column-parallel layers with computation; None: no overlap.
     """

@@ -230,8 +230,7 @@ class FakeQuantizer(nn.Layer):
 
     @paddle.no_grad()
     def follow(self, largest: paddle.Tensor) -> None:
-        """Move the moving average ``input_scale`` towards ``largest``, the largest input of
-        a global batch."""
+        """Move the average ``input_scale`` towards ``largest``, the largest input of a global batch."""
         if not self.input_scale._is_initialized():
             return  # sharding stage 3: only the owner has the value
         rate, scale = self.cfg.moving_rate, self.input_scale.detach()

@@ -115,10 +115,7 @@ def flash_attention(
     dropout: nn.Layer,
 ) -> paddle.Tensor:
     """Run flash attention. For packed documents, Paddle's kernel gets a flashmask, and a plugin's kernel a
-    full mask.
-
-    Values narrower than keys are padded with zeros, because the kernels take one head size.
-    """
+    full mask. Values narrower than keys are padded with zeros, as the kernels take one head size."""
     _, groups, per_group, _, head_dim = query.shape
     value_dim = value.shape[-1]
     if value_dim < head_dim:

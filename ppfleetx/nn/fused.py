@@ -156,13 +156,11 @@ def choose(
     ctx: ParallelContext,
     unused: Mapping[FusedName, str] | None = None,
 ) -> FusedOps:
-    """Resolve ``Model.fused_ops`` for this device, identically on all ranks.
+    """Resolve ``Model.fused_ops``, the ``setting``, for this device, identically on all ranks.
 
     Args:
-        setting: the value of ``Model.fused_ops``.
         types: element types that the run computes in, named as in :attr:`FusedOperator.types`. The first is
             the type of parameters at O1 and in float32.
-        ctx: this process's place in the job.
         unused: operators that this run has no use for, with the reasons.
 
     Raises:

@@ -34,12 +34,7 @@ Trial = tuple[str, str]
 
 def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
     """Run trials in child processes. Return the failure of each trial as text, in the order of ``trials``;
-    None if it passed.
-
-    Args:
-        device: the device with its number, for example ``gpu:0``.
-        flags: the Paddle flags of this run.
-    """
+    None if it passed. ``device`` includes its number, for example ``gpu:0``."""
     found: list[str | None] = []
     while len(found) < len(trials):
         PROGRESS.go_on()

@@ -33,7 +33,6 @@ class KernelOptions:
         softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
         qk_scale_guard: divisor of 16-bit scores against float16 overflow. Scores are multiplied by it again
             after the conversion to float32, so the result is the same up to rounding.
-        fused: the fused operators in use.
         softcap: soft cap c of the scores, ``c * tanh(score / c)``; None: no cap.
     """
 
@@ -107,7 +106,7 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention by plain operators, which defines the result of the other kernels."""
+    """Compute attention by plain operators. The results of the other kernels are defined by this one."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION

@@ -132,8 +132,8 @@ class LatentAttention(HeadAttention):
         return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return this rank's projections from compressed vectors to keys ``[n, p, c]`` and to values ``[n, c,
-        v]``, cached if weights do not change."""
+        """Return the projections from compressed vectors to keys ``[n, p, c]`` and values ``[n, c, v]``;
+        cached if weights do not change."""
         # Adapters are added and removed as hooks; cached projections are valid for the hooks they were made
         # with.
         hooks = tuple(self.kv_up._forward_post_hooks)

@@ -59,7 +59,6 @@ class LinearSpec:
         in_features, out_features: sizes of the whole matrix.
         cut: what tensor parallelism slices: output features (``columns``; the output stays sliced), input
             features (``rows``; the input is sliced, the output is whole), or nothing (``whole``).
-        bias: whether there is a bias.
         init: initial values of the matrix.
         kind: kind of the matrix, see :class:`ParamSpec`.
         parts: the matrices that are fused into this one.
@@ -130,7 +129,6 @@ class NormSpec:
 
     Attributes:
         kind: a value of ``Model.normalization``.
-        size: size of the normalized dimension.
         epsilon: added to the variance or mean square.
         gain: initial value of the gain.
         inside_heads: whether each head is normalized separately with one shared gain. Tensor-parallel ranks
@@ -173,7 +171,8 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """Return the tape steps (:mod:`ppfleetx.nn.tape`). ``size`` is in bytes; None: the hidden states."""
+        """Return the tape steps (:mod:`ppfleetx.nn.tape`) of the norm on ``size`` bytes, by default on the
+        hidden states."""
         u = work.part_of(self.size) if size is None else size
         if self.head_size is not None:  # norm without gain, then the gains, all in float32
             wide = u * 4 / work.activation_bytes

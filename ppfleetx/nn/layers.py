@@ -38,12 +38,8 @@ class Linear(nn.Layer):
 
 
 class GroupedLinear(nn.Layer):
-    """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``.
-
-    Args:
-        weight: shape of the weight on this rank.
-        bias: shape of the bias on this rank; None: no bias.
-    """
+    """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``. The
+    arguments are the shapes of this rank's parameters; ``bias`` None: no bias."""
 
     def __init__(self, weight: Sequence[int], bias: Sequence[int] | None, matmul: Matmul) -> None:
         super().__init__()
@@ -67,8 +63,8 @@ def trains_on_cpu(x: paddle.Tensor) -> bool:
 
 
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """Compute ``x + bias``, bitwise, with the bias expanded to all rows by a matrix product. The gradient of
-    the bias is then a matrix-vector product, faster than Paddle's column sum on a CPU."""
+    """Compute ``x + bias``, with the bias expanded to all rows by a matrix product. The result is bitwise
+    equal, and the bias gradient a matrix-vector product, faster than Paddle's column sum on a CPU."""
     width = bias.shape[0]
     rows = x.reshape([-1, width])
     spread = paddle.matmul(paddle.ones([rows.shape[0], 1], dtype=bias.dtype), bias.unsqueeze(0))
@@ -85,9 +81,7 @@ def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
 
 class VocabParallelEmbedding(nn.Layer):
     """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums their results.
-
-    Replaces Paddle's layer, whose ``c_embedding`` copies the whole table in each pass on a plugin's device.
-    """
+    Paddle's own layer copies the whole table in each pass on a plugin's device."""
 
     def __init__(
         self, shape: Sequence[int], *, rank: int, join: Callable[[paddle.Tensor], paddle.Tensor]

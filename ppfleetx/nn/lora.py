@@ -20,16 +20,11 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 class LoraBranch(nn.Layer):
     """A low-rank adapter, ``scale * join(dropout(x) A) B``, with this rank's slices of A ``[in, rank]`` and B
-    ``[rank, out]``.
-
-    For experts, the matrices are ``[experts, in, rank]`` and ``[experts, rank, out]``.
+    ``[rank, out]``. For experts, the matrices are ``[experts, in, rank]`` and ``[experts, rank, out]``.
 
     Args:
         a, b: shapes of this rank's slices.
-        scale: factor of the result.
-        dropout: dropout of the input.
         join: the communication between ranks after the product with A; None: no communication.
-        matmul: multiplies by A and B.
     """
 
     def __init__(
@@ -51,10 +46,7 @@ class LoraBranch(nn.Layer):
 
     def forward(self, x: paddle.Tensor, counts: Counts | None = None) -> paddle.Tensor:
         """Map the linear's input ``x [..., in]`` to ``[..., out]``, to be added to the linear's output.
-
-        Args:
-            counts: rows of each expert; None: the linear has one matrix.
-        """
+        ``counts`` are the rows of each expert; None: the linear has one matrix."""
         low = self._times(self.dropout(x), self.a, counts)
         if self.join is not None:
             low = self.join(low)

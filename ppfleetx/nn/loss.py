@@ -38,7 +38,6 @@ def token_loss(
             padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
-        true_vocab: size of the vocabulary without padding.
         group: n ranks that divide the columns: logits are ``[s, b, V / n]``, and rank r has the columns from
             ``r V / n`` on. All of them get the same result. None: this rank has all columns.
 
@@ -123,10 +122,8 @@ def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN.
-
-    An evaluation adds this, because Paddle's cross entropy on the CPU turns NaN logits into a finite number.
-    """
+    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN. An evaluation
+    adds this, because Paddle's cross entropy on the CPU turns NaN logits into a finite number."""
     return logits.sum(axis=-1) * 0.0
 
 

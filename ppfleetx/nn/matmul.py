@@ -3,8 +3,8 @@
 - ``cast_to``: multiply by a 16-bit copy of the weight, which is made once per step;
 - :class:`Exchange`: communication among tensor-parallel ranks that overlaps the backward pass;
 - ``fused``: add the weight's gradient to the float32 ``main_grad`` in one kernel, instead of to ``grad``;
-- ``defers``: compute the weight's gradient after the backward pass, when a pipeline rank would otherwise be
-idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+- ``defers``: compute the weight's gradient after the backward pass, when a pipeline rank would otherwise
+  be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
 On a CPU, Paddle multiplies only in float32. Inside the context ``products`` of
 :mod:`ppfleetx.nn.cpu_ops.bfloat16`, operands are rounded to bfloat16; results and gradients are float32.
@@ -115,8 +115,7 @@ class Matmul:
         defers: whether to defer the gradients of weights to :meth:`run_next`.
 
     Attributes:
-        uses: how often each option took effect (``weight_cast``, ``linear_grad_add``, ``overlapped``,
-            ``deferred``), and the number of copies made (``casts``).
+        uses: how often each option took effect, and the number of copies made (``casts``).
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter`` that gets the gradient instead."""
+        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter`` that receives the gradient."""
         if bfloat16.are_entered():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -183,10 +182,8 @@ class Matmul:
         counts: Counts,
     ) -> paddle.Tensor:
         """Multiply each row of ``x [n, in]`` by the matrix of its group in ``weight [groups, in, out]``. Rows
-        are sorted by group; ``counts`` are the numbers of rows per group.
-
-        The weight's gradient is never added directly to ``main_grad``.
-        """
+        are sorted by group; ``counts`` are the rows per group. Gradients are never added directly to
+        ``main_grad``."""
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         defers = self.defers and trains and not x.stop_gradient
@@ -246,8 +243,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor to multiply by in place of ``parameter``: its 16-bit copy, attached to the
-        autograd graph, or itself without a copy and in bfloat16 on a CPU."""
+        """Return what to multiply by in place of ``parameter``, attached to the autograd graph: its 16-bit
+        copy if one is kept, else itself. In bfloat16 on a CPU, it is always the parameter itself."""
         if self._dtype is None or self._copies is None or bfloat16.are_entered():
             return parameter
         value = self.value(parameter)
@@ -466,7 +463,7 @@ def _of_group(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
 
 
 class _WeightGradient:
-    """Computes a weight's gradient from the input ``x`` and the upstream gradient, now or later."""
+    """Computes a weight's gradient from input ``x`` and upstream gradient, at once or deferred."""
 
     def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:
         self.work, self.x, self.upstream = work, x, upstream

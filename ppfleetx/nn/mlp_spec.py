@@ -93,7 +93,7 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """Declaration of all experts' linears as one parameter; ``of_one`` declares one expert's linear."""
+    """Declaration of all experts' linears, ``weight [experts, in, out]``; ``of_one`` declares one linear."""
 
     num_experts: int
     of_one: LinearSpec

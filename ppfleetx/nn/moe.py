@@ -204,7 +204,6 @@ class Order:
 
     Args:
         choice: ``[n, k]`` experts of each position.
-        num_experts: number of experts of the layer.
         kept: ``[n, k]``, 1 for kept choices, 0 for dropped ones; None: all are kept.
 
     Attributes:

@@ -55,11 +55,7 @@ class LayerNorm1P(LayerNorm):
 
 
 class RMSNorm(nn.Layer):
-    """Root-mean-square normalization (Zhang and Sennrich, 2019) in float32, with a gain ``[size]``.
-
-    Attributes:
-        fused: the fused operators in use.
-    """
+    """Root-mean-square normalization (Zhang and Sennrich, 2019) in float32, with a gain ``[size]``."""
 
     fused: FusedOps = NO_FUSED_OPS
 

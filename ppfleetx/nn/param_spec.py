@@ -47,10 +47,7 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 @dataclass(frozen=True)
 class Part:
     """One matrix inside a fused parameter (queries, keys, values, gate or up), or one head of a norm's gain.
-
-    Along dimension ``dim``, the part consists of ``width`` indices of every ``period`` consecutive indices,
-    starting at ``offset``.
-    """
+    Along dimension ``dim``, it has ``width`` of every ``period`` consecutive indices, from ``offset`` on."""
 
     name: str
     dim: int

@@ -1,8 +1,7 @@
 """Transforms of a model's parameter declarations: adapters, fake quantization, quantized weights. No Paddle.
 
 Each transform maps the parameters of a model, by canonical name, to new parameters. The corresponding layers
-are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``; they use the functions at the end of this
-file to declare parameters.
+are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``.
 """
 
 from __future__ import annotations

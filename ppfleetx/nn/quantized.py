@@ -4,11 +4,11 @@
 Parameters of a linear ``[k, n]`` with g groups of k / g input features:
 
 - ``weight`` in 8 bits: int8 ``[k, n]``
-- ``weight`` in 4 bits: uint8 ``[k / 2, n]``; the low and the high half of a byte are input features 2i and 2i
-+ 1, in two's complement
+- ``weight`` in 4 bits: uint8 ``[k / 2, n]``, two's complement; each byte holds an even input feature in its
+  low half, and the next one in its high half
 - ``scale``, symmetric: float32 ``[g, n]``
 - ``scale``, asymmetric: float16 ``[2 g, n]``, scale and offset of each group alternating; a weight is
-``integer * scale + offset``
+  ``integer * scale + offset``
 
 A word embedding ``[V, h]`` has ``weight`` int8 ``[V, h]``, and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
 
@@ -77,7 +77,8 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the product uses integers: one scale per row of the input and per column, no offsets."""
+        """Whether the product can be computed on integers: inputs are rounded with one scale per row, and the
+        matrix has one scale per column and no offsets."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
@@ -391,7 +392,7 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
 def _stored(
     layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Create the parameters that store integers and scales of ``[k, n]`` or ``[experts, k, n]``."""
+    """Create parameters for integers and scales of a matrix ``[k, n]`` or ``[experts, k, n]``."""
     *experts, rows, columns = matrix.shape
     whole = matrix.spec.shape[-2]
     if form.group_size is not None and rows % form.group_size:

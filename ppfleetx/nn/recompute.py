@@ -17,12 +17,9 @@ import paddle
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function without keeping activations. The backward pass runs it again with the same random
-    numbers and context variables.
-
-    Apart from parameters and random numbers, the function must be pure. ``args`` are tensors or None; at
-    least one tensor must require a gradient.
-    """
+    """Run a function without keeping activations; the backward pass runs it again with the same random
+    numbers and context variables. Apart from parameters and random numbers, the function must be pure.
+    ``args`` are tensors or None; at least one tensor must require a gradient."""
     from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
     context, runs = copy_context(), count()

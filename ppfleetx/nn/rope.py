@@ -34,7 +34,6 @@ class RotaryEmbedding:
         interleaved: whether neighboring features are paired, instead of one feature of each half.
 
     Attributes:
-        fused: the fused operators in use.
         switch_length: see :meth:`~ppfleetx.config.sections.rope.RopeScalingConfig.switch_length`. If it is
             not None, the ``position_ids`` of all methods are the result of :func:`places`.
     """
@@ -56,8 +55,8 @@ class RotaryEmbedding:
         self.switch_length = None if scaling is None else scaling.switch_length(max_positions)
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate the first ``head_dim`` features of ``x [b, groups, heads, s, d]`` by ``[b,
-        s]`` positions."""
+        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, d]`` by the
+        positions ``[b, s]``."""
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
@@ -168,8 +167,8 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers. LongRoPE with
-    frequencies for up to L and for more positions has tables ``[L + max_positions, head_dim / 2]``."""
+    """Return cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers. With LongRoPE, which
+    has other frequencies beyond L positions, they are ``[L + max_positions, head_dim / 2]``."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
     switch_length = None if scaling is None else scaling.switch_length(max_positions)

@@ -33,7 +33,6 @@ def token_scores(
         logits: ``[s, b, V]``. Columns from ``true_vocab`` on are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         mask: ``[b, s]``; only positions where the mask is not 0 are scored.
-        true_vocab: size of the vocabulary without padding.
         group: the ranks that divide the columns, as in :func:`ppfleetx.nn.loss.token_loss`. All of them get
             the same results.
 
@@ -88,7 +87,7 @@ def _score_rows(
 def _likeliest(
     highest: paddle.Tensor, token: paddle.Tensor, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Combine all ranks' highest logits and their token ids, ``[n]``, to those of the vocabulary."""
+    """Return the highest logits ``[n]`` and their token ids over all ranks, from those of this rank."""
     from paddle import distributed
 
     if group is None:

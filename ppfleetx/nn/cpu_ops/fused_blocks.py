@@ -137,8 +137,6 @@ def run(
             The causal mask always applies.
         angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.
         cache: keys and values of each block in turn, ``[b, g, k, d]``. New columns are written in place.
-        weights: the weights of all blocks.
-        epsilon: epsilon of all norms.
 
     Returns:
         Hidden states ``[s, b, h]``, and the tensors of the cache.

@@ -72,8 +72,7 @@ def product(
         panels: result of :func:`int8_panels` (``int8``), :func:`int8_quads` (``int8_int8``) or
             :func:`int4_panels`.
         scales: result of :func:`scale_panels`.
-        bias: ``[n]`` or None.
-        columns: n.
+        bias: ``[n]`` or None, for n ``columns``.
     """
     return _C_ops._run_custom_op(f"ppfleetx_{kind}", x, panels, scales, bias, columns)[0]
 
