@@ -35,9 +35,9 @@ class KeyValueCache(Protocol):
         earlier positions; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. None
-                as mask: the masks of :mod:`ppfleetx.nn.masks` apply, because the last key is the last new
-                position.
+            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
+                mask is None, the last key is that of the last new position, and the masks of
+                :mod:`ppfleetx.nn.masks` apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:

@@ -85,7 +85,7 @@ class AttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds per pair of a query and a key position: widths of all queries and of all values."""
+        """Multiply-adds per pair of query and key position: total width of queries plus that of values."""
         return 2 * self.q_width
 
     @property
@@ -178,7 +178,7 @@ class AttentionSpec:
 
 
 def _pairs(work: Work, num_heads: int) -> float:
-    """Return the number of attention scores of one rank, which computes some heads of whole sequences."""
+    """Return the number of attention scores that one rank computes, for its heads and whole sequences."""
     return work.micro_batch * (num_heads / (work.mp * work.sep)) * work.seq_len**2
 
 
@@ -313,7 +313,7 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds per pair of a query and a key position: widths of all queries and of all values."""
+        """Multiply-adds per pair of query and key position: total width of queries plus that of values."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property

@@ -54,7 +54,7 @@ class DeferredLogits:
         self.head, self.hidden = head, hidden
 
     def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
-        """Return the sum of ``function(logits, labels, mask)`` over all chunks, differentiable."""
+        """Return the differentiable sum of ``function(logits, labels, mask)`` over all chunks."""
         if paddle.is_grad_enabled():
             return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
         return paddle.stack(self.each(labels, mask, function)).sum()

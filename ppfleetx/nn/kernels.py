@@ -106,7 +106,7 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention by plain operators. The results of the other kernels are defined by this one."""
+    """Compute attention by plain operators. Its result defines that of the other kernels."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION

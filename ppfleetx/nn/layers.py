@@ -96,8 +96,8 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return each token's row in this rank's part of the embedding table, and whether that row is the
-    token's, ``[..., 1]``. It is not if the token's embedding is on another rank."""
+    """Return the row to read for each token in this rank's part of the embedding table, and whether it
+    belongs to the token, ``[..., 1]``. The rows of tokens of other ranks do not."""
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
     # Other tokens get different rows: a GPU is slow to add many gradients to one row, even zeros.

@@ -41,7 +41,7 @@ Counts = Sequence[int]
 
 
 class Exchange:
-    """Communication of a column-parallel product among tensor-parallel ranks; each has the whole input.
+    """Communication among tensor-parallel ranks for a column-parallel product. Each has the whole input.
 
     The backward pass sums the input's gradient over the ranks while it computes the weight's gradient
     (Narayanan et al., 2021; for sequence parallelism Korthikanti et al., 2022, section 4.2.2). One sum runs
@@ -229,7 +229,7 @@ class Matmul:
             self._copies = None
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return what to multiply by in place of ``parameter``: its 16-bit copy, or itself, detached."""
+        """Return the detached tensor to multiply by in place of ``parameter``: its 16-bit copy or itself."""
         # Only parameters have copies: a computed tensor is freed after its product, and its id is used again.
         is_kept = self._dtype is not None and self._copies is not None
         if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:

@@ -210,7 +210,8 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Return ``work`` for the rows of one rank's experts: ``load`` times the mean over the ranks."""
+        """Convert ``work`` from a micro batch to the rows that one rank's experts process. ``load`` is their
+        number, divided by the mean over the ranks."""
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)

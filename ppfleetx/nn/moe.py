@@ -261,11 +261,12 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reorder ``values [n, k]`` of each position's k choices by expert: ``[choices, 1]``."""
+        """Bring ``values [n, k]`` of the choices of each position into the order of experts, ``[choices,
+        1]``."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reorder ``values [choices, 1]``, sorted by expert, by position: ``[n, k]``."""
+        """Bring ``values [choices, 1]`` from the order of experts into that of positions, ``[n, k]``."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property

@@ -82,8 +82,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and array that the
-        fused blocks read for ``num_rows`` rows; None if there is not enough memory for another copy."""
+        """Return the matrix as the fused blocks read it for ``num_rows`` rows: its format (one of
+        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and an array. None: no memory for another copy."""
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None

@@ -122,8 +122,8 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def linear_kind(matrix: ParamSpec) -> str | None:
-    """Return what ``Compress.Quantization.quantizable_layer_type`` calls a linear with this matrix; None if
-    tensor parallelism does not slice it."""
+    """Return the name of a linear with this matrix in ``Compress.Quantization.quantizable_layer_type``; None
+    if tensor parallelism does not slice it."""
     axis = matrix.view.tensor
     return _KINDS.get((axis, matrix.placement(axis)))
 

@@ -153,7 +153,7 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[k, n]`` in floating point, for devices without an operator for its format. If
-        activations are rounded, scales may be left out, for :meth:`rescaled` to apply."""
+        activations are rounded, it may lack the scales, which :meth:`rescaled` applies later."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)

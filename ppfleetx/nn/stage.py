@@ -155,14 +155,14 @@ class LayerFactory(Protocol):
         """Convert hidden states to the head's input: gather positions under sequence parallelism."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Multiply hidden states by the word embedding ``[V, h]``. The columns of the logits stay sliced."""
+        """Multiply hidden states by the transposed word embedding. The columns of the logits stay sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         """Select this rank's context-parallel positions (sep) from ``ids [b, s]`` of whole sequences."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Sum values over the ranks that hold other positions, in float32, so that they cover whole
-        sequences. A loss computed from the result is the same along ``mp`` and ``sep``."""
+        """Return the float32 sum of ``values`` over the ranks that divide the positions of sequences. A loss
+        computed from the result is the same along ``mp`` and ``sep``."""
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Gather ``values [s, ...]`` at this rank's positions into whole sequences, without a gradient."""
