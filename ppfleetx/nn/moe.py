@@ -261,8 +261,7 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Bring ``values [n, k]`` of the choices of each position into the order of experts, ``[choices,
-        1]``."""
+        """Bring ``values [n, k]`` from the order of positions into that of experts, ``[choices, 1]``."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:

@@ -75,9 +75,9 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 
 
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Return the choices per expert, summed scores per expert and number of positions of each sequence, ``[b,
-    2 E + 1]``. Only this rank's positions that count (``counts [s, b]``) are included, so ranks that share a
-    sequence must sum the result."""
+    """Return statistics of each sequence, ``[b, 2 E + 1]``: choices per expert, summed scores per expert and
+    number of positions. Only this rank's positions that count (``counts [s, b]``) are included, so ranks that
+    share a sequence must sum the result."""
     of_each = counts.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 
