@@ -63,7 +63,7 @@ class Sharding:
         self._axes_of = {p.info.name: owner_axes(p.spec, ctx.mesh) for p in both}
         self._group_of = {name: ctx.group_over(axes) for name, axes in self._axes_of.items()}
         # Distribute trainable and frozen parameters separately, so that states and values are both balanced.
-        self.owners = {**self._assign_owners(frozen), **self._deal_out(parameters)}
+        self.owners = {**self._assign_owners(frozen), **self._assign_owners(parameters)}
         self._overlaps = bucket_bytes is not None
         self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
         shared = [p for p in self._parameters if self._axes(p)]
