@@ -154,9 +154,9 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the number of micro batches, and reuse known message shapes. Neighbors exchange shapes only in
-        the first pass with each mode (training or evaluation) and input shape, which are the same on all
-        ranks of a pipeline."""
+        """Set the number of micro batches, and reuse known message shapes. Only the first pass with a mode
+        (training or evaluation) and an input shape exchanges message shapes with neighbors. All ranks of a
+        pipeline agree on this, because they read the same batch."""
         self._pipeline.accumulate_steps = len(micro_batches)
         inputs = tuple((name, micro_batches[0][name].shape) for name in _INPUTS if name in micro_batches[0])
         kind = (self._model.training, inputs)  # in training, some tensors sent have gradients

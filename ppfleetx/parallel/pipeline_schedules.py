@@ -40,8 +40,8 @@ class Receive:
 
 @dataclass
 class _Sent:
-    """A send that may be in progress. It keeps its tensors alive, because Paddle does not do so reliably:
-    waiting for one NCCL task deletes the records of which stream still reads which memory
+    """A send that may be in progress. It holds its tensors, because Paddle may free them too early: when one
+    NCCL task is awaited, Paddle forgets which streams still read memory
     (``NCCLTask::RemoveHolderStreamInGroup``)."""
 
     tensors: tuple[paddle.Tensor, ...]

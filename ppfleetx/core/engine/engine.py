@@ -331,9 +331,9 @@ class Engine:
         return None
 
     def _respond_to_spike(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """Respond to a loss spike as configured: skip the step, go back to the last checkpoint, or stop by a
-        TrainingStoppedError. Then report it to the callbacks. Returns the batches to continue with if the run
-        went back, else None."""
+        """Respond to a loss spike as configured: skip the step, go back to the last checkpoint, or stop.
+        Reports the spike to the callbacks, and then raises TrainingStoppedError if the run must stop. Returns
+        the batches to continue with if the run went back, else None."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:

@@ -111,9 +111,9 @@ class Watch:
     def describe(
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
-        """Return an error message: on which rank, in which layer and from which samples a non-finite number
-        first appeared. All ranks must call it. They repeat the passes of the step to find the layer, except
-        with ``Engine.checks: full``, which has recorded it."""
+        """Return an error message with the rank, layer and samples in which a non-finite number first
+        appeared. All ranks must call it. They repeat the passes of the step to find the layer, except with
+        ``Engine.checks: full``, which has recorded it."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids

@@ -158,8 +158,8 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if the model has fake quantization and the checkpoint has not
-        (``Engine.save_load.allow_missing`` permits it), or the reverse (``allow_extra`` permits it).
+        """Raise CheckpointError if only the model or only the checkpoint has fake quantization.
+        ``Engine.save_load.allow_missing`` permits the former, ``allow_extra`` the latter.
 
         Args:
             held: names of the model's parameters that belong to fake quantization.

@@ -48,7 +48,7 @@ class LogWriter:
 
     def state(self) -> Mapping[str, Any]:
         """Return what the writer needs to continue its curves after a resume, such as a service's id of the
-        run. JSON values, which are stored in checkpoints."""
+        run. The result consists of JSON values and is stored in checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -200,7 +200,8 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the web application. With an API key, only the chat page and ``/health`` are open."""
+    """Create the web application. With an API key, only the chat page and ``/health`` are open to requests
+    without it."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

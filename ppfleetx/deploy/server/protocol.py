@@ -43,7 +43,8 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """A JSON response in ASCII. Other characters are escaped, even a lone surrogate, which UTF-8 lacks."""
+    """A JSON response in ASCII. Other characters are escaped, even a lone surrogate, which UTF-8 cannot
+    represent."""
 
     media_type = "application/json"
 

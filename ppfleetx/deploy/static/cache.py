@@ -83,11 +83,11 @@ class RoomCache:
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
         """Return the additive attention mask for layers in which a token attends to itself and the ``window``
-        positions before it (None: to all). Padding is only on the left, so these are the columns before it.
-        """
+        positions before it (None: to all)."""
         if window not in self.penalties:
             visible = self.visible
             if window is not None:
+                # padding is only on the left, so the columns before a token are the positions before it
                 columns = paddle.arange(visible.shape[1])
                 visible = paddle.logical_and(visible, columns >= self.column - window)
             self.penalties[window] = penalty_of(visible.unsqueeze([1, 2]))

@@ -525,7 +525,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def active_count(model: ModelConfig) -> int:
-    """Return the number of parameters used for one position, without experts that were not chosen."""
+    """Return the number of parameters used for one position, with only the experts that the router chose."""
     specs = parameter_specs(model).values()
     experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
     idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
