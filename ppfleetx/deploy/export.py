@@ -35,12 +35,9 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
-    """Export the model of ``generator`` to the directory ``Engine.save_load.output_dir``/rank_0, and return
-    this directory. An earlier export there is replaced atomically.
-
-    Raises UserError if the directory cannot be written, or the checkpoint or the tokenizer does not fit the
-    model.
-    """
+    """Export the model of ``generator`` to ``Engine.save_load.output_dir``/rank_0, and return this directory.
+    An earlier export there is replaced atomically. Raises UserError if the directory cannot be written, or
+    the checkpoint or the tokenizer does not fit the model."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
     busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))
@@ -76,11 +73,8 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Raise ConfigError for a LongRoPE model whose maximum length is above its switch length.
-
-    Above the switch length, LongRoPE uses other rotary angles. Cached keys must then be recomputed, which an
-    exported program cannot do.
-    """
+    """Raise ConfigError for a LongRoPE model whose maximum length is above its switch length. Above it, other
+    rotary angles apply, and cached keys must be recomputed, which an exported program cannot do."""
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(
@@ -94,7 +88,7 @@ def check_positions(cfg: RunConfig) -> None:
 
 
 def check_one_process(processes: int) -> None:
-    """Raise ConfigError if the job has more than one process: an exported program cannot communicate."""
+    """Raise ConfigError if the job has several processes, because an exported program cannot communicate."""
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
@@ -106,9 +100,8 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Raise ConfigError if the export cannot be written to ``output_dir``/rank_0: the directory cannot be
-    created, or it has files that do not belong to an earlier export.
-    """
+    """Raise ConfigError if the export cannot be written to ``output_dir``/rank_0, for example because it has
+    files that do not belong to an earlier export."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
     rule = why_not_writable(output_dir)

@@ -46,7 +46,7 @@ _AGAIN = "export the model again with ppfleetx export"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest records about a file: its size in bytes, and its SHA-256 in hexadecimal."""
+    """A file in the manifest: its size in bytes, and its SHA-256 in hexadecimal."""
 
     size: StrictInt
     sha256: StrictStr
@@ -54,14 +54,14 @@ class FileEntry:
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportManifest:
-    """The manifest of an exported model (``export.json``), which describes the model and lists the files.
+    """The manifest of an exported model, ``export.json``.
 
     Attributes:
         vocab_size: number of token ids that the program can generate, from 0 on.
         end_id, end_token: id and text of the tokenizer's end-of-document token.
         max_positions: the limit of prompt plus continuation, in tokens.
         model: the ``Model`` section of the configuration.
-        generation: those keys of the ``Generation`` section that the user set.
+        generation: the keys of the ``Generation`` section that the user set.
         checkpoint: name of the checkpoint that was exported.
         inputs: the dtypes of the program's inputs, by name.
         files: size and checksum of each file, by relative path.
@@ -87,28 +87,24 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """Name of the program file that uses our C++ operators. ``width`` is the number of columns in a panel,
-    the unit in which these operators store a matrix.
-    """
+    """Name of the program file that uses our C++ operators for matrices in panels of ``width`` columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
-    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices.
-    ``width`` is the number of columns in a panel, the unit in which these operators store a matrix.
-    """
+    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices in
+    panels of ``width`` columns."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """Name of the program file of a quantized model that runs all transformer blocks in one C++ operation.
-    ``width`` is the number of columns in a panel, the unit in which this operation stores a matrix.
-    """
+    """Name of the program file of a quantized model that runs all transformer blocks in one C++ operation,
+    with matrices in panels of ``width`` columns."""
     return f"{PROGRAM}_blocks_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:
-    """Compute size and checksum of all files below ``directory``, by relative path, for the manifest."""
+    """Compute size and checksum of each file below ``directory``, by relative path."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         path.relative_to(directory).as_posix(): FileEntry(path.stat().st_size, _sha256(path))
@@ -117,12 +113,9 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
-    """Find an exported model in ``model_dir`` or ``model_dir``/rank_0, and check its files. Returns the
-    directory and the manifest.
-
-    File sizes are always checked, checksums only with ``verify``. Raises ConfigError if there is no exported
-    model, it is damaged, or it has an unsupported format version.
-    """
+    """Find an exported model in ``model_dir`` or ``model_dir``/rank_0, and check its files, with checksums if
+    ``verify``. Returns the directory and the manifest. Raises ConfigError if there is no exported model, it
+    is damaged, or its format version is not supported."""
     directory = _find(Path(model_dir))
     manifest = _read(directory / MANIFEST_FILE)
     for name, entry in manifest.files.items():
@@ -135,9 +128,7 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """List the files in the directory of an export that do not belong to the export. Returns an empty list if
-    the manifest is damaged.
-    """
+    """List the files in the directory that do not belong to the export. Empty if the manifest is damaged."""
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:
@@ -220,8 +211,7 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError if an option of the ``Generation`` section does not work with exported programs, for
-    example beam search. ``places`` says in which file and line each key was set, for the message.
-    """
+    example beam search. ``places`` has the file and line of each key, for the message."""
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
         key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
@@ -248,11 +238,8 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary, which does
-    not work with oneDNN.
-
-    In Paddle 3.3.1, it fails with an exception without a message. Sampling with top-k works.
-    """
+    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary. With
+    oneDNN, it fails in Paddle 3.3.1 with an exception without a message. Sampling with top-k works."""
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
             f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "
@@ -265,9 +252,7 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
 
 def check_inference(cfg: RunConfig, device: str) -> None:
-    """Raise ConfigError if exported programs cannot run on this machine with the options of the ``Inference``
-    section.
-    """
+    """Raise ConfigError if this machine cannot run exported programs with the options of ``Inference``."""
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
         raise _refusal(
@@ -290,9 +275,7 @@ def check_inference(cfg: RunConfig, device: str) -> None:
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the CPU has bfloat16 matrix instructions, according to ``cpuinfo`` (by default
-    ``/proc/cpuinfo``).
-    """
+    """Return whether the CPU has bfloat16 matrix instructions, according to the file ``cpuinfo``."""
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(BFLOAT16)
 
 

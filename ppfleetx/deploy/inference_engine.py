@@ -121,9 +121,8 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _cut_row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """Return a generated sequence up to its end token, stop string or length limit. The program adds
-        tokens to every sequence until all sequences of the batch have ended, so the rest is meaningless.
-        """
+        """Return a generated sequence up to its end token, stop string or length limit; the rest is
+        meaningless."""
         row = Row(limit)
         for token_id in ids:
             is_stopped = text.feed(token_id)
@@ -133,9 +132,7 @@ class InferenceEngine(TextGenerator):
 
 
 class Program:
-    """An exported program, loaded by Paddle Inference. ``files`` are the names of the files in the export
-    ``directory``.
-    """
+    """An exported program, loaded by Paddle Inference from the ``files`` in ``directory``."""
 
     def __init__(
         self, directory: Path, files: Collection[str], options: InferenceConfig, device: str
@@ -149,9 +146,8 @@ class Program:
             back_process_by_huge_pages()  # for the weights, whose address Paddle does not tell
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the program and return the new tokens, int64 ``[b, t]``: b sequences, t steps of the decoding
-        loop. ``inputs`` has an array for each of :data:`ppfleetx.deploy.static.program.INPUTS`.
-        """
+        """Run the program and return the new tokens, int64 ``[b, t]`` for b sequences. ``inputs`` has an
+        array for each of :data:`ppfleetx.deploy.static.program.INPUTS`."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
         with waiting_for_each_operator(self._device):
@@ -161,10 +157,9 @@ class Program:
 
 
 def _configuration(directory: Path, program: str, options: InferenceConfig, device: str) -> inference.Config:
-    """Create Paddle Inference's configuration for this program, device and ``Inference`` section.
-    ``enable_memory_optim`` is not used, because with it Paddle 3.3.1 fails to create the predictor.
-    """
+    """Create Paddle Inference's configuration for this program, device and ``Inference`` section."""
     config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
+    # no enable_memory_optim(): with it, Paddle 3.3.1 fails to create the predictor
     config.disable_glog_info()
     config.switch_ir_optim(options.ir_optim)
     number = int(device.partition(":")[2] or 0)
@@ -188,9 +183,8 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
 
 
 def _program_file(files: Collection[str], options: InferenceConfig) -> str:
-    """Choose which program file of the export to run on a CPU. With oneDNN, this is the standard program,
-    otherwise the fastest one whose C++ operators are compiled on this machine.
-    """
+    """Choose the exported program file to run on a CPU: with oneDNN the standard program, otherwise the
+    fastest one whose C++ operators are compiled on this machine."""
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()

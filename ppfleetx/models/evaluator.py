@@ -13,7 +13,7 @@ from ppfleetx.data.loader import MicroBatch
 
 
 class Metric(NamedTuple):
-    """A metric: its sum over all micro batches and ranks, and the count to divide the sum by."""
+    """A metric: its sum over all micro batches and ranks, and the count to divide it by."""
 
     total: float
     count: float
@@ -29,7 +29,6 @@ class EvalOutput(NamedTuple):
     Attributes:
         loss: sum of the loss over the tokens (for a classifier, examples) that the loss mask keeps.
         count: number of these tokens or examples.
-        metrics: the task's metrics, by name.
     """
 
     loss: float
@@ -57,11 +56,10 @@ class Measured:
 
 
 class Evaluator(Protocol):
-    """Accumulates the results of one evaluation. Every method is a collective: all ranks of a job call it."""
+    """Accumulates the results of one evaluation. Every method is a collective over the job."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step.StepRunner`, and add its
-        results to those of the evaluation."""
+        """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step.StepRunner`."""
 
     def result(self) -> Measured | None:
         """Return the result over all batches; None if the loss mask excluded every token or example."""
@@ -73,7 +71,7 @@ class TokenLoss:
         self._metrics: dict[str, Metric] = {}
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Evaluate one global batch, and add its loss and metrics to the results of the evaluation."""
+        """Evaluate one global batch."""
         found = runner.eval_step(micro_batches)
         self._loss_sum, self._count = self._loss_sum + found.loss, self._count + found.count
         for name, (total, count) in found.metrics.items():

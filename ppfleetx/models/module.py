@@ -22,11 +22,8 @@ Tensors = dict[str, paddle.Tensor]
 
 
 class BasicModule(ABC):
-    """A task on a model, independent of the parallel plan.
-
-    A pipeline runs the stages itself and calls :meth:`loss` after the last stage; a single process calls
-    :meth:`forward` and then :meth:`loss`. These methods must not keep state between calls.
-    """
+    """A task on a model, independent of the parallel plan. The methods must not keep state between calls: a
+    pipeline runs the stages itself and calls :meth:`loss` after the last stage."""
 
     loss_in_pieces = False
     """Whether :meth:`loss` does nothing with ``outputs`` except pass them to the factory's ``token_loss`` or
@@ -42,15 +39,15 @@ class BasicModule(ABC):
 
     def count(self, batch: MicroBatch) -> float:
         """Return the number of tokens (for a classifier, examples) of a micro batch that count in the loss.
+        Runs on the host, before the first forward pass.
 
-        A step divides its summed loss by the sum of these numbers over all micro batches and ranks. The
-        method runs on the host, before the first forward pass.
+        A step divides its summed loss by the sum of these numbers over all micro batches and ranks.
         """
         return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod
     def stages(self, factory: LayerFactory) -> list[Stage]:
-        """Return the model as named stages, first to last, with layers made by ``factory``."""
+        """Build the model as named stages, first to last, with layers made by ``factory``."""
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
         """Return the last stage's output for a micro batch, ``[s, b, V]`` for a language model.
@@ -72,18 +69,17 @@ class BasicModule(ABC):
         Args:
             outputs: result of :meth:`forward`; under tensor parallelism, this rank's columns of the logits.
             batch: tensors of the micro batch.
-            factory: the layer factory of the parallel plan; its ``token_loss`` and ``token_scores`` handle
-                sliced logits.
+            factory: the layer factory, whose ``token_loss`` and ``token_scores`` handle sliced logits.
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
-        """Return a new evaluator for one evaluation. Without ``has_labels``, only model outputs are computed,
-        no loss."""
+        """Create the evaluator for one evaluation. Without ``has_labels``, it computes outputs, but no
+        loss."""
         return TokenLoss()
 
 
 class WrappedTask(BasicModule):
-    """A task that passes each call on to another task, ``task``. Subclasses override what they change."""
+    """A task that passes each call on to another task, ``task``."""
 
     def __init__(self, task: BasicModule) -> None:
         super().__init__(task.cfg)

@@ -2,11 +2,7 @@
 
 Parameters are grouped into buckets in reverse model order, the order in which the backward pass reaches them.
 A bucket is sent when all its gradients are complete. All ranks send buckets in the same fixed order, as
-collectives require; a rank whose data do not reach a parameter sends zeros.
-
-The backward pass never waits for a bucket. The gradients of a bucket move into one flat tensor and stay
-there, so buckets in transit take no extra memory except during the move. :meth:`BucketSums.finish` sends the
-remaining buckets.
+collectives require. The backward pass never waits for a bucket.
 """
 
 from __future__ import annotations
@@ -32,13 +28,12 @@ _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Sends buckets of gradients when they are complete, in the order of ``buckets``.
+    """Sends complete buckets of gradients in the order of ``buckets``.
 
     Args:
         buckets: parameters of each bucket. No parameter is in two buckets.
         send: called with the index of the bucket to send.
-        each_pass: whether to send every bucket once per backward pass (micro batch), instead of once per
-            step, in the last pass.
+        each_pass: whether to send every bucket in each backward pass (micro batch), not only in the last.
     """
 
     def __init__(
@@ -62,8 +57,7 @@ class SendOrder:
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
         """Mark the gradients of ``parameters`` as complete for the first ``passes`` backward passes of the
-        step, and send the buckets that are now complete. A gradient that this rank's data did not reach is
-        sent as zero."""
+        step, and send the buckets that are now complete. Missing gradients are sent as zero."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
@@ -118,10 +112,8 @@ class SendOrder:
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients are reduced in one message, in the order of the backward pass.
-
-    ``start`` starts the reduction, and ``done`` is called when it is complete.
-    """
+    """Parameters whose gradients are reduced in one message. ``start`` starts the reduction, and ``done`` is
+    called when it is complete."""
 
     parameters: Sequence[paddle.Tensor]
     start: Start
@@ -129,8 +121,7 @@ class Bucket(NamedTuple):
 
 
 class BucketSums:
-    """Reduces the gradients of each bucket once per step, as soon as they are complete. No parameter is in
-    two buckets."""
+    """Reduces the gradients of each bucket once per step, as soon as they are complete."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
@@ -163,8 +154,8 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Split parameters into buckets of up to ``nbytes``. The parameters of a bucket have the same dtype, and
-    ``key`` returns the same for all of them. Return (key, parameters) pairs.
+    """Split parameters into buckets of up to ``nbytes``. The parameters of a bucket have the same dtype and
+    ``key``. Return (key, parameters) pairs.
 
     If ``parameters`` are in the order in which their gradients complete, so are the buckets. A bucket that is
     nearly full is closed, so that it does not wait for a few bytes. A parameter of ``nbytes`` or more gets

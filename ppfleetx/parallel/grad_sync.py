@@ -1,17 +1,15 @@
 """Reduce the gradients of all ranks to the gradients of the whole job, once per step.
 
-This module and those it starts (``grad_buckets.py``, ``sharding.py``) are the only code that reduces
-gradients. Each rank differentiates a loss that is already divided by the job's number of valid tokens, so
-every reduction is a plain sum.
+All reductions of gradients start here and run in this module, ``grad_buckets.py`` and ``sharding.py``. Each
+rank differentiates a loss that is already divided by the job's number of valid tokens, so gradients are
+summed.
 
-All copies of a parameter need bitwise equal gradients, to stay bitwise equal. On GPUs, ranks that compute the
-same gradient may differ in the last bit (atomic additions), and so may groups that add the same numbers
-(NCCL's order depends on the location of ranks). Therefore sums run over one group at a time, in the order of
-``nn/param_spec.py``, and gradients of parameters that every tensor-parallel rank holds in full are made equal
-at the end.
+Copies of a parameter need bitwise equal gradients. On GPUs, ranks that compute the same gradient may differ
+in the last bit (atomic additions), and so may groups that add the same numbers (NCCL's order depends on the
+location of ranks). Therefore sums run over one group at a time, in the order of ``nn/param_spec.py``. At the
+end, gradients of parameters that are not sliced over tensor-parallel ranks are made equal on these ranks.
 
-All ranks of a group must send the same tensors, so a parameter that the data of a step do not reach gets a
-gradient of zero.
+All ranks of a group must send the same tensors, so a missing gradient is sent as zero.
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ class GradientSync:
         tied_group: process group of the pipeline ranks with copies of the tied parameters; None if this rank
             has no copy.
         has_experts: whether any rank has parameters of experts.
-        sharding: the owners of parameters; only the owner needs a gradient. None: every rank needs every
-            gradient.
+        sharding: the owners of parameters, which alone need gradients. None: every rank needs every gradient.
         values: with sharding, sends updated values from their owners.
         bucket_bytes: approximate size of the reductions that overlap the backward pass; None: all reductions
             run at its end.
@@ -83,7 +80,7 @@ class GradientSync:
         self._tied_group, self._values = tied_group, values
         self._mine = [p for p in self.parameters if sharding is None or sharding.owns(p)]
         self._counted = {
-            view: [p for p in self._mine if p.spec.view == view and self._answer(counts, p)]
+            view: [p for p in self._mine if p.spec.view == view and self._ask(counts, p)]
             for view in ((DENSE, EXPERTS) if has_experts else (DENSE,))
         }
         self._early: set[int] = set()  # ids of parameters whose gradients are summed in the backward pass
@@ -100,8 +97,7 @@ class GradientSync:
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
         """Return (process group, parameters) pairs, in the order in which gradients are summed over the
-        groups. The parameters are those of this rank that are summed over the group. ``axes_of`` returns the
-        axes of each group of one parameter."""
+        groups. ``axes_of`` returns the axes of each group of a parameter."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -112,12 +108,9 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """Build the reductions over replicas that overlap the backward pass. None with sharding, because
-        :class:`Sharding` then reduces gradients to their owners.
-
-        Two kinds of gradients are left out: those that must first be summed over tensor-parallel ranks, which
-        are small, and those that a rank may lack (of experts without tokens).
-        """
+        """Build the reductions over replicas that overlap the backward pass. Returns None with sharding,
+        because :class:`Sharding` then reduces gradients to their owners. Leaves out gradients that must first
+        be summed over tensor-parallel ranks, and those that a rank may lack (of experts without tokens)."""
         if self._sharding is not None:
             return None
         replicas = tuple(axis for axis in DENSE.replicas if self._ctx.size_of(axis) > 1)
@@ -148,9 +141,8 @@ class GradientSync:
             equalize_packed(_gradients(members), group)
 
     def norm(self) -> paddle.Tensor:
-        """Return the gradient norm of the whole model, a float64 tensor on the device. Each parameter counts
-        once. Dense parameters and experts are summed separately, because they are split over different
-        axes."""
+        """Return the gradient norm of the whole model, a float64 scalar on the device. Each parameter counts
+        once."""
         mesh = self._ctx.mesh
         squares = [
             self._ctx.sum_tensor_over(norm_axes(view, mesh), squared_norm(counted, self.ops))
@@ -167,11 +159,11 @@ class GradientSync:
 
     def writes(self, parameter: paddle.Tensor) -> bool:
         """Return whether this rank writes its slice of the parameter into a checkpoint."""
-        return self._answer(writes, parameter)
+        return self._ask(writes, parameter)
 
-    def _answer(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Call ``chosen``, which is :func:`counts` or :func:`writes` of ``nn/param_spec.py``, for a parameter
-        and this rank. Return its answer."""
+    def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
+        """Return ``chosen(...)`` for a parameter and this rank. ``chosen`` is :func:`counts` or
+        :func:`writes` of ``nn/param_spec.py``."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -179,18 +171,13 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of those of the parameters that a step uses. A missing gradient becomes zero, so
-    that all ranks send the same tensors."""
+    """Return the gradients of the parameters that expect one; zero if it is missing."""
     return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
 
 def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
-    """Create the process groups that the whole model needs. Return the context with them, and whether the
-    model has experts.
-
-    A collective over the job: pipeline ranks hold different parameters, but every rank must create every
-    group.
-    """
+    """Create the process groups that the whole model needs, a collective over the job. Return the context
+    with them, and whether the model has experts."""
     needed = groups_needed(specs, ctx.mesh)
     if ctx.size_of("pp") > 1:
         needed = sorted({tuple(axes) for of_rank in gather(ctx, needed) for axes in of_rank})

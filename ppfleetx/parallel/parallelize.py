@@ -1,4 +1,4 @@
-"""Apply a parallel plan to a task's model. The order of the steps matters."""
+"""Apply a parallel plan to a task's model."""
 
 from __future__ import annotations
 
@@ -39,15 +39,12 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> StepRunner:
-    """Build the model of ``module`` under the plan of ``ctx``, and return its runner.
+    """Build the model of ``module`` under the plan of ``ctx``, and return its runner. Without ``train``, it
+    has no optimizer, and the caller must load the weights before running the model.
 
     The order of steps: layer factory -> stages -> container of layers without values (the whole model, or a
     pipeline rank's part) -> 16-bit parameters -> owners -> initial values -> optimizer -> gradient reduction
-    -> runner. Without ``train`` there are no initial values and no optimizer: the caller must load the
-    weights before running the model.
-
-    Raises:
-        ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
+    -> runner. Raises ConfigError if ``Model.loss_chunks`` is above 1, and the task's loss needs whole logits.
     """
     if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
         raise ConfigError(
@@ -113,11 +110,11 @@ def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: Parall
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
-    """Return the task's stages, with quantized weights or fake quantization if configured. With adapters, the
-    input scales of fake quantization are frozen like the base model."""
+    """Build the task's stages, with quantized weights or fake quantization if configured."""
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
         return with_quantized_weights(stages, cfg.Compress.Weights, factory)
+    # with adapters, input scales are frozen like the base weights
     return with_quantizers(stages, quantization, factory, follows=cfg.Model.lora is None)
 
 
@@ -140,9 +137,8 @@ def _optimizer_and_sync(
     factory: LayerFactory,
     tied_group: Any = None,
 ) -> tuple[Optimizer | None, GradientSync]:
-    """Convert the parameters to their final dtypes and give them their initial values. Return the
-    optimizer of the parameters that this rank updates (None without ``train``), and the object that
-    reduces gradients."""
+    """Convert the parameters to their final dtypes and initialize them. Return the optimizer of the
+    parameters that this rank updates (None without ``train``), and the object that reduces gradients."""
     parameters = model.parameters()
     ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
     trainable = [parameter for parameter in parameters if parameter.spec.trains]
@@ -217,8 +213,7 @@ def initialize_parameters(
 ) -> dict[str, paddle.Tensor]:
     """Allocate each empty parameter that this rank holds, and fill it with its initial value.
 
-    The model is built without memory, so that every parameter's owner is known before its value exists. A
-    rank never holds more than the values it keeps plus one parameter in float32.
+    A rank never holds more than the values it keeps plus one parameter in float32.
 
     Args:
         seed: seed of the initial values; None draws none, because a checkpoint will be loaded.
@@ -234,7 +229,7 @@ def initialize_parameters(
     for parameter in parameters:
         if parameter._is_initialized() or not (sharding is None or sharding.holds(parameter)):
             continue
-        value = _undrawn(parameter) if seed is None else first_value(parameter, seed)
+        value = _constant_or_zeros(parameter) if seed is None else first_value(parameter, seed)
         if id(parameter) in wanted:
             masters[parameter.info.name] = copy_to_host(value) if masters_on_host else value
         if value.dtype != parameter.dtype:
@@ -243,9 +238,7 @@ def initialize_parameters(
     return masters
 
 
-def _undrawn(parameter: paddle.Tensor) -> paddle.Tensor:
-    """Return a value for a parameter whose initial values are not needed: the constant of a constant
-    initialization, or zeros."""
+def _constant_or_zeros(parameter: paddle.Tensor) -> paddle.Tensor:
     init = parameter.info.init
     return paddle.full(
         parameter.shape, init.value if isinstance(init, Constant) else 0.0, dtype=parameter.dtype

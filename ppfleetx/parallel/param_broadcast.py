@@ -1,5 +1,5 @@
-"""Parameter broadcast of sharding stages 1 and 2: after an update, the rank that owns a parameter sends its
-new values to the other ranks that hold it.
+"""Parameter broadcast of sharding stages 1 and 2: after an update, the owner of a parameter sends its new
+values to the other ranks that hold it.
 
 Values are sent in the order in which the next forward pass needs them. Large parameters are received in their
 own memory, without a copy; small ones (norms, biases) of one owner are packed into one message and sent
@@ -31,10 +31,9 @@ class NewValues:
     Args:
         parameters: this rank's parameters without duplicates, in the order of the forward pass.
         owning: the owners of the parameters.
-        layers: layers whose forward pass waits for the new values of their own parameters. None: nothing
-            overlaps, and :meth:`updated` waits for all parameters.
-        packed_bytes: upper limit for the total size of the small parameters that are packed into common
-            messages.
+        layers: layers whose forward pass waits for the new values of their own parameters. None: no overlap;
+            :meth:`updated` waits for all parameters.
+        packed_bytes: maximum total size of the small parameters that share a message.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class NewValues:
 
     @paddle.no_grad()
     def updated(self) -> None:
-        """Start to broadcast the new values after an update. Without overlap, also wait for them."""
+        """Start to broadcast new values after an update. Without overlap, wait for them."""
         if not self._overlaps:
             for members in self._by_owner(self._parameters):
                 first = members[0]

@@ -38,8 +38,8 @@ def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
     """Return the index of the first stage of each chunk, and ``num_stages`` as the last element. A chunk is a
     run of consecutive stages on one rank; chunk c is on pipeline rank ``c % pp``.
 
-    The plan divides the blocks, which are all stages except the first (embedding) and the last two (final
-    norm, head). The embedding belongs to the first chunk; norm and head belong to the last.
+    The plan divides the blocks. The first stage (embedding) is in the first chunk, and the last two (final
+    norm, head) are in the last.
     """
     ends = [1 + total for total in accumulate(plan.layers_of_chunks(num_stages - 3))]
     return [0, *ends[:-1], num_stages]
@@ -76,8 +76,8 @@ class IdentityStage(paddle.nn.Layer):
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's pipeline container, whose chunks may have different numbers of layers, as ``plan`` divides
-    them. Its parameters are created without memory."""
+    """Paddle's pipeline container, with chunks of different numbers of layers as ``plan`` divides them. Its
+    parameters are created without memory."""
 
     def __init__(
         self,
@@ -149,25 +149,22 @@ class PipelineRunner(StepRunner):
 
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._loss.begin(self._sums, len(micro_batches), scale=1.0)
-        filled = self._filled(micro_batches)
+        filled = self._with_repeats(micro_batches)
         self._prepare(filled)
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the number of micro batches, and reuse the message shapes known for passes of this kind. Passes
-        with the same mode (training or evaluation) and input shapes are of one kind.
-
-        Neighbors exchange the shapes of their messages only in the first pass of each kind. Every rank of a
-        pipeline reads the same batch, so all ranks agree on the kind.
-        """
+        """Set the number of micro batches, and reuse known message shapes. Only the first pass with a mode
+        (training or evaluation) and an input shape exchanges message shapes with neighbors. All ranks of a
+        pipeline agree on this, because they read the same batch."""
         self._pipeline.accumulate_steps = len(micro_batches)
         inputs = tuple((name, micro_batches[0][name].shape) for name in _INPUTS if name in micro_batches[0])
         kind = (self._model.training, inputs)  # in training, some tensors sent have gradients
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
-    def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Repeat the last micro batch until the number of micro batches is a multiple of the pipeline degree,
-        as virtual stages require. Repetitions do not count in the loss."""
+    def _with_repeats(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Repeat the last micro batch until their number is a multiple of the pipeline degree, as virtual
+        stages require. Repetitions do not count in the loss."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -187,9 +184,8 @@ class PipelineLoss:
         self._scale, self._left = 1.0, 0
 
     def begin(self, sums: StepSums, count: int, scale: float) -> None:
-        """Prepare for a series of micro batches. The losses of the first ``count`` of them are added to
-        ``sums``; the rest only fills up the schedule. Losses that are returned to Paddle are multiplied by
-        ``scale``."""
+        """Prepare for a series of micro batches. The losses of the first ``count`` are added to ``sums``; the
+        others only fill up the schedule. Losses returned to Paddle are multiplied by ``scale``."""
         self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
@@ -202,19 +198,15 @@ class PipelineLoss:
 
 
 def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Tensor, ...], dict]]:
-    """Yield the input of the first stage and the batch for the loss, for each micro batch, as Paddle's
-    schedules expect them."""
+    """Yield (input of the first stage, batch for the loss) of each micro batch for Paddle's schedules."""
     for arrays in micro_batches:
         batch = to_tensors(arrays)
         yield tuple(batch[name] for name in _INPUTS if name in batch), batch
 
 
 def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
-    """Create the process group of the pipeline ranks that hold tied weights.
-
-    A collective: every rank creates every group, in the same order, as Paddle requires. Returns None on ranks
-    without a tied weight, or if one rank holds all copies.
-    """
+    """Create the process group of the pipeline ranks that hold tied weights. A collective over the job.
+    Returns None on ranks without a tied weight, or if one rank holds all copies."""
     keys = {stage.tie.key for stage in stages if stage.tie is not None}
     assert len(keys) <= 1, "one tied layer at most"
     bounds = chunk_bounds(ctx.plan, len(stages))

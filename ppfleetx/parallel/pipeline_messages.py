@@ -3,15 +3,13 @@
 *Device plugins.* Paddle exchanges messages with both neighbors at once, and NCCL runs them concurrently. A
 plugin's library may run them one after the other; two neighbors that both receive first (or both send first,
 if a send waits for its receive) then deadlock. :func:`take_turns` makes one of two neighbors send first and
-the other receive first, the order that Paddle uses for asynchronous messages (``_p2p_ops`` in
-``p2p_communication.py``).
+the other receive first, as Paddle does for asynchronous messages (``_p2p_ops`` in ``p2p_communication.py``).
 
 *Virtual stages on two ranks.* Paddle rejects these, because previous and next rank are the same. In Paddle
 3.3.1 a four-way exchange starts: gradient to the previous rank, activation from it, activation to the next
 rank, gradient from it. NCCL and our CPU groups match messages between two ranks in this order, so a gradient
 would be received as an activation. :func:`interleave_two_stages` exchanges gradients, then activations.
-``tests/parallel/test_two_stages.py`` checks that the rest of the schedule is correct for two ranks and cannot
-deadlock.
+``tests/parallel/test_two_stages.py`` checks the rest of the schedule.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ _ODD = ("recv prev", "send next", "recv next", "send prev")
 
 
 def take_turns() -> None:
-    """Patch Paddle's pipeline schedules so that neighbors take turns: messages start in the order of
-    :func:`ordered`, and two neighbors never both begin with a receive."""
+    """Patch Paddle's pipeline schedules so that messages start in the order of :func:`ordered`, and two
+    neighbors never both begin with a receive."""
     if not hasattr(p2p_communication.batch_send_recv_on_calc_stream, "in_any_order"):
         batch = p2p_communication.batch_send_recv_on_calc_stream
 
@@ -46,7 +44,7 @@ def take_turns() -> None:
 
 
 def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
-    """Sort the messages of one exchange into the order in which this rank starts them.
+    """Return the messages of one exchange in the order in which this rank must start them.
 
     Args:
         messages: each has an ``op``, Paddle's function that sends or receives, and a ``peer``, a global rank.
@@ -69,8 +67,8 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
     """Build a pipeline with virtual stages on two ranks, which ``fleet.distributed_model`` rejects. The
-    schedule is Paddle's interleaved 1F1B. With fewer than four micro batches it is, as in Paddle, the
-    schedule that runs all forward passes before the backward passes."""
+    schedule is Paddle's interleaved 1F1B. With fewer than four micro batches, all forward passes run before
+    the backward passes, as in Paddle."""
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
     hcg = fleet.get_hybrid_communicate_group()
     return schedule(model, hcg, strategy=fleet.fleet._user_defined_strategy)
@@ -95,8 +93,8 @@ class _AllForwardFirst(_TwoStages, PipelineParallelWithInterleaveFthenB):
 
 
 class _KindByKind(p2p_communication.P2pHelper):
-    """Paddle's helper for pipeline messages, with one change: an exchange of four messages with both
-    neighbors is split into one of gradients and one of activations."""
+    """Paddle's helper for pipeline messages, with one change: an exchange of four messages is split into one
+    of gradients and one of activations."""
 
     def send_forward_backward_recv_forward_backward(
         self,

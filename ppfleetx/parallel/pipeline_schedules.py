@@ -1,13 +1,11 @@
 """ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes (:func:`order_of`).
 
 In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass has two parts: the gradients of
-inputs (B), which the previous stage waits for, and the gradients of weights (W), which fill the idle time of
-1F1B.
+inputs (B), which the previous stage waits for, and those of weights (W), which fill the idle time of 1F1B.
 
-The messages and their order are those of Paddle's 1F1B. After B, a rank starts to receive the input of the
-next forward pass before it sends the gradient; the previous stage sends that input before it receives the
-gradient. So sends and receives match even if a send waits for its receive, as on a GPU. W needs no message. A
-forward pass waits for its input, and each gradient message for the previous one.
+Messages have the order of Paddle's 1F1B. After B, a rank starts to receive the input of the next forward pass
+before it sends the gradient; the previous stage sends that input before it receives the gradient. So sends
+and receives match even if a send waits for its receive, as on a GPU. W needs no message.
 """
 
 from __future__ import annotations
@@ -42,12 +40,9 @@ class Receive:
 
 @dataclass
 class _Sent:
-    """A send that may be in progress, and its tensors.
-
-    The object keeps the tensors alive, because Paddle does not do so reliably: a NCCL group records which
-    stream still reads a piece of memory, but waiting for one of its tasks deletes all records
-    (``NCCLTask::RemoveHolderStreamInGroup``).
-    """
+    """A send that may be in progress. It holds its tensors, because Paddle may free them too early: when one
+    NCCL task is awaited, Paddle forgets which streams still read memory
+    (``NCCLTask::RemoveHolderStreamInGroup``)."""
 
     tensors: tuple[paddle.Tensor, ...]
     tasks: list[Any]
@@ -113,8 +108,7 @@ class ListedPipeline(PipelineParallel):
 
     def _keep(self, given: Any, output: Any) -> None:
         """Keep the input and output of a forward pass for the backward pass. If the output was sent to the
-        next stage, the memory of its data is freed, because the backward pass needs only its autograd
-        graph."""
+        next stage, its memory is freed, because the backward pass needs only its autograd graph."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))
@@ -126,8 +120,8 @@ class ListedPipeline(PipelineParallel):
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """Run the backward pass of the oldest micro batch in progress and return the gradient of the stage's
-        input. Under ZB-H1, weight gradients are deferred."""
+        """Run the backward pass of the oldest micro batch in progress. Return the gradient of the stage's
+        input. ZB-H1 defers weight gradients."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()
@@ -141,8 +135,7 @@ class ListedPipeline(PipelineParallel):
         return Receive(tensors, tasks)
 
     def _fetch_upstream(self) -> Receive | None:
-        """Start to receive the gradient of an output from the next pipeline stage. Return None on the last
-        stage, which computes it itself."""
+        """Start to receive the gradient of an output from the next stage. Returns None on the last stage."""
         if self._is_last:
             return None
         _, tensors, tasks = self._start(recv_next=True)
@@ -180,12 +173,11 @@ class ListedPipeline(PipelineParallel):
 
 
 class AsyncPipeline(ListedPipeline):
-    """A 1F1B pipeline that overlaps its messages with computation.
+    """A 1F1B pipeline that overlaps its messages with computation. It holds one more activation than 1F1B.
 
     A pass does not wait for the send before it, and a receive starts one pass before its message is needed.
     Messages between two neighbors keep the order of Paddle's 1F1B, so that the n-th send matches the n-th
     receive, as NCCL and the CPU groups require. At most one message per neighbor and direction is in transit.
-    This schedule holds one more activation than 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:

@@ -6,12 +6,10 @@ O2: parameters and, unless the model says otherwise, activations are 16-bit; the
 master weights from float32 gradients. Loss and softmax are float32 at both levels.
 
 On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
-their operands to bfloat16 and accumulate in float32, and everything else, including parameters and gradients,
-is float32.
+their operands to bfloat16 and accumulate in float32, and everything else is float32.
 
-float16 has a small exponent range, so the loss is multiplied by a loss scale before the backward pass, and
-the gradients are divided by the scale afterwards. bfloat16 has the exponent range of float32 and needs no
-scale.
+float16 needs a loss scale, because its exponent range is small: the loss is multiplied by the scale before
+the backward pass, and the gradients are divided by it afterwards.
 """
 
 from __future__ import annotations
@@ -62,11 +60,11 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the scale can become smaller, so that skipping a step after an overflow can help."""
+        """Whether the scale can become smaller. If not, skipping a step after an overflow cannot help."""
         return self.dynamic and self.scale > self._min_scale
 
     def update(self, overflow: bool) -> None:
-        """Set the loss scale for the next step. ``overflow`` tells whether the gradients of this step
+        """Set the loss scale for the next step. ``overflow``: whether the gradients of this step
         overflowed."""
         if not self.dynamic:
             return
@@ -82,11 +80,10 @@ class LossScaler:
             self.scale *= GROWTH
 
     def state(self) -> dict[str, float | int]:
-        """Return the state of the loss scale for a checkpoint. :meth:`load_state` restores it exactly."""
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state of the loss scale. A constant scale keeps its configured value. Raises
+        """Restore the loss scale from a checkpoint. A constant scale keeps its configured value. Raises
         CheckpointError if the state is not valid."""
         if self.dynamic:
             scale, *steps = (state.get(key) for key in ("scale", "quiet_steps", "tolerated"))
@@ -107,11 +104,10 @@ class Precision:
     Attributes:
         scaler: the loss scaler; None if no loss scale is needed.
         products_alone: whether only products with weights use 16 bits, as on a CPU.
-        keeps_casts: returns a context manager that :meth:`autocast` enters, in which 16-bit copies of weights
-            are kept.
+        keeps_casts: returns a context manager for :meth:`autocast` that keeps 16-bit copies of weights.
 
     Raises:
-        ConfigError: the device cannot compute in the configured type, and ``enable`` is not ``auto``.
+        ConfigError: the device cannot compute in the configured dtype, and ``enable`` is not ``auto``.
     """
 
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
@@ -147,8 +143,8 @@ class Precision:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The element types in which activations may be computed: float32 and, with mixed precision (but not
-        on a CPU), the 16-bit type. The first is that of parameters at O1."""
+        """The dtypes in which activations may be computed: float32 and, with mixed precision on an
+        accelerator, the 16-bit dtype. The first one is the dtype of parameters at O1."""
         has_both = self._cfg.enable and not self.products_alone
         return ("float32", self._cfg.dtype) if has_both else ("float32",)
 
@@ -158,12 +154,9 @@ class Precision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context manager for forward passes. Level and lists of the configuration decide in which type each
-        operation runs.
-
-        At O2, operations outside the lists run in the type of their inputs, and in float32 if the types
-        differ.
-        """
+        """Context manager for forward passes that chooses the dtype of each operation, by level and operation
+        lists of the configuration. At O2, operations outside the lists run in the dtype of their inputs, and
+        in float32 if these differ."""
         if not self._cfg.enable:
             yield
             return
@@ -224,8 +217,7 @@ def has_kernels(dtype: str) -> bool:
 
 
 def has_products(dtype: str) -> bool:
-    """Return whether the device is a CPU on which our own operators can compute products with weights in
-    ``dtype``."""
+    """Return whether the device is a CPU on which our operators can multiply by weights in ``dtype``."""
     return not on_card() and computes_in(dtype) and bfloat16.are_available()
 
 

@@ -44,10 +44,9 @@ class Sharding:
         parameters: this rank's trainable parameters without duplicates, in model order.
         ctx: this process's place in the job, with the process groups of the owners.
         stage: sharding stage, 1 to 3.
-        frozen: the other parameters. They have no gradients and no optimizer states, but owners for their
-            values (stage 3, checkpoints).
-        bucket_bytes: approximate size of the gradient messages sent while the backward pass continues. None:
-            no overlap; the backward pass waits for each message (stages 2 and 3), or messages are sent at its
+        frozen: the other parameters. Their owners hold the values (stage 3) and write them to checkpoints.
+        bucket_bytes: approximate size of the gradient messages that overlap the backward pass. None: no
+            overlap; the backward pass waits for each message (stages 2 and 3), or messages are sent at its
             end (stage 1).
     """
 
@@ -64,7 +63,7 @@ class Sharding:
         self._axes_of = {p.info.name: owner_axes(p.spec, ctx.mesh) for p in both}
         self._group_of = {name: ctx.group_over(axes) for name, axes in self._axes_of.items()}
         # Distribute trainable and frozen parameters separately, so that states and values are both balanced.
-        self.owners = {**self._deal_out(frozen), **self._deal_out(parameters)}
+        self.owners = {**self._assign_owners(frozen), **self._assign_owners(parameters)}
         self._overlaps = bucket_bytes is not None
         self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
         shared = [p for p in self._parameters if self._axes(p)]
@@ -86,9 +85,9 @@ class Sharding:
     def _axes(self, parameter: paddle.Tensor) -> Axes:
         return self._axes_of[parameter.info.name]
 
-    def _deal_out(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Assign an owner to each parameter, separately in each process group. A tied parameter with a copy
-        on another pipeline rank always belongs to the first rank of its group."""
+    def _assign_owners(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
+        """Assign an owner to each parameter, separately in each process group. Copies of a tied parameter on
+        several pipeline ranks belong to the first rank of their group."""
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -100,13 +99,11 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """Return the process group of the ranks that share the parameter, one of which owns it; None if only
-        this rank holds it."""
+        """Return the process group of the ranks that share the parameter; None if only this rank holds it."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
-        """Return the rank that owns the parameter, counted within the process group of the ranks that share
-        it."""
+        """Return the owner's rank within the process group of the ranks that share the parameter."""
         return self.owners[parameter.info.name]
 
     def owns(self, parameter: paddle.Tensor) -> bool:
@@ -117,8 +114,7 @@ class Sharding:
         return self._stage < 3 or self.owns(parameter)
 
     def _bucket_key(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
-        """Return the key of a parameter's bucket: process group (as axes), owner and dtype. Only parameters
-        with the same key may be sent together."""
+        """Return process group (as axes), owner and dtype, in which the parameters of a bucket agree."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _by_bucket_key(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
@@ -130,8 +126,8 @@ class Sharding:
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int
     ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
-        """Split parameters into buckets of at least ``nbytes``. Also return the parameters that are left over
-        because they do not fill a bucket."""
+        """Split parameters into buckets of at least ``nbytes``. Also return those that do not fill a
+        bucket."""
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
@@ -167,12 +163,12 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that send gradients at the end of each layer's backward pass (stages 2 and 3). All
-        ranks then send them in the same order, even if the data of some ranks skip part of a layer.
+        """Register hooks that send gradients at the end of each layer's backward pass (stages 2 and 3), in
+        the same order on all ranks.
 
         Args:
             stages: (index in the model, layer) pairs.
-            when_complete: in a layer's backward pass it is called with a function, which it must run once the
+            when_complete: called in a layer's backward pass with a function, which it must run once the
                 layer's weights have their gradients.
         """
         if self._order is None:
@@ -204,12 +200,11 @@ class Sharding:
         """Run ``call``, which sends the gradients of a layer's weights: with ``can_wait`` at the end of the
         backward pass, otherwise immediately.
 
-        When the gradient of the layer's input exists, those of the weights may not yet be complete: if
-        another operator, such as a cast, uses a weight before the product, Paddle may add to the weight's
-        gradient later. The end of the backward pass is always late enough. In stage 3 only the first layer
-        can wait so long, because ranks send a layer's gradients before they fetch the values of the previous
-        layer. Without ``can_wait``, a weight that passes through more than two operators before its product
-        ends the run with an error.
+        When the gradient of the layer's input exists, those of the weights may be incomplete: if another
+        operator, such as a cast, uses a weight before the product, Paddle may add to its gradient later. The
+        end of the backward pass is always late enough. In stage 3 only the first layer can wait so long,
+        because ranks send a layer's gradients before they fetch the values of the previous layer. Without
+        ``can_wait``, more than two operators between a weight and its product end the run with an error.
         """
         if not can_wait:
             call()
@@ -221,7 +216,7 @@ class Sharding:
         self._order.complete(parameters, self._passes_of[id(layer)])
 
     def finish_gradients(self) -> None:
-        """Wait until all gradients are reduced to their owners. Afterwards this rank has gradients only of
+        """Wait until all gradients are reduced to their owners. Afterwards, this rank has gradients only of
         the parameters that it owns."""
         for sums in (self._sums, self._order):
             if sums is not None:
@@ -241,8 +236,7 @@ class Sharding:
         self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
-        """Start to reduce a bucket's gradients to the parameters' owner, which accumulates them over the
-        backward passes of a step."""
+        """Start to reduce a bucket's gradients to the owner, which accumulates them over micro batches."""
         parameters = [p for p in bucket if expects_gradient(p)]
         if not parameters:
             return
@@ -260,14 +254,12 @@ class Sharding:
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
         """Return whether gradients of these parameters from an earlier micro batch are still being reduced.
-        Their sums must be added to the owner's gradients before those of the next micro batch, so that the
-        order of additions is that of the micro batches."""
+        The owner must add these first, to keep the order of the micro batches."""
         traveling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in traveling for p in parameters)
 
     def _complete(self) -> None:
-        """Wait for the oldest gradient reduction in progress. The owner of the parameters adds the result to
-        their gradients."""
+        """Wait for the oldest gradient reduction in progress. The owner adds the result to its gradients."""
         task, parameters, gradients = self._under_way.popleft()
         task.wait()
         for parameter, gradient in zip(parameters, gradients, strict=True):

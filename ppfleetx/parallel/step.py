@@ -43,8 +43,8 @@ class StepOutput:
         loss_scale: loss scale of float16; None without loss scaling.
         skipped: whether the update was skipped, because gradients overflowed or ``StepRunner.judge`` rejected
             the step.
-        metrics: the task's metrics by name, without metrics whose count is 0. If the step was repeated, they
-            are from its first run.
+        metrics: metrics by name, without those whose count is 0. Those of the first run if a step was
+            repeated.
     """
 
     loss: float
@@ -78,7 +78,7 @@ class StepOptions:
 
     Attributes:
         clip_norm: clip gradients to this global norm; 0 does not clip.
-        metrics: names of the metrics that the model's layers report, in addition to the task's.
+        metrics: names of the metrics that the model's layers report.
         routers: number of experts of each router of the model, by canonical name.
     """
 
@@ -90,8 +90,8 @@ class StepOptions:
 
 
 class StepRunner(ABC):
-    """Runs steps of one model under one parallel plan: forward and backward passes of all micro batches,
-    gradient reduction, clipping, update. The engine uses this interface under every plan.
+    """Runs steps of one model: forward and backward passes of all micro batches, gradient reduction,
+    clipping, update. The engine uses this interface under every parallel plan.
 
     Args:
         stages: (index in the model, layer) of each stage on this rank.
@@ -141,17 +141,13 @@ class StepRunner(ABC):
         return self._model
 
     def finish_update(self) -> None:
-        """Wait until all parameters have the values of the last update.
-
-        All code that reads parameters must call this first: evaluation, ``named_parameters`` and other
-        methods of this class do, and the engine at the end of training.
-        """
+        """Wait until all parameters have the values of the last update. Code that reads parameters must call
+        this first; the methods of this class do."""
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return the numbers by which the loss and metrics of a step are divided, for these micro batches on
-        this rank: the loss count (``BasicModule.count``) and, if metrics are declared, the numbers of tokens
-        and sequences."""
+        """Return the divisors of loss and metrics, for these micro batches on this rank: the loss count
+        (``BasicModule.count``) and, if metrics are declared, the numbers of tokens and sequences."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -172,9 +168,8 @@ class StepRunner(ABC):
             counts: sums of :meth:`count` over the job; None: computed here, by a collective.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite, and ``checks`` are not off; with loss
-                scaling, only if the loss scale cannot shrink further. Raised on every rank, before the
-                update.
+            NonFiniteError: on every rank, before the update, if the loss or the gradient norm is not finite.
+                Not raised if ``checks`` are off, or while the loss scale can shrink.
         """
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
@@ -208,11 +203,8 @@ class StepRunner(ABC):
     def _gradients(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]
     ) -> tuple[float, float, bool, Mapping[str, Metric]]:
-        """Compute the step's gradients, summed over the ranks and clipped.
-
-        All numbers are read at once, after all passes and reductions have been queued. This is the only place
-        in a step where the host waits for the device; the update depends on the numbers (loss spikes,
-        non-finite gradients).
+        """Compute the step's gradients, summed over the ranks and clipped. This is the only place in a step
+        where the host waits for the device, because the update depends on the loss and the gradient norm.
 
         Returns the loss; the norm of the gradients before clipping; whether a rank has a non-finite number
         (with loss scaling only); the metrics.
@@ -232,8 +224,7 @@ class StepRunner(ABC):
         return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
     def _overflowing_ranks(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
-        """Return the number of ranks on which any of ``numbers`` is NaN or infinite. Every rank gets it,
-        because either all ranks must skip the step or none."""
+        """Return, on every rank, the number of ranks on which any of ``numbers`` is NaN or infinite."""
         here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)
@@ -242,17 +233,15 @@ class StepRunner(ABC):
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float], step: int
     ) -> tuple[float, float]:
-        """Compute the gradients of a step a second time, with unchanged weights and the same dropout, so that
+        """Compute the gradients of a step again, with unchanged weights and the same dropout, so that
         :data:`Judge` can compare both runs. Return the loss and the gradient norm."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
         return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
-        """Return the first place on this rank where ``train_step`` produced a non-finite number, or None.
-
-        A collective: after :class:`NonFiniteError`, every rank calls this with the arguments of
-        ``train_step``.
+        """Return the first place on this rank where ``train_step`` produced a non-finite number, or None. A
+        collective: after :class:`NonFiniteError`, every rank calls it with the arguments of ``train_step``.
         """
         if self.checks != "full":
             # The parameters are unchanged, and dropout depends on the step, so the passes repeat exactly.
@@ -280,15 +269,13 @@ class StepRunner(ABC):
         return EvalOutput(loss, count, metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield (canonical name, parameter) for the parameters whose values are on this rank, in model
-        order."""
+        """Yield (canonical name, parameter) for the parameters with values on this rank, in model order."""
         for parameter in self.model.parameters():
             if parameter._is_initialized():  # in sharding stage 3, the owners keep the values
                 yield parameter.info.name, parameter
 
     def model_names(self) -> list[str]:
-        """Return the canonical names of all parameters of the whole model. A collective: every rank calls
-        it."""
+        """Return the canonical names of all parameters of the whole model. A collective over the job."""
         names = [parameter.info.name for parameter in self._model.parameters()]
         return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
 
@@ -306,8 +293,7 @@ class StepRunner(ABC):
         return None if self._precision.scaler is None else self._precision.scaler.state()
 
     def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
-        """Restore a saved :meth:`scaler_state`. Does nothing if ``state`` is None, or without loss
-        scaling."""
+        """Restore a saved :meth:`scaler_state`. Does nothing without loss scaling or if ``state`` is None."""
         if self._precision.scaler is not None and state is not None:
             self._precision.scaler.load_state(state)
 
@@ -326,15 +312,15 @@ class StepRunner(ABC):
             self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the head may defer the computation of logits to the loss, which
-        computes them in chunks (``Model.loss_chunks``)."""
+        """Return a context manager in which the head may leave the logits to the loss, which computes them in
+        chunks (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
         """Return whether to apply the update. With float16, all ranks skip a step that overflowed, and the
-        loss scale shrinks; if the scale cannot shrink, raise NonFiniteError."""
+        loss scale shrinks. Raises NonFiniteError if it cannot shrink."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -349,13 +335,12 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Run all forward and backward passes of a step, without waiting for the device. Add the gradients
-        of (loss sum / ``num_valid``) to those of this rank's parameters, and the loss to the sums of the
-        step."""
+        """Run all forward and backward passes of a step, without waiting for the device. Adds the gradients
+        of (loss sum / ``num_valid``) to this rank's gradients, and the loss to the sums of the step."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run the forward passes of an evaluation and add the losses and metrics to the sums of the step."""
+        """Run the forward passes of an evaluation, and add losses and metrics to the sums of the step."""
 
     def _count_over_job(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         return self._ctx.sum_over(DATA_AXES, *self.count(micro_batches))
@@ -411,8 +396,7 @@ class LocalRunner(StepRunner):
         function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
         micro_batches: Sequence[MicroBatch],
     ) -> list[np.ndarray]:
-        """Call ``function(model, tensors)`` for each micro batch of this rank, in evaluation mode, and return
-        the results."""
+        """Return ``function(model, tensors)`` for each micro batch of this rank, in evaluation mode."""
         self.model.eval()
         self._scales.begin()
         with self._precision.autocast():
@@ -420,6 +404,5 @@ class LocalRunner(StepRunner):
 
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
-    """Copy the arrays of a micro batch to the current device. ``sample_ids`` are left out, because the model
-    does not read them."""
+    """Copy the arrays of a micro batch, without ``sample_ids``, to the current device."""
     return upload_all({name: array for name, array in batch.items() if name != "sample_ids"})

@@ -28,7 +28,7 @@ class StepSums:
     """The sums of loss and metrics on this rank since the last :meth:`begin`.
 
     Args:
-        names: names of all metrics that any rank may report. All ranks must pass the same names.
+        names: names of all metrics that any rank may report, the same on all ranks.
     """
 
     def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
@@ -55,20 +55,16 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """Sum losses and metrics over the ranks of the job. Return the sums as one float64 vector on the
-        device, which :meth:`read` decodes."""
+        """Sum losses and metrics over the job, into a float64 vector on the device for :meth:`read`."""
         numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """Decode the vector that :meth:`over_job` has computed, given as numbers on the host. Return the loss
-        sum, and by name all metrics whose count is above 0.
-
-        Raises:
-            ConfigError: a rank reported a metric that is not declared. Raised on all ranks.
-        """
+        """Decode the vector of :meth:`over_job`, given as numbers on the host. Return the loss sum, and by
+        name all metrics whose count is above 0. Raises ConfigError on all ranks if a rank reported a metric
+        that is not declared."""
         loss, num_undeclared, *numbers = numbers
         if num_undeclared:
             raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})
@@ -92,7 +88,7 @@ def _refused(names: Iterable[str]) -> ConfigError:
 
 
 def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
-    """Return the sum of scalars in float64, as a tensor on the device."""
+    """Sum scalars in float64, as a tensor on the device."""
     tensors = [number.astype("float64") for number in numbers if isinstance(number, paddle.Tensor)]
     known = sum(number for number in numbers if not isinstance(number, paddle.Tensor))
     if known or not tensors:
@@ -101,8 +97,7 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
 
 
 class ActivationScales:
-    """Updates the scales of the inputs of fake-quantized linears, once per step, from the largest magnitudes
-    in the global batch."""
+    """Updates the input scales of fake-quantized linears from the largest magnitudes in each global batch."""
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)
@@ -114,7 +109,7 @@ class ActivationScales:
 
     @paddle.no_grad()
     def update(self) -> None:
-        """After the update of a step: move the input scale of each fake-quantized linear towards the largest
+        """After the update of a step, move the input scale of each fake-quantized linear towards the largest
         magnitude in the global batch."""
         if not self._moving:
             return
@@ -154,11 +149,9 @@ class ExpertLoads:
 
     @paddle.no_grad()
     def count(self) -> Mapping[str, Metric]:
-        """Sum the loads of a step over all ranks, and return them as metrics.
-
-        ``expert_load/LAYER`` is the load of the layer's most loaded expert divided by the mean load of its
-        experts; ``expert_load`` is the mean over all layers.
-        """
+        """Sum the expert loads of a step over all ranks, and return them as metrics: ``expert_load/LAYER`` is
+        the load of the layer's most loaded expert divided by the mean load of its experts, and
+        ``expert_load`` the mean over all layers."""
         if not self._sizes:
             return {}
         seen = {name: router.seen for name, router in self._held.items()}
@@ -172,8 +165,7 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """After a step whose update was applied: balance the routers, and warn about experts that got no
-        positions."""
+        """Balance the routers after an applied update, and warn about experts that got no positions."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():

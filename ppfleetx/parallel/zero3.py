@@ -1,9 +1,8 @@
 """Sharding stage 3: ranks other than the owner hold parameters only while a layer uses them.
 
-Each owner broadcasts its values of a layer in one message per dtype. While a layer computes, the values of
-the next layer are in transit, in the forward and in the backward pass, so the values of at most two layers
-exist at a time. Broadcasts start at fixed points of the program, so all ranks of a group issue them in the
-same order.
+Each owner broadcasts its values of a layer in one message per dtype. While a layer computes, in the forward
+or backward pass, the values of the next layer are in transit, so the values of at most two layers exist at a
+time. Broadcasts start at fixed points of the program, so all ranks of a group issue them in the same order.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ParameterSharding:
             self._drop(layer)
 
     def updated(self) -> None:
-        """Discard the values that were fetched before an update, because the update has changed them."""
+        """Discard the values that were fetched before an update, because they are out of date."""
         self.finish()
 
     def finish(self) -> None:
@@ -101,8 +100,7 @@ class ParameterSharding:
 
 @dataclass
 class _Message:
-    """A broadcast of ``parameters`` in progress. Their values lie one after the other in the tensor ``flat``,
-    starting at ``offsets``."""
+    """A broadcast in progress: the values of ``parameters`` start at ``offsets`` in the tensor ``flat``."""
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]
@@ -112,8 +110,8 @@ class _Message:
 
 
 class _Fetch:
-    """A fetch of one layer's parameter values, in progress. It consists of one broadcast per process group,
-    owner and dtype."""
+    """A fetch of one layer's parameter values, in progress: a broadcast per process group, owner and
+    dtype."""
 
     def __init__(self, layer: paddle.nn.Layer, owning: Sharding) -> None:
         kinds: dict[tuple[int, int, Any], list[paddle.Tensor]] = {}
@@ -157,8 +155,7 @@ class _Fetch:
 
 
 class _AtBackward(PyLayer):
-    """Autograd function that returns its input and calls a given function when the backward pass reaches
-    it."""
+    """Autograd function that returns its input and calls a function when the backward pass reaches it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:

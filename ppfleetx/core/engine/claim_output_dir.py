@@ -1,6 +1,5 @@
-"""Make the output directory belong to a run. Raises an error if files that must be kept are in the way,
-deletes files of an earlier run, and writes the configuration and the run's identity.
-"""
+"""Claim the output directory for a run: refuse if files that must be kept are in the way, delete files of an
+earlier run, and write the configuration and the run's identity."""
 
 from __future__ import annotations
 
@@ -52,15 +51,12 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Make the output directory belong to this run, and write the configuration and the tokenizer into it.
-    Returns which checkpoints there this run may delete and replace.
+    """Claim the output directory for this run, and write the configuration and the tokenizer into it. Returns
+    which checkpoints there this run may delete and replace.
 
-    This is the last check before training, because it may delete files. All ranks must call it; rank 0 does
-    the work.
-
-    Raises:
-        ConfigError: on all ranks, if the run would overwrite files that were not written by it or by the
-            earlier run in the directory.
+    The last check before training, because it may delete files. All ranks must call it; rank 0 does the work.
+    Raises ConfigError on all ranks if the run would overwrite files that were not written by it or by the
+    earlier run in the directory.
     """
     ownership = None
     with joint_errors(ctx, name_ranks=False):
@@ -81,9 +77,7 @@ def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError if ``tokenizer/`` in the output directory was not written by a run and differs from
-    this run's tokenizer. The run would overwrite it.
-    """
+    """Raise ConfigError if ``tokenizer/`` holds another tokenizer that no run has written."""
     place = output_dir_of(cfg) / "tokenizer"
     if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
         return
@@ -100,30 +94,24 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Do the work of :func:`begin` on rank 0, except for the tokenizer. Returns which checkpoints in the
-    output directory this run may delete and replace.
+    """Do rank 0's part of :func:`begin`, except for the tokenizer. Returns which checkpoints in the output
+    directory this run may delete and replace.
 
     Writes the configuration and the run's identity, and removes unfinished files of a killed run. With
-    ``Engine.save_load.overwrite``, deletes the files of the earlier run in the directory.
-
-    Args:
-        comes_to: a function that is called with an epoch and a step, and returns whether this run may save a
-            checkpoint with that epoch and step in its name.
-
-    Raises:
-        ConfigError: the directory cannot be written, or another run's checkpoint has the name of a checkpoint
-            that this run may save.
+    ``Engine.save_load.overwrite``, deletes the earlier run's files. ``comes_to(epoch, step)`` returns whether
+    this run may save a checkpoint with them in its name. Raises ConfigError if the directory cannot be
+    written, or if another run's checkpoint has such a name.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
     record = _record_of(cfg, start, earlier)
-    spared = frozenset(path for _, place in weight_sources(cfg) for path in _meant_by(place))
+    spared = frozenset(path for _, place in weight_sources(cfg) for path in _checkpoint_at(place))
     ownership = Ownership(record.run, options.keep_max, spared)
     try:
         leaving = _leaving(output_dir, earlier, ownership) if options.overwrite else []
         _refuse_names_in_use(cfg, ownership, leaving, comes_to)
         if options.overwrite:
-            _overwrite(output_dir, earlier, leaving)
+            _delete_earlier_run(output_dir, earlier, leaving)
         for place in (output_dir, output_dir / "tokenizer", output_dir / "predictions"):
             remove_unfinished(place, (RUN_FILE, *(path.name for path in place.glob("*") if path.is_file())))
         if record != earlier:
@@ -143,18 +131,16 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
     return ownership
 
 
-def _meant_by(place: str) -> Iterator[Path]:
-    """Yield the path of the checkpoint that ``place`` stands for, with symbolic links resolved: ``place``
-    itself, or the newest checkpoint in it. Yields nothing if there is none.
-    """
+def _checkpoint_at(place: str) -> Iterator[Path]:
+    """Yield the checkpoint at ``place``, or the newest one in it, with symbolic links resolved. Yields
+    nothing if there is none."""
     with contextlib.suppress(CheckpointError):  # the code that loads it reports the error
         yield resolve_checkpoint(place).resolve()
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """Return the identity of this run, as stored in the output directory. A run that continues an earlier one
-    keeps that run's identity. A run that starts anew or overwrites an earlier one gets a new identity.
-    """
+    """Return the identity of this run for the output directory. A run that continues an earlier one keeps its
+    identity. A run that starts anew or overwrites an earlier one gets a new identity."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -194,10 +180,9 @@ def _refuse_names_in_use(
         )
 
 
-def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the files of the run ``earlier``: its checkpoints, listed in ``leaving``, and its metrics.
-    Deletes nothing if ``earlier`` is None, because it is then unknown which run wrote the files.
-    """
+def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
+    """Delete the checkpoints ``leaving`` and the metrics of the run ``earlier``. Deletes nothing if
+    ``earlier`` is None, because it is then unknown which run wrote the files."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
@@ -223,9 +208,7 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
-    """Write the run's ``config.yaml`` into the output directory. A file of that name that was not written by
-    a run is renamed first.
-    """
+    """Write the run's ``config.yaml``. A file of that name that was not written by a run is renamed first."""
     path, text = output_dir / CONFIG_FILE, run_record(cfg)
     if path.exists() and not is_record(path):
         get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")

@@ -1,6 +1,4 @@
-"""Explain device errors to the user in one message. If memory ran out, the message suggests settings that
-need less.
-"""
+"""Explain device errors to the user. If memory ran out, the message suggests settings that need less."""
 
 from __future__ import annotations
 
@@ -53,12 +51,10 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context manager that replaces a device error, or a lack of memory, in its body by an error with one
-    clear message.
+    """Context manager that replaces a device error or a lack of memory by an error with one clear message.
 
     Args:
-        advice: the advice to give if memory ran out; None: compute which settings of this training run would
-            save the most memory.
+        advice: what to do if memory ran out; None: name the settings that would save the most memory.
 
     Raises:
         OutOfMemoryError: this process or the device has run out of memory.
@@ -93,9 +89,7 @@ def _where(ctx: ParallelContext) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error``, raised by Python, NumPy or Paddle, means that memory of the host or of a
-    device ran out.
-    """
+    """Return whether an error of Python, NumPy or Paddle means that host or device memory ran out."""
     if isinstance(error, MemoryError):
         return True
     if type(error) not in (RuntimeError, OSError, SystemError):
@@ -106,9 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """Compose the message for lack of memory: where memory ran out, what holds the memory, and the cheapest
-    settings that need less.
-    """
+    """Compose the message for lack of memory: where it ran out, what holds it, which settings need less."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

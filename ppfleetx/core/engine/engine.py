@@ -43,9 +43,7 @@ NO_TRAINING = TrainingLength(max_steps=0)
 
 
 class TrainingStoppedError(UserError):
-    """Training cannot continue, for example because a loss is not finite or the data has ended. The message
-    gives the reason.
-    """
+    """Training cannot continue, for example because a loss is not finite or the data has ended."""
 
 
 GoBack = Callable[["Engine", int], Iterator[Sequence[MicroBatch]] | None]
@@ -53,7 +51,7 @@ GoBack = Callable[["Engine", int], Iterator[Sequence[MicroBatch]] | None]
 
 class Engine:
     """Trains and evaluates a model with a :class:`StepRunner`, which executes single steps under the parallel
-    plan. The engine itself knows no parallel degree: it handles steps, samples, callbacks and checkpoints.
+    plan. The engine handles samples, callbacks and checkpoints.
 
     Args:
         schedule, saver: the schedule of learning rate and weight decay, and the writer of checkpoints. Both
@@ -61,10 +59,10 @@ class Engine:
         callbacks: called in this order.
         samples_per_epoch: number of samples in one pass over the training split.
         length: number of steps to train, and the intervals of evaluations and checkpoints.
-        new_evaluator: a function without arguments that creates the evaluator for one evaluation set.
-        go_back: a function that returns to the run's last checkpoint after a loss spike. It is called with
-            the engine and the number of samples to skip from the start of the training order. It loads the
-            checkpoint and returns the batches after the skipped samples; None if there is no checkpoint.
+        new_evaluator: creates the evaluator for one evaluation set.
+        go_back: loads the run's last checkpoint after a loss spike. Called with the engine and the number of
+            samples to skip from the start of the training order. Returns the batches after these samples;
+            None if there is no checkpoint.
         pruning: prunes the model while it trains; None for no pruning.
     """
 
@@ -116,8 +114,7 @@ class Engine:
 
         Raises:
             UserError: the loss or the gradient is not finite, the data ended early or cannot be read, ranks
-                have inconsistent data or weights, or a checkpoint cannot be saved. All ranks raise the same
-                error.
+                have inconsistent data or weights, or a checkpoint cannot be saved. Raised on all ranks.
         """
         self._saved_step, self._is_fitting = self.state.step, True
         if self._guard is not None:
@@ -156,12 +153,9 @@ class Engine:
             )
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Compute the mean loss and the task's metrics over each evaluation set. When all sets are done, call
-        the callbacks with the results.
-
-        Returns None if SIGTERM or Ctrl-C stopped the evaluation early, because the result of a part would not
-        be comparable. Raises UserError if a set has no token that counts in the loss.
-        """
+        """Compute the mean loss and the task's metrics over each evaluation set, then call the callbacks.
+        Returns None if SIGTERM or Ctrl-C stopped the evaluation early. Raises UserError if a set has no token
+        that counts in the loss."""
         records = []
         for name, loader in eval_sets.items():
             record = self._evaluate_one(name, loader, stop)
@@ -197,18 +191,15 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate at the start of training, if the current step is due for an evaluation and has none. A new
-        run thus detects a broken evaluation set at step 0. A resumed run repeats an evaluation that was
-        interrupted.
-        """
+        """Evaluate at the start of training if an evaluation is due at the current step and has not been
+        done: at step 0, to detect a broken evaluation set, or after an interrupted evaluation."""
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate all sets. If ``Engine.save_load.keep_best`` is set and the first set has its best result
-        so far, also save a checkpoint and mark it as the best one.
-        """
+        """Evaluate all sets. With ``Engine.save_load.keep_best``, also save and mark a checkpoint if the
+        result of the first set is the best so far."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
@@ -252,9 +243,8 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """Read the next batch and return (micro batches, None), or (None, error). An error is returned, not
-        raised, because the other ranks must learn of it before this rank stops.
-        """
+        """Read the next batch. Return (micro batches, None), or (None, error), because the other ranks must
+        learn of an error before this rank stops."""
         if self._callback_error is not None:
             return None, self._callback_error
         try:
@@ -279,15 +269,12 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """Run one optimizer step.
+        """Run one optimizer step. Returns the iterator of batches to continue with if a loss spike sent the
+        run back to its last checkpoint, else None.
 
         Args:
             started: clock time at which the batch was requested.
             reader_cost: seconds spent waiting for the batch.
-
-        Returns:
-            None if training goes on with the next batch. If a loss spike sent the run back to its last
-                checkpoint, the iterator of batches to continue with.
         """
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
@@ -344,12 +331,9 @@ class Engine:
         return None
 
     def _respond_to_spike(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """Respond to a loss spike as configured: skip the step, go back to the last checkpoint, or stop. Then
-        report it to the callbacks.
-
-        Returns the batches to continue with if the run went back to a checkpoint, else None. Raises
-        TrainingStoppedError to stop the run.
-        """
+        """Respond to a loss spike as configured: skip the step, go back to the last checkpoint, or stop.
+        Reports the spike to the callbacks, and then raises TrainingStoppedError if the run must stop. Returns
+        the batches to continue with if the run went back, else None."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
@@ -381,10 +365,9 @@ class Engine:
             self._saved_step = self.state.step
 
     def _notify(self, hook: str, *args: object) -> None:
-        """Call the method named ``hook`` of every callback, even if one of them raises a UserError. During
-        training, the first such error is kept, and ends training on all ranks before the next step. Outside
-        training, it is raised here, when all callbacks have been called.
-        """
+        """Call the method ``hook`` of every callback, even if one of them raises a UserError. During
+        training, the first such error ends training on all ranks before the next step. Outside training, it
+        is raised after all calls."""
         found: UserError | None = None
         for callback in self._callbacks:
             try:

@@ -1,6 +1,4 @@
-"""How far a run has come (:class:`TrainState`) and how far it goes (:class:`TrainingLength`), in optimizer
-steps.
-"""
+"""How far a run has come (:class:`TrainState`) and how far it goes (:class:`TrainingLength`)."""
 
 from __future__ import annotations
 
@@ -24,14 +22,13 @@ class TrainState:
         step: number of steps done, including skipped ones.
         consumed_samples: number of samples of the training order that have been used.
         epoch: number of completed passes over the training split.
-        evaluated_step: step of the last complete evaluation. If an evaluation was due at ``step`` but was
-            interrupted, this is an earlier step, and a resumed run repeats the evaluation.
-        skipped_steps: number of steps that were loss spikes or whose gradients overflowed. Their samples are
-            used up, but weights and learning rate did not change.
-        best, best_step: best result of an evaluation so far, and the step that it is from. The result is the
-            negative loss or the mean of the task's metrics, as ``Engine.save_load.keep_best`` says.
-        spikes: losses and gradient norms of the last steps, with which ``Engine.spike`` detects loss spikes;
-            empty if it is off.
+        evaluated_step: step of the last complete evaluation. A resumed run repeats an evaluation that was due
+            at ``step`` but was interrupted.
+        skipped_steps: number of steps whose gradients overflowed or that were skipped as loss spikes. Their
+            samples are used up, but weights and learning rate did not change.
+        best, best_step: best evaluation result so far, and its step. The result is the negative loss or the
+            mean of the task's metrics, as ``Engine.save_load.keep_best`` says.
+        spikes: losses and gradient norms of the last steps, from which ``Engine.spike`` detects loss spikes.
     """
 
     step: int = 0
@@ -45,9 +42,7 @@ class TrainState:
 
     @property
     def schedule_step(self) -> int:
-        """The number of steps that were not skipped. The schedules of learning rate and weight decay count
-        these.
-        """
+        """The number of steps that were not skipped, on which learning rate and weight decay depend."""
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
@@ -56,9 +51,8 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """Read the progress stored in a checkpoint, as written by :meth:`to_json` in this version or an older
-        one. Raises CheckpointError if it is damaged.
-        """
+        """Read progress from a checkpoint of this version or an older one. Raises CheckpointError if
+        damaged."""
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
         except ValidationError as error:
@@ -77,7 +71,7 @@ class TrainingLength:
     Attributes:
         max_steps: step after which training ends.
         eval_every, save_every: steps between evaluations and between checkpoints; 0: never.
-        steps_per_epoch: steps in one pass over the training split; it need not be an integer.
+        steps_per_epoch: steps in one pass over the training split, maybe a fraction.
     """
 
     max_steps: int
@@ -87,10 +81,9 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """Compute steps and intervals from the configuration and the number of samples in the training split.
-        With ``Engine.run_mode: epoch``, the configuration gives them in passes over the split, and DataError
-        is raised if the split has fewer samples than one global batch.
-        """
+        """Compute steps and intervals from the configuration and the size of the training split. With
+        ``Engine.run_mode: epoch``, they are configured in passes over the split, and DataError is raised if
+        it is smaller than a global batch."""
         engine = cfg.Engine
         if engine.run_mode == "step":
             steps_per_epoch = samples_per_epoch / cfg.batch.global_batch_size
@@ -111,18 +104,16 @@ class TrainingLength:
         )
 
     def position(self, steps_done: float) -> tuple[int, int]:
-        """Return which step follows after ``steps_done`` steps, as (number of the pass over the training
-        split, index of the step within that pass). Both count from 0.
-        """
+        """Return (pass over the training split, index in that pass), both from 0, of the step that follows
+        ``steps_done`` steps."""
         if math.isinf(self.steps_per_epoch):
             return 0, int(steps_done)
         epoch = int(steps_done // self.steps_per_epoch)
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
     def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
-        """Return whether a run that is now at ``state`` will finish step number ``step`` in pass ``epoch``
-        over the training split. If so, it may save a checkpoint named after this epoch and step.
-        """
+        """Return whether a run that is now at ``state`` will finish ``step`` in pass ``epoch`` over the
+        training split, and so may save a checkpoint named after them."""
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

@@ -1,6 +1,5 @@
-"""Keep the ranks of a job consistent: they exchange stop signals, errors and token counts before each step,
-and run the checks of ``Engine.checks``.
-"""
+"""Keep the ranks of a job consistent: exchange stop signals, errors and token counts before each step, and
+run the checks of ``Engine.checks``."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Makes all ranks stop after the same step and fail with the same message. Also runs the checks of
-    ``Engine.checks``, which detect different data or weights on ranks that must agree.
+    """Makes all ranks stop after the same step and fail with the same message, and runs the checks of
+    ``Engine.checks``.
 
     Attributes:
         pace_of_ranks: compares the step times of the ranks.
@@ -68,15 +67,12 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Tell the other ranks what this rank has for the next step: a hash of its batch or an error, whether
-        it received a stop signal, its token counts, and the time of its last step.
+        """Exchange facts about the next step with the other ranks: a hash of the batch or an error, stop
+        signals, token counts, and the time of the last step. Returns whether to stop before this step.
 
         Args:
             micro_batches, error: the batch, or the error from reading it.
             step: the number of steps done.
-
-        Returns:
-            Whether to stop before this step; the same on all ranks.
 
         Raises:
             UserError: on all ranks, if a rank has an error or the batches of the ranks are inconsistent.
@@ -99,9 +95,7 @@ class Watch:
         return False
 
     def stops_evaluation(self, stop: StopRequest | None) -> bool:
-        """Return whether any rank has received a stop signal, so that all ranks end the evaluation. All ranks
-        call it before each batch.
-        """
+        """Return whether any rank has received a stop signal. All ranks call it before each batch."""
         return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
 
     def after_step(self, runner: StepRunner) -> None:
@@ -109,19 +103,17 @@ class Watch:
             check_replicas(self._ctx, _held(runner, states=True))
 
     def check_at_rest(self, runner: StepRunner) -> None:
-        """Check that ranks that hold copies of the same weights hold equal values. Called at the start and
-        before each checkpoint, while no step is running. Does nothing if ``Engine.checks`` is off.
-        """
+        """Check that all copies of the same weights are equal. Called on all ranks at the start and before
+        each checkpoint, between steps. Does nothing if ``Engine.checks`` is off."""
         if self._level != "off":
             check_replicas(self._ctx, _held(runner, states=False))
 
     def describe(
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
-        """Return a message that says on which rank, in which layer and from which samples a number that is
-        not finite first appeared. All ranks must call it. To find the place, they repeat the passes of the
-        step, except with ``Engine.checks: full``, which has recorded it.
-        """
+        """Return an error message with the rank, layer and samples in which a non-finite number first
+        appeared. All ranks must call it. They repeat the passes of the step to find the layer, except with
+        ``Engine.checks: full``, which has recorded it."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids

@@ -1,4 +1,4 @@
-"""Find the checkpoint from which a run starts, if there is one, and load all of it or only its weights."""
+"""Find the checkpoint from which a run starts, and load all of it or only its weights."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Start:
-    """Where a run starts: from scratch, from the weights of a checkpoint, or from a whole checkpoint that it
-    resumes.
+    """Where a run starts: from scratch, from a checkpoint's weights, or from a whole checkpoint (resume).
 
     Attributes:
         options: the section ``Engine.save_load``.
@@ -53,8 +52,7 @@ class Start:
         resumes: whether optimizer, schedule, data position and random generators are loaded, not only
             weights.
         state: the progress to start with.
-        base_fingerprint: hash of the frozen weights that adapters are trained on, once they are loaded from
-            ``Model.lora.base``.
+        base_fingerprint: hash of the frozen base weights of adapters, once they are loaded.
         found_by: the configuration key that led to the checkpoint, such as ``Engine.save_load.resume``.
     """
 
@@ -70,10 +68,10 @@ class Start:
         self, runner: StepRunner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
         """Load the weights and, if the run resumes, optimizer, loss scale and random generators. A run from
-        scratch loads nothing but the frozen weights of ``Model.lora.base``.
+        scratch loads only the frozen base weights of ``Model.lora.base``.
 
-        Returns the schedule of learning rates to continue with. Raises CheckpointError if the checkpoint does
-        not fit the model, data, tokenizer, optimizer or schedule.
+        Returns the schedule to continue with. Raises CheckpointError if the checkpoint does not fit the
+        model, data, tokenizer, optimizer or schedule.
         """
         self._load_base(runner, cfg.Model)
         if self.checkpoint is None:
@@ -118,10 +116,9 @@ class Start:
             )
 
     def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load all weights into ``runner``, but nothing else: for evaluation, generation and export. Raises
-        CheckpointError if the weights do not fit ``model``, or were trained with settings that change what a
-        model computes, such as another activation.
-        """
+        """Load only the weights into ``runner``: for evaluation, generation and export. Raises
+        CheckpointError if they do not fit ``model``, or were trained with settings that change what a model
+        computes, such as another activation."""
         assert self.checkpoint is not None
         self._load_base(runner, model)
         self._load_weights(runner, model)
@@ -129,11 +126,10 @@ class Start:
         get_logger().info(f"with the weights of {self.checkpoint.path}{step}")
 
     def _load_base(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load the frozen weights that adapters are added to, from ``Model.lora.base``. If it is not set,
-        refuse a checkpoint that has only adapters, and otherwise do nothing.
+        """Load the frozen base weights of adapters from ``Model.lora.base``, if it is set.
 
         Raises:
-            CheckpointError: the frozen weights are missing or do not fit, or the checkpoint's adapters were
+            CheckpointError: the base weights are missing or do not fit, or the checkpoint's adapters were
                 trained on other weights.
         """
         place = None if model.lora is None else model.lora.base
@@ -162,8 +158,8 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if the model has fake quantization and the checkpoint was trained without it,
-        or the reverse. ``Engine.save_load.allow_missing`` permits the first case, ``allow_extra`` the second.
+        """Raise CheckpointError if only the model or only the checkpoint has fake quantization.
+        ``Engine.save_load.allow_missing`` permits the former, ``allow_extra`` the latter.
 
         Args:
             held: names of the model's parameters that belong to fake quantization.
@@ -185,10 +181,8 @@ class Start:
             )
 
     def _load_weights(self, runner: StepRunner, model: ModelConfig, *, is_new_run: bool = False) -> None:
-        """Load the checkpoint's weights. If the run is new, parameters that the checkpoint lacks may keep
-        their initial values: adapters, scales of fake quantization, and a classification head in place of the
-        head for tokens.
-        """
+        """Load the checkpoint's weights. In a new run, adapters, scales of fake quantization and a
+        classification head may keep their initial values if the checkpoint lacks them."""
         model_names, parameters = runner.model_names(), list(runner.named_parameters())
         if self.base_fingerprint is not None:
             model_names = [name for name in model_names if is_adapter_or_head(name)]
@@ -229,9 +223,8 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelCo
     compares checksums. The other ranks open the same checkpoint.
 
     The first of these that applies:
-        1. With ``resume``, the newest checkpoint in ``output_dir``, so that the same command continues after
-            every interruption. This does not apply if ``output_dir`` is None, as for a program that does not
-            train.
+        1. With ``resume``, the newest checkpoint in ``output_dir``. Does not apply if ``output_dir`` is None,
+          as for a program that does not train.
         2. The checkpoint ``ckpt_dir``.
         3. The weights ``init_from``.
         4. From scratch.
@@ -271,9 +264,8 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """Return the newest checkpoint of the run in ``output_dir``, from which the run continues. With ``resume:
-    auto``, damaged checkpoints are skipped, and None is returned if there is no good one.
-    """
+    """Return the newest checkpoint in ``output_dir``. With ``resume: auto``, damaged ones are skipped, and
+    None is returned if none is left."""
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
@@ -303,12 +295,11 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find the checkpoint from which a training run starts, and the frozen weights for adapters. Raises
+    """Find the checkpoint from which a training run starts, and the frozen base weights of adapters. Raises
     CheckpointError on all ranks if one of them cannot be opened.
 
-    Also returns a copy of the configuration. If the user named a whole directory such as ``output`` in
-    ``ckpt_dir``, ``init_from`` or ``Model.lora.base``, the copy names the checkpoint that was found in it,
-    such as ``output/epoch_0_step_100``.
+    Also returns a copy of the configuration in which ``ckpt_dir``, ``init_from`` and ``Model.lora.base`` name
+    a checkpoint, such as ``output/epoch_0_step_100``, even if the user named only ``output``.
     """
     base = None
     with joint_errors(ctx, name_ranks=False):

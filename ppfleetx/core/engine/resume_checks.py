@@ -1,6 +1,6 @@
 """Compare a checkpoint with the current configuration. Some differences are errors, others are only logged.
 
-``ppfleetx.config.resume_policy`` defines for each configuration key what a change of it affects.
+``ppfleetx.config.resume_policy`` says what each configuration key affects.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_s
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
     """Raise CheckpointError if the checkpoint's weights were trained with other model settings that change
-    what they compute, such as another activation. Such weights may have the right shapes and load without an
-    error.
+    what they compute, such as another activation.
 
     Args:
-        may_stretch: whether settings of rotary embeddings may differ. A new run may change them to extend the
-            context length. A difference is then only logged.
+        may_stretch: whether rotary settings may differ, as when a new run extends the context length. A
+            difference is then only logged.
     """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
@@ -74,15 +73,9 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
     """Compare the checkpoint with the configuration of the run that resumes it. Returns the changed settings
-    that affect training, optimizer or evaluation.
-
-    Args:
-        now: hashes of the tokenizer and of the training data, by name.
-
-    Raises:
-        CheckpointError: the tokenizer differs, or the data or the kind of optimizer state differs and no
-            option allows it.
-    """
+    that affect training, optimizer or evaluation. ``now`` has hashes of the tokenizer and of the training
+    data. Raises CheckpointError if the tokenizer differs, or if the data or the kind of optimizer state
+    differs and no option allows it."""
     options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config
@@ -127,9 +120,7 @@ def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
 
 
 def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
-    """Warn in one line that this run is no exact continuation of the run that saved ``checkpoint``, and list
-    the differences.
-    """
+    """Warn in one line how this run differs from the run that saved ``checkpoint``, which it resumes."""
     differences = [*map(str, changed)]
     if not options.load_optim:
         differences.append("a fresh optimizer (Engine.save_load.load_optim = False)")

@@ -1,6 +1,4 @@
-"""What callbacks and the writer of checkpoints see of a run: its model, its progress, and the records of
-steps and evaluations.
-"""
+"""What callbacks and checkpoint saving see of a run: model, progress, results of steps and evaluations."""
 
 from __future__ import annotations
 
@@ -25,11 +23,9 @@ SOURCE = "source/"
 
 
 class Run(Protocol):
-    """The part of the engine that callbacks and the writer of checkpoints may read. They must not change it.
-
-    ``schedule`` (learning rate, weight decay) is None when only evaluating. ``state`` always includes the
-    step or evaluation that is passed to a callback.
-    """
+    """The part of the engine that callbacks and checkpoint saving may read, but not change. ``schedule``
+    (learning rate, weight decay) is None when only evaluating. ``state`` already includes the step or
+    evaluation that is passed to a callback."""
 
     cfg: RunConfig
     ctx: ParallelContext
@@ -43,14 +39,11 @@ class Run(Protocol):
 
     @property
     def utilization(self) -> Utilization | None:
-        """FLOPs of a step and peak FLOP/s of a device, from which TFLOP/s and MFU follow. None if the FLOPs
-        of the model are unknown.
-        """
+        """FLOPs of a step and peak FLOP/s of a device; None if the FLOPs of the model are unknown."""
 
     def callback_states(self) -> dict[str, Any]:
-        """Return the state of each callback on this rank, by callback name, as JSON values. Raises
-        CheckpointError if a state cannot be saved.
-        """
+        """Return this rank's callback states by name. Raises CheckpointError if one is not made of JSON
+        values."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +54,16 @@ class StepRecord:
         step: number of the step, from 1.
         epoch: pass over the training split that this step belongs to, from 0.
         batch: index of the step within that pass, from 0.
-        loss: mean over all tokens of the step, on all ranks together, that count in the loss.
+        loss: mean over all tokens of the global batch that count in the loss.
         lr, weight_decay: values used in this step.
         grad_norm: gradient norm before clipping.
         num_valid_tokens: number of tokens that count in the loss.
-        num_tokens: number of tokens of the whole job in this step, including those that do not count.
-        batch_size: number of sequences of the whole job in this step.
-        data_size: number of data-parallel ranks, each of which reads different samples.
+        num_tokens: number of tokens of the whole job, including those that do not count.
+        batch_size: number of sequences of the whole job.
+        data_size: number of data-parallel ranks.
         reader_cost: seconds spent waiting for data.
         batch_cost: seconds of the whole step, including that wait.
-        loss_scale: factor by which the loss is multiplied under float16; None without loss scaling.
+        loss_scale: loss scale of float16; None without loss scaling.
         skipped: whether nothing was updated, because gradients overflowed or the step was a loss spike.
         metrics: metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of one
             corpus of a blend (``Engine.log_source_loss``).
@@ -132,7 +125,7 @@ class EvalRecord:
 
 
 class Window:
-    """Accumulates the steps since the last log line, and computes their mean times and speeds."""
+    """Computes mean step times and speeds since the last log line."""
 
     def __init__(self) -> None:
         self.num_steps = self._tokens = self.num_skipped = 0
@@ -165,10 +158,8 @@ class Window:
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """Return TFLOP/s and MFU at this window's speed in tokens per second, by name. They are those of a
-        step with the full batch, even while the batch size is still ramping up. Empty if the FLOPs of the
-        model are unknown.
-        """
+        """Return TFLOP/s and MFU at the speed of this window, for steps with the full batch. Empty if the
+        FLOPs of the model are unknown."""
         if run.utilization is None:
             return {}
         num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len

@@ -34,8 +34,7 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 def check_start(cfg: RunConfig) -> None:
     """Raise ConfigError if a run must not start in its output directory: it would write into a checkpoint, or
     start from scratch where another run has left files. Also refuses ``init_from`` together with
-    ``ckpt_dir``. Writes nothing.
-    """
+    ``ckpt_dir``. Writes nothing."""
     options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
     if options.init_from is not None and options.ckpt_dir is not None:
         raise cfg.error(
@@ -83,9 +82,8 @@ def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
 
 
 def run_traces(output_dir: Path) -> list[str]:
-    """Describe which files of a run are in ``output_dir``, for an error message: ``["2 checkpoints, ...",
-    "metrics.jsonl"]``. Empty if there are none.
-    """
+    """List a run's files in ``output_dir`` for an error message: ``["2 checkpoints, ...",
+    "metrics.jsonl"]``."""
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
     if not found:
@@ -113,17 +111,14 @@ def _resumes_within(cfg: RunConfig) -> bool:
 
 
 def lies_in(checkpoint: Path, output_dir: Path) -> bool:
-    """Return whether the checkpoint, a directory such as ``epoch_0_step_100``, is directly inside
-    ``output_dir``. Symbolic links are resolved first.
-    """
+    """Return whether the checkpoint is directly inside ``output_dir``. Symbolic links are resolved first."""
     return checkpoint.resolve().parent == output_dir.resolve()
 
 
 def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
-    """Create the output directory, and hold a lock on it until ``stack`` is closed. Called on rank 0 only.
-    Raises ConfigError if the directory cannot be created, if another run is training there, or if
-    :func:`check_start` refuses it.
-    """
+    """Create the output directory, and lock it until ``stack`` is closed. Called on rank 0 only. Raises
+    ConfigError if the directory cannot be created, if another run is training there, or if
+    :func:`check_start` refuses it."""
     check_start(cfg)
     output_dir = output_dir_of(cfg)
     busy = directory_error(cfg, "another run is training in this directory")
@@ -139,12 +134,9 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """Return the checkpoint with the frozen weights for adapters, which ``Model.lora.base`` names; None if it
-    is not set. Raises CheckpointError if there is no checkpoint.
-
-    If ``Model.lora.base`` is the output directory itself and the run resumes, it also holds the run's own
-    checkpoints with adapters. The newest checkpoint of another run is then returned, if there is one.
-    """
+    """Return the checkpoint in ``Model.lora.base``, which has the frozen base weights of adapters; None if it
+    is not set. If it is the output directory itself and the run resumes, the run's own checkpoints with
+    adapters are skipped. Raises CheckpointError if there is no checkpoint."""
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:
         return None

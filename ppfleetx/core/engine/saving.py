@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint. With
-    ``Engine.save_load.async_save``, files are written in the background while training continues.
+    """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint.
 
     All ranks must call the methods in the same order, and all ranks raise the same CheckpointError. With
-    ``on_save_error: stop``, a failed save raises it at once. With ``continue``, a failed save is only logged,
-    and the error is raised at the end of the run if the last save failed.
+    ``on_save_error: stop``, a failed save raises it at once. With ``continue``, a failed save is logged, and
+    the error is raised only at the end of the run, if the last save failed.
     """
 
     def __init__(
@@ -62,9 +61,7 @@ class Saver:
         )
 
     def save(self, run: Run) -> None:
-        """Save the run's current state, or start to save it in the background. If an earlier save is still
-        running, wait for it first.
-        """
+        """Save the run's current state, in the background with ``async_save``, after any earlier save."""
         self.complete()
         self._failure = None
         with self._guarded():
@@ -77,9 +74,8 @@ class Saver:
             )
 
     def mark_best(self, run: Run) -> None:
-        """Mark the checkpoint of the current step as the best one: the file ``best`` in the output directory
-        then names it. Waits until that checkpoint is complete, and does nothing if saving it failed.
-        """
+        """Mark the checkpoint of the current step as the best one: write its name to the file ``best`` in the
+        output directory. Waits until that checkpoint is complete. Does nothing if saving it failed."""
         self.complete()
         if self._failure is not None:
             return
@@ -93,20 +89,15 @@ class Saver:
             self._manager.wait()
 
     def poll(self) -> None:
-        """Let a save in the background make progress, without waiting for it. If it has failed, handle the
-        error as ``on_save_error`` says.
-        """
+        """Advance a background save without waiting for it. Handles a failure as ``on_save_error`` says."""
         with self._guarded():
             self._manager.poll()
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context manager around the training of a whole run: on exit, it waits for a save that is still
-        running. Raises CheckpointError if the last save failed.
-
-        If this rank alone fails, it does not wait for other ranks, which may have ended. A save that needs
-        them is then given up.
-        """
+        """Context manager around a training run: on exit, wait for the running save. Raises CheckpointError
+        if the last save failed. If only this rank fails, a save that needs other ranks is given up, because
+        they may have ended."""
         try:
             yield
         except UserError:  # the same error on all ranks, so collectives still work
@@ -134,9 +125,8 @@ class Saver:
             get_logger().error(f"{error} Training continues (Engine.save_load.on_save_error=continue).")
 
     def _tensors(self, runner: StepRunner) -> list[TensorSlice]:
-        """Return the parts of parameters and optimizer states that this rank writes. If the run trains
-        adapters on frozen base weights, the base weights are not saved.
-        """
+        """Return the slices of parameters and optimizer states that this rank saves. Frozen base weights are
+        left out."""
         parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:
             parameters = [(name, p) for name, p in parameters if not p.stop_gradient]

@@ -24,27 +24,22 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
     """Start the watchdog before Paddle is imported, so that it also reports a job that hangs while it starts.
-    Does nothing in a user's own program: there :func:`watched` starts the watchdog, and stops it
-    after training.
-    """
+    Does nothing in a user's own program, where :func:`watched` starts it later."""
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 
 
 def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Exchange process ids among all ranks. If the job hangs, each watchdog can then ask the kernel which
-    processes of other ranks on its machine are alive.
-    """
+    """Exchange process ids among all ranks. If the job hangs, each watchdog can then check which processes of
+    other ranks on its machine are alive."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
 
 
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
-    """Context manager: a watchdog observes this process while the body runs, and is stopped at the end. It
-    writes hang reports to ``directory`` inside the output directory. If :func:`watch_start` has already
-    started one, that one is used.
-    """
+    """Context manager in which a watchdog observes this process, and writes hang reports to ``directory``
+    inside the output directory. A watchdog that :func:`watch_start` has started is used."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     exchange_process_ids(cfg, ctx)

@@ -1,4 +1,4 @@
-"""The interface of log writers, each of which writes the numbers of a run to one file format or service."""
+"""The interface of log writers, which write the numbers of a run to a file format or service."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogStart:
-    """The facts that a log writer gets when a run starts or resumes.
+    """What a log writer learns when a run starts or resumes.
 
     Attributes:
-        step: the number of steps done so far. A run that resumes from a checkpoint computes the later steps
-            again, so the writer must drop its records after this step.
+        step: the number of steps done so far. The writer must drop its records after this step, because a
+            resumed run computes them again.
         config: the whole configuration of the run, as JSON values.
     """
 
@@ -24,39 +24,32 @@ class LogStart:
 
 class LogWriter:
     """Base class of log writers, which store the numbers of steps and evaluations by name. A writer is
-    created as ``Class(output_dir, **options)``, on rank 0 and only for training. The options come from
-    ``Engine.loggers``.
+    created as ``Class(output_dir, **options)``, with the options from ``Engine.loggers``, on rank 0 and only
+    for training.
 
     Open files and import heavy libraries in :meth:`start`, not before. A ``UserError`` raised by any method
-    ends the run with its message. An ``OSError`` raised by :meth:`write` is logged once, and training
-    continues.
+    ends the run with its message. An ``OSError`` raised by :meth:`write` is only logged, once.
     """
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
 
     def start(self, start: LogStart) -> None:
-        """Open the file, or connect to the service. Called before the first step. If the run resumes,
-        :meth:`load_state` has been called before.
-        """
+        """Open the file or connection. Called before the first step and after any :meth:`load_state`."""
         raise NotImplementedError
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of one step or evaluation, e.g. ``{"train/loss": 2.5, "train/lr": 1e-4}``. All of
-        them are finite.
-        """
+        """Write the finite numbers of a step or evaluation, e.g. ``{"train/loss": 2.5, "train/lr":
+        1e-4}``."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Close the file, or the connection to the service. Called once at the end of the run, even if the
-        run fails.
-        """
+        """Close the file or connection. Called once at the end of the run, even if the run fails."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the writer needs to continue its curves when the run resumes, such as a service's id of
-        the run, as JSON values. It is stored in checkpoints.
-        """
+        """Return what the writer needs to continue its curves after a resume, such as a service's id of the
+        run. The result consists of JSON values and is stored in checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned when the checkpoint was saved. Called before :meth:`start`."""
+        """Restore what :meth:`state` returned. Called before :meth:`start`."""

@@ -16,12 +16,9 @@ CSV_FILE = "metrics.csv"
 
 
 class CsvFile(LogWriter):
-    """Writes ``metrics.csv`` in the run's directory. Each step or evaluation that is logged has one row, with
-    its ``step`` and one column for each number. If a new number appears, the file is rewritten with another
-    column.
-
-    When a run resumes, rows after the step of its checkpoint are dropped. A new run renames an existing file.
-    """
+    """Writes ``metrics.csv`` in the run's directory, with a row for each logged step or evaluation: its
+    ``step``, and a column for each number. If a new number appears, the file is rewritten with another
+    column. A resumed run drops rows after the step of its checkpoint. A new run renames an existing file."""
 
     def __init__(self, output_dir: Path) -> None:
         super().__init__(output_dir)
@@ -62,17 +59,15 @@ class CsvFile(LogWriter):
 
 
 def _step_of(row: Mapping[str, str | None]) -> float:
-    """Return the step of a row of ``metrics.csv``. For a row that a killed run left incomplete, return
-    infinity, so that a resumed run drops it.
-    """
+    """Return the step of a row of ``metrics.csv``; infinity for an incomplete row, which a resumed run
+    drops."""
     text = row.get("step") or ""
     return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
 
 
 class _EventFiles(LogWriter):
-    """Base class of writers of event files. They are in the directory ``dir`` or, if it is None, in
-    ``folder`` in the run's directory.
-    """
+    """Base class of writers of event files, in ``dir`` or, if it is None, in ``folder`` in the run's
+    directory."""
 
     folder: ClassVar[str]
 
@@ -89,8 +84,7 @@ class TensorBoard(_EventFiles):
     """Writes event files for TensorBoard to ``tensorboard/`` in the run's directory. To see them:
     ``tensorboard --logdir output/tensorboard``.
 
-    When a run resumes, it adds a file that tells TensorBoard to ignore the records after the step of the
-    checkpoint.
+    A resumed run adds a file that tells TensorBoard to ignore the records after the step of the checkpoint.
     """
 
     folder = "tensorboard"
@@ -112,9 +106,7 @@ def visual_dl_is_installed() -> bool:
 
 
 class VisualDL(_EventFiles):
-    """Writes event files for VisualDL to ``vdl/`` in the run's directory. When a run resumes, it adds a
-    file.
-    """
+    """Writes event files for VisualDL to ``vdl/`` in the run's directory. A resumed run adds a file."""
 
     folder = "vdl"
 

@@ -16,9 +16,8 @@ from ppfleetx.utils.log import get_logger
 
 
 class _Continued(LogWriter):
-    """Base class of writers for services. It stores in checkpoints the id that the service gave the run, so
-    that a resumed run continues the same curves.
-    """
+    """Base class of writers for services. Its state in checkpoints is the service's id of the run, so that a
+    resumed run continues the same curves."""
 
     _id: str | None = None
 

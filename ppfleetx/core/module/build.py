@@ -1,6 +1,4 @@
-"""Build the task that ``Model.module`` names, with a teacher for distillation and the losses of single
-corpora if they are configured.
-"""
+"""Build the task that ``Model.module`` names, with distillation and a loss per corpus if configured."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from ppfleetx.nn.stage import LayerFactory
 class SourceLosses(WrappedTask):
     """Wraps a task to also report the loss of each corpus in a blend, as the metrics ``source/NAME``.
 
-    A batch says in ``source_ids [b]`` from which corpus each sequence comes, as an index into ``names``.
-    Batches without ``source_ids``, such as those of evaluations, get no such metrics.
+    ``source_ids [b]`` of a batch has the corpus of each sequence, as an index into ``names``. Batches without
+    it, such as those of evaluations, get no such metrics.
     """
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
@@ -55,10 +53,8 @@ class SourceLosses(WrappedTask):
 
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
-    """Build the task that ``Model.module`` names. If ``Compress.Distill`` is set, the task has a teacher. If
-    ``sources`` is given, the loss of each of these corpora is a metric. Raises ConfigError, for example if
-    there is no such task or it is not a :class:`BasicModule`.
-    """
+    """Build the task that ``Model.module`` names, with a teacher if ``Compress.Distill`` is set. The loss of
+    each corpus in ``sources`` becomes a metric. Raises ConfigError if there is no such task."""
     task = MODULES.make(cfg.Model.module, cfg, gives=BasicModule)
     if cfg.Compress.Distill is not None:
         from ppfleetx.compress.distill import Distillation

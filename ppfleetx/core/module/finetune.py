@@ -1,4 +1,4 @@
-"""Finetune GPT to classify sequences, for the GLUE tasks, and write files of predictions."""
+"""Finetune GPT to classify sequences, for the GLUE tasks, and write prediction files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ from ppfleetx.utils.log import get_logger
 
 
 class GPTFinetuneModule(BasicModule):
-    """Classifies a sequence, or predicts a number for it, from the hidden state of its last token before the
-    padding.
+    """Classifies a sequence, or predicts a number for it, from the hidden state of its last token.
 
-    The loss is the cross entropy of the class, or the squared error of the number. Only examples with
-    ``loss_mask`` 1 count.
+    The loss is the cross entropy, or the squared error of the number, over examples with ``loss_mask`` 1.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -47,9 +45,8 @@ class GPTFinetuneModule(BasicModule):
         return gpt_classification_stages(self.cfg.Model, factory, self.num_outputs)
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
-        """Return the outputs of the classification head for each sequence, ``[b, outputs]`` in float32. They
-        are taken at the sequence's last token, whose position follows from ``lengths`` in the batch.
-        """
+        """Return the outputs of the classification head at the last token of each sequence, ``[b, outputs]``
+        in float32. ``lengths`` in the batch give its position."""
         scores_sbc = model(batch["tokens"]).astype("float32")
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))
@@ -69,9 +66,8 @@ class GPTFinetuneModule(BasicModule):
 
 
 class Classification:
-    """Evaluates a classifier on one evaluation set. Gathers the outputs for all examples from the
-    data-parallel ranks. If the examples have labels, computes the loss and the metrics of the GLUE task.
-    """
+    """Evaluates a classifier on one evaluation set: gathers outputs from the data-parallel ranks and, if the
+    examples have labels, computes the loss and the metrics of the GLUE task."""
 
     def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
         self._module, self._ctx, self._has_labels = module, ctx, has_labels
@@ -99,9 +95,7 @@ class Classification:
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean cross entropy for ``outputs [n, classes]``. If there is one output per example, ``[n,
-    1]``, return the mean squared error.
-    """
+    """Return the mean cross entropy for ``outputs [n, classes]``; for ``[n, 1]``, the mean squared error."""
     if outputs.shape[1] == 1:
         return float(np.square(outputs[:, 0] - labels).mean())
     shifted = outputs - outputs.max(axis=1, keepdims=True)
@@ -110,10 +104,9 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """Callback that writes a classifier's predictions to a file after each evaluation, replacing the previous
-    ones. ``parts`` maps the name of each evaluation set to its split of the GLUE task, such as ``dev``. The
-    file is named after the split.
-    """
+    """Callback that writes a classifier's predictions to a file after each evaluation, replacing earlier
+    ones. ``parts`` maps each evaluation set to its split of the GLUE task, such as ``dev``. The file is named
+    after the split."""
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
         self._directory, self._task, self._parts = directory, task, parts
@@ -137,9 +130,8 @@ def predictions_directory(cfg: RunConfig) -> Path:
 
 
 def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
-    """Write a file with one line ``index <tab> prediction`` for each example. ``outputs`` are the
-    classifier's, ``[examples, outputs]``. Raises ConfigError if the file cannot be written.
-    """
+    """Write a line ``index <tab> prediction`` for each example. ``outputs`` are the classifier's,
+    ``[examples, outputs]``. Raises ConfigError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "w") as file:

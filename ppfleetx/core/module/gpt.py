@@ -11,15 +11,12 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 
 
 class GPTModule(BasicModule):
-    """The task of predicting the next token. The loss is the cross entropy over tokens with ``loss_mask``
-    1.
-    """
+    """The task of predicting the next token, with the cross entropy over tokens with ``loss_mask`` 1."""
 
     @property
     def loss_in_pieces(self) -> bool:
-        """Whether the step may compute the loss for chunks of tokens, one after the other, to save memory.
-        False for a subclass that overrides ``loss``, unless it also overrides this property.
-        """
+        """Whether the loss may be computed for chunks of tokens, to save memory. False for a subclass that
+        overrides ``loss``, unless it also overrides this property."""
         return type(self).loss is GPTModule.loss
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
@@ -30,13 +27,10 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """The task of scoring texts for ``Offline_Eval``, without gradients. Its ``loss`` is not a training loss
-    but the number that the evaluation sums up.
-
-    For perplexity, this is the negative log probability of all tokens with ``loss_mask`` 1. For the cloze
-    test (``cloze_eval``), it is the number of sequences in which the model predicts every such token. The
-    metric ``non_finite`` is the fraction of tokens whose log probability is not finite.
-    """
+    """The task of scoring texts for ``Offline_Eval``, without gradients. For perplexity, ``loss`` is the
+    negative log-probability of all tokens with ``loss_mask`` 1. For the cloze test (``cloze_eval``), it is
+    the number of sequences in which the model predicts every such token. The metric ``non_finite`` is the
+    fraction of tokens whose log-probability is not finite."""
 
     metrics = ("non_finite",)
 

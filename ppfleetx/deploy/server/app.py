@@ -54,9 +54,7 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Raise ApiError 401 if the request's bearer token is missing or is not the API key. The comparison takes
-    constant time, so that the key cannot be guessed from response times.
-    """
+    """Raise ApiError 401 unless the request's bearer token is the API key, compared in constant time."""
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -71,11 +69,11 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a request, which must have the content type ``application/json``.
+    """Read the body of a request, which must have the content type ``application/json``: browsers do not let
+    web pages of other origins send it without a CORS preflight.
 
-    The content type keeps out web pages of other origins: browsers send other content types without a CORS
-    preflight. Raises ApiError: 415 if the type is not JSON; 413 if the body is larger than ``max_bytes``; 408
-    if it did not arrive in time; 499 if the client disconnected.
+    Raises ApiError: 415 if the type is not JSON; 413 if the body is larger than ``max_bytes``; 408 if it did
+    not arrive in time; 499 if the client disconnected.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -104,7 +102,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
 
 
 class Accounting:
-    """Middleware that counts, times and logs requests to ``paths``. Never logs prompts or generated text."""
+    """Middleware that counts, times and logs requests to ``paths``, without prompts or generated text."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics) -> None:
         self._app, self._paths, self._metrics = app, paths, metrics
@@ -135,9 +133,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """Return the chat page. Its content security policy allows only the page's own script, and requests to
-    this server.
-    """
+    """Return the chat page, with a policy that allows only its own script and requests to this server."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -189,7 +185,7 @@ class Service:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The model names that a request may give: the base model's name and those of its LoRA adapters."""
+        """The model names that a request may give: those of the base model and of its LoRA adapters."""
         return (self.cfg.model_name, *self.cfg.adapters)
 
     def model(self, name: str) -> dict[str, Any]:
@@ -204,9 +200,8 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the web application. If ``service`` has an API key, all routes except the chat page and
-    ``/health`` require it.
-    """
+    """Create the web application. With an API key, only the chat page and ``/health`` are open to requests
+    without it."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -368,5 +363,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """Respond with status 500 to an exception that is a bug of the server. The traceback is logged."""
+    """Respond with status 500 to an unexpected exception, and log the traceback."""
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

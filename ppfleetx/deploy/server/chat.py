@@ -1,4 +1,4 @@
-"""Request and response formats of the route ``/v1/chat/completions``."""
+"""Request and response formats of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """Check one message of a chat request. If its content is a list of text parts, they are joined into one
-    text.
-    """
+    """Check one message of a chat request. A content of several text parts becomes one text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)
@@ -58,9 +56,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 class ChatPrompt(BaseModel):
-    """The fields of a chat request that determine the prompt: messages, tools, and variables for the chat
-    template.
-    """
+    """The fields of a chat request that determine the prompt: messages, tools, and template variables."""
 
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)] = Field(default_factory=list)
     tools: Annotated[list[dict[str, Any]], BeforeValidator(tools_of)] = Field(default_factory=list)
@@ -81,7 +77,7 @@ class ChatPrompt(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables that the chat template gets, apart from the messages themselves."""
+        """The variables of the chat template, besides the messages."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {"tools": self.offered_tools or None, **effort, **self.chat_template_kwargs}
 

@@ -1,4 +1,4 @@
-"""Request and response formats of the route ``/v1/completions``."""
+"""Request and response formats of ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ Prompt = str | list[int]
 
 
 def prompts_of(value: Any) -> list[Prompt]:
-    """Check the ``prompt`` of a request, and return a list of prompts. The request may have one prompt or a
-    list; each is a text or a list of token ids.
-    """
+    """Return the ``prompt`` of a request as a list. The request may have one prompt or a list; each is a text
+    or a list of token ids."""
     if isinstance(value, str) or _is_list_of_ids(value):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(p, str) or _is_list_of_ids(p) for p in value):
@@ -36,9 +35,8 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _read_logprobs(value: Any) -> int | None:
-    """Check the ``logprobs`` of a completion request: a number of alternatives per token. Returns None for
-    ``false``, which some clients send if they want no log-probabilities.
-    """
+    """Check the ``logprobs`` of a completion request, a number of alternatives per token. ``false``, which
+    some clients send for no log-probabilities, becomes None."""
     if value is False:
         return None
     if type(value) is not int or not 0 <= value <= MOST_TOP:
@@ -87,9 +85,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionAnswer(Answer):
-    """Builds the response to a :class:`CompletionRequest`, as a whole or in chunks. ``echoes`` are the texts
-    of the prompts, which the response repeats if the request has ``echo``.
-    """
+    """Builds the response to a :class:`CompletionRequest`, as a whole or in chunks. ``echoes`` are the
+    prompts' texts, which the response repeats if the request has ``echo``."""
 
     object_name = piece_name = "text_completion"
     request: CompletionRequest

@@ -1,6 +1,4 @@
-"""Request formats of the routes ``/v1/embeddings``, ``/tokenize`` and ``/detokenize``, and the response of
-``/v1/embeddings``.
-"""
+"""Formats of the routes ``/v1/embeddings``, ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class EmbeddingRequest(Request):
 
 
 class TokenizeRequest(Request, ChatPrompt):
-    """The body of a ``POST /tokenize`` request, as in vLLM: a ``prompt``, or the ``messages`` of a chat."""
+    """The body of a ``POST /tokenize`` request, as in vLLM: ``prompt``, or the ``messages`` of a chat."""
 
     prompt: str | None = None
     add_special_tokens: bool = True

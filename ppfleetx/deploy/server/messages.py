@@ -1,6 +1,5 @@
-"""Messages between the web application and the scheduler thread: requests to run (`Work`), events in reply,
-and the state of running sequences.
-"""
+"""Messages between the web application and the scheduler thread: requests (`Work`), events in reply, and the
+state of running sequences."""
 
 from __future__ import annotations
 
@@ -24,11 +23,9 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """Event: a continuation has a new token, or has ended without any because the request asked for 0 tokens.
-
-    ``index`` is the number of the continuation in its request, and ``text`` the new text, which may be empty.
-    ``num_tokens`` is 1, or 0 without a token.
-    """
+    """Event: continuation ``index`` of the request has a new token, or has ended without any because the
+    request asked for 0 tokens. ``text`` is the new text, maybe empty. ``num_tokens`` is 1, or 0 without a
+    token."""
 
     index: int
     text: str
@@ -39,9 +36,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Scored:
-    """Event: the log-probability of each token of a prompt. ``number`` is the index of the prompt in its
-    request.
-    """
+    """Event: the log-probability of each token of prompt ``number`` of the request."""
 
     number: int
     scores: Sequence[TokenScore]
@@ -49,9 +44,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Embedded:
-    """Event: the embedding of a prompt, ``[h]`` float32, a vector of length 1. ``number`` is the index of the
-    prompt in its request.
-    """
+    """Event: the embedding of prompt ``number`` of the request, ``[h]`` float32, with L2 norm 1."""
 
     number: int
     vector: np.ndarray
@@ -100,11 +93,8 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request in the scheduler: a job for each prompt.
-
-    The scheduler calls ``deliver`` with each event, in the thread of the event loop. A request with
-    ``cancelled`` is dropped before the next step.
-    """
+    """A request in the scheduler, with a job for each prompt. The scheduler calls ``deliver`` with each
+    event, in the thread of the event loop. A request with ``cancelled`` is dropped before the next step."""
 
     jobs: Sequence[Job]
     deliver: Callable[[Event], None]
@@ -129,10 +119,7 @@ class Waiting:
 
 class RunningSequence:
     """A sequence in the running batch: one continuation of a prompt, with its text, random numbers and draft
-    tokens.
-
-    A prompt may have several continuations; ``copy`` numbers them from 0.
-    """
+    tokens. ``copy`` numbers the continuations of a prompt from 0."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
@@ -163,7 +150,7 @@ class RunningSequence:
         return RowChoice(self.job.options, RowTokens(self._history, self.num_new), numbers, forbidden)
 
     def take(self, token: int, score: TokenScore | None) -> Progress:
-        """Add a new token to the sequence. Returns the event to send to the client."""
+        """Add a new token to the sequence. Returns the event for the client."""
         self._history.append(token)
         is_stopped = self._text.feed(token)
         is_end = token in self.job.end_ids
@@ -174,17 +161,15 @@ class RunningSequence:
         return Progress(self._index, text, self._row.finish_reason, score)
 
     def draft(self, most: int) -> int:
-        """Find up to ``most`` draft tokens for the next pass by prompt lookup in the sequence's own text.
-        Returns their number.
-        """
+        """Find up to ``most`` draft tokens in the sequence's own text, by prompt lookup. Returns their
+        number."""
         left = self.job.max_new_tokens - self.num_new - 1
         self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.drafts)
 
     def adapt_drafts(self, right: int, most: int) -> None:
-        """Choose how many tokens to draft for the next pass: more if all were accepted, otherwise fewer.
-        ``right`` is the number of accepted ones, and ``most`` the limit.
-        """
+        """Set the number of tokens to draft for the next pass, at most ``most``: more if all drafts were
+        accepted, otherwise fewer. ``right`` is the number of accepted ones."""
         if self.drafts:
             self._width = next_width(self._width, right, most, right == len(self.drafts))
         self.drafts = []
@@ -194,11 +179,8 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The Prometheus metrics of one server. Each server has its own registry, because one process can run
-    several servers.
-
-    Tokens and steps are counted separately for the base model and each LoRA adapter.
-    """
+    """The Prometheus metrics of one server, in a registry of its own. Tokens and steps are counted separately
+    for the base model and each LoRA adapter."""
 
     content_type = CONTENT_TYPE_LATEST
 

@@ -22,8 +22,7 @@ from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, ended_by
 
 class PromptReader:
     """Turns requests into lists of `Job`, one for each prompt. All methods raise ApiError 400 if a request
-    does not fit the model, for example if a prompt is too long.
-    """
+    does not fit the model, for example if a prompt is too long."""
 
     def __init__(
         self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, scheduler: Scheduler
@@ -81,8 +80,7 @@ class PromptReader:
 
     def _refuse_special(self, request: ChatPrompt) -> None:
         """Raise ApiError if a client's messages or tools contain the text of a special token, which could
-        imitate the chat template's own markup.
-        """
+        imitate the chat template's own markup."""
         parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
         parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
         for name, part in parts.items():
@@ -149,7 +147,6 @@ class PromptReader:
             ) from error
 
     def text(self, prompt: Prompt) -> str:
-        """Return a prompt as text. Token ids are decoded."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _encode(self, prompt: Prompt, *, add: bool, param: str = "prompt") -> Sequence[int]:
@@ -158,7 +155,7 @@ class PromptReader:
         return self.checked(prompt, param)
 
     def checked(self, ids: Sequence[int], param: str = "tokens") -> Sequence[int]:
-        """Return ``ids`` unchanged. Raises ApiError if one of them is not in the vocabulary."""
+        """Return ``ids`` unchanged. Raises ApiError if one is not in the vocabulary."""
         wrong = [token for token in ids if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(

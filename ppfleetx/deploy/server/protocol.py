@@ -1,6 +1,4 @@
-"""What all routes of the server share: errors in OpenAI's format, sampling parameters, and parsing of request
-bodies.
-"""
+"""Common parts of the server's routes: errors in OpenAI's format, sampling parameters, request bodies."""
 
 from __future__ import annotations
 
@@ -16,11 +14,7 @@ from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 
 
 class ApiError(Exception):
-    """An error response in OpenAI's format.
-
-    ``message`` says what is wrong and how to fix it, ``param`` names the parameter, and ``code`` identifies
-    the error for programs.
-    """
+    """An error response in OpenAI's format. ``param`` names the parameter, ``code`` the kind of error."""
 
     def __init__(
         self,
@@ -49,9 +43,8 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """A response in JSON with ASCII characters only. Other characters are escaped, so even a lone surrogate
-    in a client's text, which UTF-8 cannot represent, is returned unchanged.
-    """
+    """A JSON response in ASCII. Other characters are escaped, even a lone surrogate, which UTF-8 cannot
+    represent."""
 
     media_type = "application/json"
 
@@ -85,8 +78,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 def _refuse_unless_empty(value: Any) -> None:
     """Raise ValueError for a parameter of OpenAI's API that the server does not support. Values without
-    effect, such as 0 or an empty list, are accepted, because some clients send them.
-    """
+    effect, such as 0 or an empty list, are accepted, because some clients send them."""
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -125,9 +117,7 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters that the completion and chat routes have in common. Parameters of ``TokenOptions`` that
-    also exist in OpenAI's API are limited to the range that OpenAI allows.
-    """
+    """The parameters of both the completion and chat routes. Those of OpenAI's API have OpenAI's limits."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -158,9 +148,8 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The structured output that the client wants, as a pair: the name of the parameter that asks for it,
-        and the output's form (None: free text).
-        """
+        """The request parameter that asks for structured output, and the form of the output (None: free
+        text)."""
         if self.response_format is not None:
             return "response_format", self.response_format
         return "structured_outputs", self.structured_outputs
@@ -172,23 +161,18 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def must_have_room(self) -> bool:
-        """Whether ``token_limit`` new tokens must fit into the model's positions. True if the client set the
-        limit: the request is refused if they do not fit. If False, fewer tokens are generated.
-        """
+        """Whether to refuse a request if ``token_limit`` new tokens do not fit into the model's positions.
+        True if the client set the limit. Otherwise, fewer tokens are generated."""
         raise NotImplementedError
 
     @property
     def num_top(self) -> int | None:
-        """The number of alternatives to list for each generated token. None: the client wants no
-        log-probabilities.
-        """
+        """The number of alternatives to list for each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def candidates(self) -> int:
-        """The number of continuations to generate per prompt. If it is larger than ``n``, only the best ``n``
-        are returned.
-        """
+        """The number of continuations to generate per prompt. Only the best ``n`` of them are returned."""
         return self.n
 
     @property
@@ -204,9 +188,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and validate a request body. A parameter with the value null counts as omitted. Raises ApiError
-    400, which names the parameter and the rule.
-    """
+    """Parse and validate a request body. A null parameter counts as omitted. Raises ApiError 400, which names
+    the parameter and the rule."""
     try:
         return kind.model_validate_json(_without_nulls(body, kind))
     except ValidationError as error:
@@ -245,5 +228,5 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
 
 
 def quoted(text: str) -> str:
-    """Put a client's text in quotes for an error message. Long texts are shortened."""
+    """Put a client's text, shortened if it is long, in quotes for an error message."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")

@@ -1,4 +1,4 @@
-"""Collect the events of a running request and build its response, as a whole or as a stream."""
+"""Build the response to a request from its events, as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LOWEST = -9999.0
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    r"""The text of a token, for lists of log-probabilities. A token that is only part of a UTF-8 character is
-    written like ``bytes:\xe2\x82``, as in OpenAI's API.
+    r"""Return the text of a token for lists of log-probabilities. Part of a UTF-8 character becomes text like
+    ``bytes:\xe2\x82``, as in OpenAI's API.
     """
     value = text_bytes(tokenizer, token)
     try:
@@ -39,12 +39,9 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TextLogprobs:
-    """Builds the ``logprobs`` objects of one completion. In a stream, each chunk has its own object, and the
-    text offsets continue from chunk to chunk.
-
-    Offsets count the characters of all tokens. A BOS token is counted, too, although the text does not
-    contain it.
-    """
+    """Builds the ``logprobs`` objects of one completion. In a stream, each chunk has its own object, and text
+    offsets continue from chunk to chunk. They count the characters of all tokens, including a BOS token,
+    which is not in the text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._offset = tokenizer, 0
@@ -95,11 +92,7 @@ _SEND_GRACE_SECONDS = 10.0
 
 class RequestEvents:
     """Runs one request on the scheduler. Use it as an async context manager, and iterate over it to get the
-    events.
-
-    Events of the model, the client's disconnect and the time limit arrive in one queue. Leaving the context
-    cancels the request if it is not finished.
-    """
+    events. Leaving the context cancels an unfinished request."""
 
     def __init__(
         self, scheduler: Scheduler, jobs: Sequence[Job], receive: Receive, timeout: float, metrics: Metrics
@@ -132,8 +125,7 @@ class RequestEvents:
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
         """Yield the request's events until all its continuations are finished. Raises ApiError if the request
-        fails, its time is over or the client leaves.
-        """
+        fails, its time is over, or the client disconnects."""
         while self._num_left:
             event = await self._events.get()
             if isinstance(event, Failed):
@@ -162,9 +154,8 @@ class RequestEvents:
 
 @dataclass
 class RowAnswer:
-    """One continuation so far: its text and the log-probabilities of its tokens. ``scores`` includes the end
-    token, which is not in the text.
-    """
+    """The text and token log-probabilities of one continuation so far. ``scores`` includes the end token,
+    which is not in the text."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -184,8 +175,7 @@ class RowAnswer:
 
 class Answer(ABC):
     """Base class that builds the response to a request, as a whole or in chunks. Tokens in ``end_ids`` are
-    left out of the lists of log-probabilities.
-    """
+    left out of the lists of log-probabilities."""
 
     object_name: str
     piece_name: str
@@ -208,26 +198,22 @@ class Answer(ABC):
     def whole_choice(
         self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
-        """Build the entry ``index`` of the response's ``choices``: the complete continuation ``row`` of
-        prompt number ``prompt``.
-        """
+        """Build entry ``index`` of the response's ``choices``: the continuation ``row`` of prompt
+        ``prompt``."""
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        """Build the chunk of a stream that precedes the first token of choice ``index``, for example an echo
-        of the prompt. None if there is no such chunk.
-        """
+        """Build the chunk of a stream before the first token of choice ``index``, for example an echo of the
+        prompt. None if there is no such chunk."""
 
     @abstractmethod
     def piece(self, event: Progress) -> Any | None:
-        """Build the chunk of a stream for a new token. None if there is nothing to send, for example an
-        incomplete character.
-        """
+        """Build the chunk of a stream for a new token. None if there is no text yet, as after half a
+        character."""
 
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        """Build the JSON body around ``choices``, for a whole response or for one chunk of a stream
-        (``is_piece``).
-        """
+        """Build the JSON body around ``choices``, for a whole response or (``is_piece``) a chunk of a
+        stream."""
         body: dict[str, Any] = {
             "id": self.answer_id,
             "object": self.piece_name if is_piece else self.object_name,
@@ -249,9 +235,8 @@ class Answer(ABC):
         return [one for one in scores if one.token not in self._end_ids]
 
     async def whole(self, answering: RequestEvents) -> JsonResponse:
-        """Wait until all continuations are finished, and build the response. If more continuations were
-        generated than requested (``best_of``), only the likeliest are returned.
-        """
+        """Wait until all continuations are finished, and build the response. If more were generated than
+        requested (``best_of``), only the likeliest are returned."""
         made, wanted = self.request.candidates, self.request.n
         rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
@@ -272,8 +257,7 @@ class Answer(ABC):
 
     async def pieces(self, answering: RequestEvents) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream as tokens are generated. If the client asked for token usage, the last
-        chunk contains it, and earlier chunks have ``"usage": null``, as in OpenAI's API.
-        """
+        chunk contains it, and earlier chunks have ``"usage": null``, as in OpenAI's API."""
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
         unknown = {"usage": None} if with_usage else {}
@@ -297,11 +281,9 @@ class Answer(ABC):
 
 
 class EventStream(Response):
-    """An HTTP response that streams the chunks of an answer as server-sent events.
-
-    Headers are sent together with the first chunk. So an error before that becomes a normal error response,
-    and a later error becomes an event before the final ``[DONE]``.
-    """
+    """A streaming HTTP response with the chunks of an answer as server-sent events. Headers are sent with the
+    first chunk, so an earlier error becomes a normal error response. A later error becomes an event before
+    the final ``[DONE]``."""
 
     def __init__(self, answer: Answer, answering: RequestEvents, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})

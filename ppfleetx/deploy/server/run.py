@@ -39,9 +39,7 @@ def check_libraries() -> None:
 
 
 def check_plan(cfg: RunConfig, processes: int) -> None:
-    """Raise ConfigError if the configuration divides the model among processes. The server needs the whole
-    model in one process.
-    """
+    """Raise ConfigError if the plan divides the model among processes, which the server does not support."""
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
@@ -52,10 +50,8 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Raise ConfigError for options that the server does not support: an assistant model for speculative
-    decoding, LoRA adapters for a base model that is itself a LoRA model, or an adapter with the base model's
-    name.
-    """
+    """Raise ConfigError for options that the server does not support: an assistant model, LoRA adapters for a
+    base model that is itself a LoRA model, or an adapter with the base model's name."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise ConfigError(
             "need a base model without Model.lora: serve the model that they were trained on",
@@ -74,11 +70,9 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Read the API key from the environment variable ``Serve.api_key_env``. Returns None if the default
-    variable is not set: requests then need no key.
-
-    Raises ConfigError if another variable was chosen but is not set, or if the key is empty or not ASCII.
-    """
+    """Read the API key from the environment variable ``Serve.api_key_env``. Returns None (no key needed) if
+    the default variable is not set. Raises ConfigError if another variable is configured but not set, or if
+    the key is empty or not ASCII."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -95,9 +89,8 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def open_socket(cfg: RunConfig) -> socket.socket:
-    """Bind a socket to the server's address, so that a port in use is noticed before the model is loaded. The
-    socket does not listen yet. Raises ConfigError.
-    """
+    """Bind a socket to the server's address, without listening yet, so that a port in use is noticed before
+    the model is loaded. Raises ConfigError."""
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -167,9 +160,7 @@ def build_service(
 
 
 def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
-    """Read the LoRA adapters that ``Serve.adapters`` names, before the base model is loaded. Raises
-    CheckpointError.
-    """
+    """Read the LoRA adapters that ``Serve.adapters`` names, before the base model is loaded."""
     from ppfleetx.checkpoint import adapters
 
     found = {}
@@ -246,10 +237,9 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """The uvicorn server, which also shuts down the scheduler when it gets a signal. After the first
-        signal, running requests may finish within a time limit. The second signal ends the scheduler after
-        its current step, the third ends the process at once.
-        """
+        """The uvicorn server, which also shuts down the scheduler. After the first signal, running requests
+        may finish within a time limit. The second signal ends the scheduler after its current step, the third
+        ends the process at once."""
 
         num_signals = 0
 

@@ -37,12 +37,9 @@ _RETRY_SECONDS = 1
 
 
 class ServedModel:
-    """The running batch and the prefix cache of one served model: the base model, or the base model with one
-    LoRA adapter.
-
+    """The running batch and the prefix cache of the base model, or of the base model with one LoRA adapter.
     ``name`` is the model name in requests and metrics. ``max_prefix_tokens`` is the size of the prefix cache
-    in positions.
-    """
+    in positions."""
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
         self._model, self.name = model, name
@@ -53,9 +50,7 @@ class ServedModel:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Remove sequences from the batch: sequence i stays if ``kept[i]`` is true. Returns the number of
-        removed sequences.
-        """
+        """Remove sequence i from the batch unless ``kept[i]``. Returns the number of removed ones."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
@@ -68,10 +63,9 @@ class Scheduler:
 
     Each step adds at least one token to every running sequence. The base model and each of its LoRA adapters
     have batches of their own, which take turns within a step. Before a step, sequences of cancelled requests
-    are removed, and waiting sequences join if there is room. The thread sleeps while there is no work.
+    are removed, and waiting sequences join if there is room.
 
-    Nothing else may use the model while the thread runs. The tokens ``end_ids`` end a sequence, unless the
-    request says otherwise.
+    Nothing else may use the model while the thread runs. ``end_ids`` are the default end tokens of a request.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class Scheduler:
     ) -> None:
         self._model, self._tokenizer, self._cfg, self._metrics = model, tokenizer, cfg, metrics
         self.end_ids = end_ids
-        self._changed = threading.Condition()  # guards the next four attributes
+        self._changed = threading.Condition()  # guards the next four attributes; reentrant
         self._waiting: deque[Waiting] = deque()
         self._num_rows = 0  # waiting and running sequences
         self._closing_at: float | None = None
@@ -100,7 +94,7 @@ class Scheduler:
     # ---- called by the HTTP side, in any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread that runs the model. Events are delivered in the event loop ``loop``."""
+        """Start the thread that runs the model. Events are delivered in ``loop``."""
         self._loop = loop
         self._thread.start()
 
@@ -115,13 +109,12 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """The maximum number of sequences, waiting and running ones together."""
+        """The maximum number of waiting and running sequences."""
         return self._cfg.max_batch_size + self._cfg.max_waiting
 
     def submit(self, work: Work) -> None:
         """Put a request into the queue. Raises ApiError: 429 if the queue is full; 503 if the server is
-        shutting down or has failed.
-        """
+        shutting down or has failed."""
         with self._changed:
             if self._died:
                 raise ApiError(503, "the model has failed; see the server's log", code="unhealthy")
@@ -147,11 +140,8 @@ class Scheduler:
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Stop accepting requests, and end the thread when the accepted ones are finished, at the latest
-        after ``seconds``. Requests that are unfinished by then fail.
-
-        May be called from a signal handler, because the lock is reentrant.
-        """
+        """Stop accepting requests, and end the thread when the accepted ones are finished, but at the latest
+        after ``seconds``. Unfinished requests then fail. May be called from a signal handler."""
         with self._changed:
             closing_at = time.monotonic() + seconds
             self._closing_at = min(closing_at, self._closing_at or closing_at)
@@ -227,8 +217,7 @@ class Scheduler:
 
     def _next_logits(self, model: ServedModel, *, has_newcomers: bool) -> paddle.Tensor:
         """Run one forward pass for a model's batch of b sequences, each with up to s draft tokens. Returns
-        logits ``[1 + s, b, V]``: those after the last token of each sequence, then those after each of its
-        draft tokens.
+        logits ``[1 + s, b, V]``: after the last token of each sequence, then after each of its draft tokens.
         """
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:
@@ -242,11 +231,8 @@ class Scheduler:
         self, rows: Sequence[RunningSequence], logits: paddle.Tensor
     ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
         """Choose the new tokens of each sequence: the draft tokens that are accepted, and one more. Also
-        returns the events for the clients.
-
-        ``logits [1 + s, b, V]`` are those after the last token of each sequence, then those after its s draft
-        tokens.
-        """
+        return the events for the clients. ``logits [1 + s, b, V]`` are those after the last token of each
+        sequence, then those after its s draft tokens."""
         new: list[list[int]] = [[] for _ in rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(rows)))
@@ -284,9 +270,8 @@ class Scheduler:
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
-        """Compute log-probabilities and embeddings of new prompts whose requests ask for them, and send them
-        to the clients. Returns the prompts for which tokens must be generated.
-        """
+        """Compute log-probabilities and embeddings for new prompts that ask for them, and send them to the
+        clients. Returns the prompts for which tokens must be generated."""
         going_on, events = [], []
         for one in admitted:
             read = self._metrics.prompt_tokens.labels(self._models[one.job.adapter].name)
@@ -324,8 +309,7 @@ class Scheduler:
 
     def _admit(self) -> list[Waiting]:
         """Take prompts from the queue, in order, that can join the batch now. They must fit into the batch
-        and into one forward pass, and use the same model (LoRA adapter).
-        """
+        and into one forward pass, and use the same model or LoRA adapter."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -351,9 +335,8 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _fail_step(self, model: ServedModel) -> None:
-        """Handle an error in a step of one model: all requests in its batch fail, and the model gets a new,
-        empty batch.
-        """
+        """Fail all requests in a model's batch after an error in its step, and give the model an empty
+        batch."""
         get_logger().exception("a step of %d sequences has failed", len(model.rows))
         failed = list(dict.fromkeys(row.work for row in model.rows))
         with self._changed:

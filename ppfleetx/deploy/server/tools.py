@@ -1,5 +1,4 @@
-"""Tool calling: the functions that a chat request offers to the model, and the calls that the model writes in
-its answer.
+"""Tool calling: the functions that a chat request offers to the model, and the calls in the model's answer.
 
 Two formats of calls are recognized. In the first, as in Hermes, Qwen and SmolLM, a call is
 ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. In the second, as in Llama, the whole answer is
@@ -48,11 +47,9 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """The structured output that forces the model to call a tool (``tool_choice``). None if the model may
-    also answer without a call.
-
-    Raises ValueError if ``choice`` names a tool that is not in ``tools``.
-    """
+    """Return the structured output that ``tool_choice`` demands; None if the model may also answer without a
+    call. Without ``several``, only one call is allowed. Raises ValueError if ``choice`` names a tool that is
+    not in ``tools``."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -75,9 +72,8 @@ def forced_form(
 
 
 def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message in which the arguments of its ``tool_calls`` are parsed. Clients send them
-    as JSON text, but chat templates expect objects. Raises ValueError.
-    """
+    """Return a copy of a message in which the arguments of its ``tool_calls`` are parsed: clients send JSON
+    text, but chat templates expect objects. Raises ValueError."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -96,29 +92,24 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerText:
-    """Splits a model's answer into text and tool calls while the answer grows.
-
-    An answer that calls a tool not in ``names`` counts as plain text. At most ``most`` calls are returned
-    (None: all).
-    """
+    """Splits a model's answer into text and tool calls while the answer grows. An answer that calls a tool
+    not in ``names`` counts as text. At most ``most`` calls are returned (None: all)."""
 
     def __init__(self, names: Collection[str], most: int | None) -> None:
         self._names, self._most = names, most
         self._text, self._num_sent = "", 0
 
     def feed(self, piece: str) -> str:
-        """Add the next piece of the answer. Returns the text that can be sent now, because it cannot be part
-        of a tool call.
-        """
+        """Add the next piece of the answer. Returns the text to send now, which cannot be part of a tool
+        call."""
         self._text += piece
         sure = self._text[self._num_sent : self._sure_length()]
         self._num_sent += len(sure)
         return sure
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """End the answer. Returns the text that was held back and is not part of a tool call, and the calls
-        in OpenAI's format.
-        """
+        """End the answer. Returns the held-back text that is in no tool call, and the calls in OpenAI's
+        format."""
         begin, calls = self._calls()
         content = self._text[: begin if calls else None]
         return content[self._num_sent :], calls
@@ -133,9 +124,8 @@ class AnswerText:
         return len(self._text) - held
 
     def _calls(self) -> tuple[int, list[dict[str, Any]]]:
-        """Parse the tool calls in the whole answer. Returns the position where the first call begins, and the
-        calls in OpenAI's format.
-        """
+        """Parse the tool calls in the whole answer. Return where the first one begins, and all in OpenAI's
+        format."""
         blocks = [found.group(1) for found in _CALL.finditer(self._text)]
         begin = self._text.index(_OPEN) if blocks else 0
         calls: list[dict[str, Any]] = []

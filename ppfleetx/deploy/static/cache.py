@@ -15,9 +15,8 @@ from ppfleetx.nn.masks import penalty_of
 
 
 class LoopCache:
-    """A key/value cache for one iteration of the exported decoding loop. It concatenates the new keys and
-    values to the earlier ones, ``past``, and keeps the result in ``extended``.
-    """
+    """A key/value cache for one iteration of the exported decoding loop, which copies the earlier keys and
+    values ``past`` to append new ones. The result is in ``extended``."""
 
     def __init__(self, past: Sequence[paddle.Tensor]) -> None:
         self.past, self.extended = past, []
@@ -25,10 +24,8 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Concatenate ``key`` and ``value`` of the new positions to those of one layer, and return the
-        result. Shapes are [rows, key/value heads, positions, head size]. Must be called for layer 0, then
-        layer 1, and so on.
-        """
+        """Append ``key`` and ``value`` of the new positions to one layer's, and return the result. Shapes are
+        [rows, key/value heads, positions, head size]. Call it for layer 0, then layer 1, and so on."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -39,11 +36,8 @@ class LoopCache:
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
         """Prepare the cache for an operation that runs all layers at once on a single sequence without
-        padding.
-
-        Returns the column of the first new position, ``[1]``; the additive attention mask (None: no mask);
-        and keys and values with room for ``num_new`` more columns.
-        """
+        padding. Returns the column of the first new position, ``[1]``; the additive attention mask, or None;
+        and keys and values with room for ``num_new`` more columns."""
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)
         penalty = None
@@ -57,11 +51,10 @@ class LoopCache:
 
 class RoomCache:
     """A key/value cache for one iteration of the exported decoding loop, which writes new keys and values
-    into memory that was allocated before the loop.
+    into memory that was allocated before the loop. This avoids a copy of the whole cache per iteration.
 
     The keys and values ``past`` of each layer are [rows, key/value heads, allocated columns, head size]. They
-    are zero from ``column`` on, where the new ones are written in place. With a batch of 8, copying the
-    whole cache instead would take a tenth of the time of an iteration. ``visible`` says which columns each
+    are zero from ``column`` on, where the new ones are written in place. ``visible`` says which columns each
     row may attend to, bool [rows, allocated columns].
     """
 
@@ -73,9 +66,8 @@ class RoomCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Write ``key`` and ``value`` of one new position into the memory of one layer. Both are [rows,
-        key/value heads, 1, head size]. Must be called for layer 0, then layer 1, and so on.
-        """
+        """Write ``key`` and ``value`` of one new position, [rows, key/value heads, 1, head size], into the
+        memory of one layer. Call it for layer 0, then layer 1, and so on."""
         # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
@@ -86,17 +78,16 @@ class RoomCache:
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
         """Prepare the cache for an operation that runs all layers at once. Returns the column of the new
-        position, the additive attention mask, and the keys and values of all layers.
-        """
+        position, the additive attention mask, and the keys and values of all layers."""
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
-        """The additive attention mask for layers in which a token attends to itself and the ``window``
-        positions before it (None: to all). Padding is only on the left, so these are the columns before it.
-        """
+        """Return the additive attention mask for layers in which a token attends to itself and the ``window``
+        positions before it (None: to all)."""
         if window not in self.penalties:
             visible = self.visible
             if window is not None:
+                # padding is only on the left, so the columns before a token are the positions before it
                 columns = paddle.arange(visible.shape[1])
                 visible = paddle.logical_and(visible, columns >= self.column - window)
             self.penalties[window] = penalty_of(visible.unsqueeze([1, 2]))

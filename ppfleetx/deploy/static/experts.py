@@ -17,8 +17,7 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round
 
 
 class GroupedMatrix:
-    """The weight matrices of all experts, ``weight`` [experts, inputs, outputs], constants of an exported
-    program.
+    """The weight matrices of all experts, ``weight`` [experts, inputs, outputs], as constants of a program.
 
     ``stored`` is the quantized layer from which they are dequantized when the program is loaded; None if the
     model is not quantized. With ``by_cpu_ops``, our C++ operator computes the products.
@@ -28,10 +27,8 @@ class GroupedMatrix:
         self.weight, self.stored, self.by_cpu_ops = weight, stored, False
 
     def begin(self) -> None:
-        """Add to the program the operations that dequantize these matrices. Must be called at the beginning
-        of the program and outside of branches, so that these operations run only once, when the program is
-        loaded.
-        """
+        """Add the operations that dequantize these matrices to the program. Call it at the beginning of the
+        program and outside of branches, so that they run only once, when the program is loaded."""
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
             experts = range(weight.shape[0])
@@ -42,8 +39,7 @@ class GroupedMatrix:
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
         """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
-        [rows, outputs]. ``counts`` has the number of rows of each expert. ``bias`` is [experts, outputs].
-        """
+        [rows, outputs]. ``counts`` has the number of rows of each expert; ``bias`` is [experts, outputs]."""
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
@@ -60,9 +56,8 @@ class GroupedMatrix:
 
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Give each row of hidden states the value of its expert: repeat row e of ``values`` [experts, outputs]
-    for all rows of expert e. Returns [rows, outputs]. ``counts`` has the number of rows of each expert.
-    """
+    """Repeat row e of ``values`` [experts, outputs] for all rows of expert e. Returns [rows, outputs].
+    ``counts`` has the number of rows of each expert."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 
@@ -89,10 +84,8 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 class ProgramGroupedLinear(nn.Layer):
-    """An exportable replacement for the linear layers of all experts, with the same parameters.
-
-    ``matrices`` are the weights and, if there is a LoRA adapter, its two matrices.
-    """
+    """An exportable replacement for the linear layers of all experts, with the same parameters. ``matrices``
+    are the weights and, if there is a LoRA adapter, its two matrices."""
 
     def __init__(self, linear: GroupedLinear | QuantizedGroupedLinear) -> None:
         super().__init__()
@@ -107,8 +100,7 @@ class ProgramGroupedLinear(nn.Layer):
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
         """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
-        [rows, outputs]. ``counts`` has the number of rows of each expert.
-        """
+        [rows, outputs]. ``counts`` has the number of rows of each expert."""
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
         if adapter:
@@ -123,9 +115,7 @@ class _CountsOnDevice(RoundTrip):
 
 
 class ProgramExchange(ExpertExchange):
-    """The expert exchange of an exported program, which has only one rank. The numbers of rows per expert
-    stay on the device, because the program cannot read them on the host.
-    """
+    """The expert exchange of an exported program. Numbers of rows per expert stay on the device."""
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         return _CountsOnDevice(rows, counts)

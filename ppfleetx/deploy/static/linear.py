@@ -1,11 +1,10 @@
-"""Matrix products in an exported program: single products, or all blocks of a quantized model in one
-operation.
+"""Matrix products in an exported program: single ones, or all blocks of a quantized model in one operation.
 
 On a CPU, MKL repacks the weight matrix for every product. For a few rows, this costs as much as reading the
 matrix again. A matrix stored in *panels* needs no repacking: a panel is a group of columns, as many as a tile
 of MKL's kernel has. The result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A
 single row is faster with the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but
-programs that use them run only on machines that have compiled them.
+run only on machines that have compiled them.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 class Matrix:
     """A weight matrix ``weight`` [inputs, outputs], a constant of an exported program.
 
-    ``panels`` is a second copy of the matrix, in groups of columns (see the module's docstring).
-    :func:`use_panels` sets it, together with ``single_axis``, the axis of size 1 of the activations. With
-    ``by_cpu_ops``, our C++ operator computes the products that use panels.
+    ``panels`` is a copy of the matrix in panels (see the module's docstring). :func:`use_panels` sets it,
+    together with ``single_axis``, the axis of size 1 of the activations. With ``by_cpu_ops``, our C++
+    operator computes the products that use panels.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -39,23 +38,19 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Add to the program the operations that prepare this matrix. Must be called at the beginning of the
-        program and outside of branches, so that these operations run only once, when the program is loaded.
-        """
+        """Add the operations that prepare this matrix to the program. Call it at the beginning of the program
+        and outside of branches, so that they run only once, when the program is loaded."""
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
         """Compute ``x @ weight + bias``. If panels are in use, x must be a matrix [rows, inputs], possibly
-        with an extra axis of size 1.
-
-        The C++ operator is used for any number of rows, although from 64 rows on MKL is up to 10% faster.
-        """
+        with an extra axis of size 1."""
         if self.panels is None:
             return F.linear(x, self.weight, bias)
         columns = self.weight.shape[1]
-        if self.by_cpu_ops:
+        if self.by_cpu_ops:  # for any number of rows, although MKL is up to 10% faster from 64 rows on
             return cpu_ops.few_rows(x, self.panels, bias, columns)
         rows = x.squeeze(self.single_axis) if x.ndim == 3 else x
         product = times_panels(rows, self.panels)
@@ -69,8 +64,8 @@ class Matrix:
 class SmallMatrix(Matrix):
     """A quantized (low-bit) weight matrix, a constant of an exported program.
 
-    In a program with our C++ operators, the matrix stays quantized: the operators multiply by its integers,
-    which :meth:`begin` has rearranged into panels. In other programs, :meth:`begin` dequantizes the matrix
+    In a program with our C++ operators, the matrix stays quantized: :meth:`begin` rearranges its integers
+    into panels, which the operators multiply by. In other programs, :meth:`begin` dequantizes it. Both happen
     when the program is loaded.
     """
 
@@ -120,8 +115,7 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose how ``matrices`` compute the products that are added to the program from now on: with panels (a
-    copy of each matrix in a layout that is faster for several rows), or with the original matrices.
+    """Choose whether products added to the program from now on use the panels or the original matrices.
 
     Args:
         matrices: the matrices to set.
@@ -154,9 +148,7 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
 
 
 class ProgramBlocks:
-    """All transformer blocks and the final norm as one C++ operation of an exported program. Their weights
-    are prepared once, when the program is loaded.
-    """
+    """All transformer blocks and the final norm as one C++ operation of an exported program."""
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         self.fused = FusedBlocks(layers)
@@ -165,8 +157,7 @@ class ProgramBlocks:
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
     """Combine the transformer blocks and the final norm, ``layers``, into one C++ operation. Returns None if
-    the operator is not compiled, does not support these layers, or a linear layer is not quantized.
-    """
+    the operator is not compiled or does not support these layers, or if a linear layer is not quantized."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -176,9 +167,8 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add to the program the operations that prepare the weights for ``blocks``. Must be called after
-    :func:`begin` and outside of branches, so that they run only once. Does nothing if ``blocks`` is None.
-    """
+    """Add the operations that prepare the weights for ``blocks`` to the program. Call it after :func:`begin`
+    and outside of branches, so that they run only once. Does nothing if ``blocks`` is None."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 
@@ -187,8 +177,7 @@ def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
     """Run all blocks and the final norm on hidden states ``[s, b, h]`` at positions ``[b, s]``, which follow
-    the positions in ``cache``. Returns hidden states of the same shape.
-    """
+    those in ``cache``. Returns ``[s, b, h]``."""
     fused = blocks.fused
     column, penalty, memory = cache.place(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

@@ -1,10 +1,9 @@
 """The exported program: the whole decoding loop as one function of tensors, with the model and its cache.
 
 It uses the model and the logit processors of the ordinary generator, so results are the same. Options that
-users choose at run time are inputs; the model and the vocabulary are constants.
+users choose at run time are inputs of the program.
 
-Shape letters: b rows (sequences of the batch), n length of the longest prompt, t number of new tokens, V
-vocabulary size.
+Shape letters: b rows (sequences of the batch), n longest prompt, t new tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ from ppfleetx.nn.latent_attention import LatentAttention
 
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
-    """Context manager that makes Paddle's ``to_static`` faster with two caches. A method is converted once
-    per class instead of once per layer object, and Paddle's check whether it must leave a function
-    unconverted (``is_unsupported``) runs once per function.
-    """
+    """Context manager that makes Paddle's ``to_static`` faster with two caches: a method is converted once
+    per class instead of once per layer object, and ``is_unsupported`` (Paddle's check whether to leave a
+    function unconverted) runs once per function."""
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):
@@ -116,7 +114,7 @@ def save_program(
     whole, not sliced over ranks, and cannot be trained afterwards.
 
     With ``use_panels``, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` are compiled, also writes a
-    second program that uses these operators and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
+    second program that uses them and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -150,8 +148,9 @@ class GenerationProgram(nn.Layer):
     model's linear layers by layers that Paddle can export.
 
     Args:
-        use_panels: keep a second copy of the weight matrices, in a layout that is faster on CPUs for more
-            than one row or position. The copy is made when the program is loaded and is not in the file.
+        use_panels: whether to also use copies of the weight matrices in panels
+            (:mod:`ppfleetx.deploy.static.linear`), which are faster on CPUs. The program makes them when it
+            is loaded.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
@@ -179,17 +178,14 @@ class GenerationProgram(nn.Layer):
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
-        """The file name of this program when it uses C++ operators. Different sets of operators give
-        different names, so that the engine can choose a program it can run.
-        """
+        """The file name of this program when it uses C++ operators. It depends on which ones are used."""
         if self.blocks is not None:
             return blocks_file(width)
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """Let the program use our C++ operators: for products with matrices stored in panels, and for top-p.
-        In a quantized model, one operator runs all transformer blocks and the final norm if it supports them.
-        """
+        """Let the program use our C++ operators: for products with matrices in panels, for top-p and, in a
+        quantized model that they support, for all transformer blocks and the final norm in one operation."""
         self.by_cpu_ops = True
         for matrix in (*self.matrices, *self.grouped):
             matrix.by_cpu_ops = True
@@ -210,8 +206,7 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
         """Generate tokens for a batch of prompts. Returns the new tokens, int64 ``[b, t]``, where t is at
-        most the largest of ``max_new_tokens``. The arguments are described at :data:`INPUTS`.
-        """
+        most the largest of ``max_new_tokens``. The arguments are described at :data:`INPUTS`."""
         begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
         make_weights(self.blocks)
@@ -247,12 +242,12 @@ class GenerationProgram(nn.Layer):
         sampling: tuple[paddle.Tensor, ...],
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the decoding loop for several sequences. ``token [b]`` are their first new tokens. Returns
+        """Run the decoding loop for several sequences, whose first new tokens are ``token [b]``. Returns
         prompts and new tokens, int64 [b, prompt length + new tokens].
 
         ``rules`` are the inputs end_ids, min_new_tokens and repetition_penalty. ``sampling`` are the inputs
         exponentials (the random numbers), temperature, top_k and top_p; see :data:`INPUTS`. ``panels`` are
-        the copies of ``self.matrices`` in panels; empty if panels are not used.
+        the copies of ``self.matrices`` in panels, or empty.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
@@ -277,9 +272,8 @@ class GenerationProgram(nn.Layer):
     def _append(
         self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model on the new tokens ``token [b]``, which occupy ``column [1]`` of the cache. Returns
-        the next logits ``[b, V]`` and the new cache.
-        """
+        """Run the model on the new tokens ``token [b]``, in ``column [1]`` of the cache. Return the next
+        logits ``[b, V]`` and the new cache."""
         # A finished row keeps the last position while other rows continue.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
@@ -298,12 +292,12 @@ class GenerationProgram(nn.Layer):
         max_drafts: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens
-        as a flat tensor.
+        """Run the decoding loop for a single sequence without padding. Returns prompt and new tokens, ``[n +
+        t]``.
 
-        Greedy search without a repetition penalty uses prompt lookup: draft tokens from the sequence's own
-        text, at most ``max_drafts [1]``, are verified in one pass, once there are
-        ``min_new_tokens`` tokens. The other arguments are those of ``_decode``.
+        Greedy search without a repetition penalty uses prompt lookup once there are ``min_new_tokens``
+        tokens: at most ``max_drafts [1]`` draft tokens from the sequence's own text are verified in one pass.
+        The other arguments are those of ``_decode``.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
@@ -346,9 +340,8 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the last token of ``history`` and k draft tokens, ``drafts [k]``, in one pass. Returns the
-        model's likeliest next token after each of them, ``[1 + k]``, and the new cache.
-        """
+        """Run the last token of ``history`` and k draft tokens, ``drafts [k]``, in one pass. Return the
+        likeliest next token after each of them, ``[1 + k]``, and the new cache."""
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], drafts])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -375,11 +368,9 @@ class GenerationProgram(nn.Layer):
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Run the model once. ``state`` has tokens and positions ``[b, s]`` and, in the pass over the
-        prompts, the first column that each row may attend to.
-
-        Returns logits and the new cache. The logits are ``[b, V]`` after the last tokens. With
-        ``last_only=False``, for a single sequence, they are ``[s, V]``, after each token.
-        """
+        prompts, the first column that each row may attend to. Returns the logits and the new cache. The
+        logits are ``[b, V]`` after the last tokens or, with ``last_only=False`` and a single sequence, ``[s,
+        V]`` after each token."""
         embedding, *trunk, head = self.model.stages
         position_ids = state[1]
         state = embedding(state, cache)
@@ -404,10 +395,9 @@ class GenerationProgram(nn.Layer):
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Apply the repetition penalty, and forbid end tokens before the minimum length. Both are in one
-        branch of the program, because a branch costs about a millisecond.
-        """
+        """Apply the repetition penalty, and forbid end tokens before the minimum length."""
         is_early = step < min_new_tokens
+        # one branch for both rules, because a branch costs about a millisecond
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
             logits = forbid(logits, paddle.where(is_early, end_ids, paddle.full_like(end_ids, -1)))
@@ -434,8 +424,7 @@ class GenerationProgram(nn.Layer):
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
         """Sample a token per row from ``logits [b, V]`` with top-k and top-p, as
-        :func:`~ppfleetx.generation.processors.candidates` and ``draw`` do outside of programs.
-        """
+        :func:`~ppfleetx.generation.processors.candidates` and ``draw`` do outside of programs."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)
             kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
@@ -450,7 +439,6 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace a ``top_p`` of 1 or more by 2, so that every token is kept. With 1, rounding could drop tokens,
-    because the cumulative sum of probabilities can reach 1 too early.
-    """
+    """Replace a ``top_p`` of 1 or more by 2, so that every token is kept. With 1, tokens could be lost,
+    because the rounded cumulative sum of probabilities can reach 1 too early."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -1,9 +1,7 @@
 """Prompt lookup, and top-p without sorting the vocabulary, written with operations that Paddle can export.
 
-Results equal those of :mod:`ppfleetx.generation.speculative_decoding` and
-:mod:`ppfleetx.generation.processors`.
-
-Shape letters: b rows (sequences of the batch), V vocabulary size, k draft tokens.
+Results equal those of ``speculative_decoding`` and ``processors`` in :mod:`ppfleetx.generation`. Shape
+letters: b rows (sequences of the batch), V vocabulary size, k draft tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +16,8 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Find where the final tokens of a sequence occurred before. ``history`` are its token ids, at least 2.
-
-    Looks for the longest match of up to 3 tokens, the latest one if several are equally long. Returns the
-    index of the last token of the match, and the number of matching tokens (0: no match).
-    """
+    Looks for the longest match of up to 3 tokens, and among equally long ones for the latest. Returns the
+    index of the match's last token, and the number of matching tokens (0: no match)."""
     size = history.shape[0]
     # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
@@ -38,24 +34,21 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """The ``count`` tokens of ``history`` after index ``place``. If there are fewer, they are repeated
-    cyclically.
-    """
+    """Return ``count`` draft tokens: those in ``history`` after index ``place``, repeated cyclically if there
+    are fewer."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
 
 def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
-    """Return how many of k draft tokens are accepted, a tensor ``[1]``: the number of leading ``drafts [k]``
-    that equal the model's likeliest tokens at the same positions, ``likeliest [k + 1]``.
-    """
+    """Return how many of the k draft tokens ``drafts [k]`` are accepted, a tensor ``[1]``: the number of
+    leading ones that equal the model's likeliest tokens, ``likeliest [k + 1]``."""
     return (likeliest[:-1] == drafts).astype("int64").cumprod(0).sum().reshape([1])
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """The number of tokens to draft in the next pass, as in
-    :func:`ppfleetx.generation.speculative_decoding.next_width`, for tensors ``[1]``.
-    """
+    """Return the number of tokens to draft in the next pass, ``[1]``, as in
+    :func:`ppfleetx.generation.speculative_decoding.next_width`."""
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
 
@@ -63,11 +56,9 @@ _BUCKETS = 1 << 13
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to ``probabilities [b, V]``, with the same result as
-    :func:`~ppfleetx.generation.processors.nucleus`. ``top_p`` is ``[1]``.
-
-    Puts the probabilities into buckets by size, and sorts only the bucket in which the sum reaches ``top_p``.
-    """
+    """Apply top-p to ``probabilities [b, V]``, with the result of
+    :func:`~ppfleetx.generation.processors.nucleus`. ``top_p`` is ``[1]``. Puts the probabilities into buckets
+    by size, and sorts only the bucket in which the sum reaches ``top_p``."""
     # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")
@@ -94,9 +85,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns a matrix that has
-    them on the left, padded with zeros. Its width is the largest number of elements in a row.
-    """
+    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true, padded on the right with
+    zeros. Returns ``[b, n]``, where n is the largest number of such elements in a row."""
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)
@@ -107,9 +97,8 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """For each row, sum the probabilities in each bucket. ``bucket [b, V]`` is the bucket of each token.
-    Returns ``[b, buckets]`` float64.
-    """
+    """Sum each row's probabilities by bucket. ``bucket [b, V]`` is the bucket of each token. Returns ``[b,
+    buckets]`` float64."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
     # An extra entry of weight 0 in the last bucket makes bincount's result long enough.

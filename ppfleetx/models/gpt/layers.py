@@ -1,8 +1,8 @@
 """The layers of a GPT: embedding, block, final norm, heads.
 
-Stages pass a packed :class:`HiddenState` to each other: a tuple of tensors, because pipelines send tuples.
-The first stage takes ``(tokens [b, s], position_ids [b, s])``, and ``document_start [b, s]`` as a third
-element if the data has it. The last stage returns logits ``[s, b, V]``.
+Stages pass a :class:`HiddenState` to each other as a tuple of tensors, because pipelines send tuples. The
+first stage takes ``(tokens [b, s], position_ids [b, s])``, and ``document_start [b, s]`` as a third element
+if the data has it. The last stage returns logits ``[s, b, V]``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HiddenState(NamedTuple):
     """The tensors that blocks pass to each other.
 
     Attributes:
-        hidden: hidden states ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
+        hidden: ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
         position_ids: ``[b, s]`` for rotary positions, else None. With LongRoPE, the result of
             :func:`~ppfleetx.nn.rope.places` instead.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
@@ -49,8 +49,7 @@ class HiddenState(NamedTuple):
         return cls(hidden, position_ids, rest[0] if rest else None)
 
     def pack(self) -> State:
-        """Return the state as a tuple of its tensors, in order, without those that are None. Pipelines send
-        such tuples."""
+        """Return the tensors that are not None as a tuple, the form in which pipelines send them."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
@@ -79,10 +78,8 @@ class Embedding(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Embed the tokens of ``state``, a tuple of tokens ``[b, s]``, position ids ``[b, s]`` and,
-        optionally, document starts ``[b, s]``.
-
-        Returns a :class:`HiddenState` as a tuple, with ``hidden [s, b, h]`` of this rank's positions.
+        """Embed the tokens of ``state``: tokens ``[b, s]``, position ids ``[b, s]`` and maybe document starts
+        ``[b, s]``. Returns a packed :class:`HiddenState`, with ``hidden [s, b, h]`` of this rank's positions.
         """
         tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
         hidden = self.embed(tokens, position_ids)
@@ -116,7 +113,7 @@ class Block(nn.Layer):
     Args:
         layer_index: index of the block in the whole model.
         recompute: granularity of activation recomputation: ``full``, ``full_attn``, ``core_attn`` or None.
-        carries_positions: whether the hidden state includes position ids; None: only if ``rotary`` is given.
+        carries_positions: whether hidden states include position ids; None: only if ``rotary`` is given.
     """
 
     def __init__(
@@ -154,8 +151,8 @@ class Block(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Run the block on a hidden state in the form of a tuple (:meth:`HiddenState.pack`). ``cache`` holds
-        the keys and values of earlier positions."""
+        """Run the block on a packed :class:`HiddenState`. ``cache`` has keys and values of earlier
+        positions."""
         trunk = HiddenState.unpack(state, carries_positions=self.carries_positions)
         hidden, position_ids, document_start = trunk
         granularity = self.granularity if cache is None and may_recompute(self) else None
@@ -188,7 +185,7 @@ class Block(nn.Layer):
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
         """Return the output of the attention branch, before the residual addition. With
-        ``recompute_attention``, the backward pass recomputes the branch."""
+        ``recompute_attention``, the backward pass recomputes it."""
         if recompute_attention:
             return recompute(self.attend, hidden, position_ids, document_start)
         return self.attend(hidden, position_ids, document_start, cache)
@@ -205,15 +202,14 @@ class Block(nn.Layer):
         document_start: paddle.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Return the output of the attention branch, before the residual addition, without recomputation:
-        norm, attention, dropout, post-norm, multiplier."""
+        """Return the output of the attention branch, before the residual addition: norm, attention, dropout,
+        post-norm, multiplier. The backward pass does not recompute it."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._branch_output(branch, self.attention_post_norm)
 
     def _branch_output(self, branch: paddle.Tensor, post_norm: nn.Layer | None) -> paddle.Tensor:
-        """Return what attention or the MLP adds to the residual: its output ``branch`` after dropout,
-        ``post_norm`` and multiplier."""
+        """Apply dropout, ``post_norm`` and multiplier to the output of attention or MLP."""
         branch = self.dropout(branch)
         if post_norm is not None:
             branch = post_norm(branch)
@@ -221,8 +217,7 @@ class Block(nn.Layer):
 
 
 class FinalNorm(nn.Layer):
-    """The norm after the last block. Its output is multiplied by ``multiplier``, in place of multiplying the
-    logits."""
+    """The norm after the last block. Its output is multiplied by ``multiplier``, the factor of the logits."""
 
     def __init__(self, factory: LayerFactory, spec: NormSpec, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -257,7 +252,7 @@ class LanguageHead(ChunkedHead):
         return self.factory.enter_head(hidden)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the logits of ``hidden [s, b, h]`` for all positions. Soft-capping is not yet applied."""
+        """Return the logits of ``hidden [s, b, h]`` for all positions, before soft-capping."""
         raise NotImplementedError
 
 
@@ -276,8 +271,7 @@ class Head(LanguageHead):
 
 
 class TiedHead(LanguageHead):
-    """A head that multiplies by the word embedding matrix. On another pipeline rank than the embedding, the
-    head holds a copy of the matrix."""
+    """A head that multiplies by the word embedding matrix or, on another pipeline rank, by a copy of it."""
 
     def __init__(
         self, factory: LayerFactory, spec: HeadSpec, *, word_embeddings: nn.Layer | None = None

@@ -1,8 +1,5 @@
-"""The declaration of a GPT: embedding, blocks, final norm, head. Plain data, without Paddle.
-
-Layers read their sizes from the declaration; the planner, ``--check`` and checkpoint conversion compute
-parameters and costs from it.
-"""
+"""The declaration of a GPT: embedding, blocks, final norm, head. Plain data, without Paddle, from which
+layers, planner, ``--check`` and checkpoint conversion compute sizes, parameters and costs."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ class EmbeddingSpec:
 
     Attributes:
         words: the word embedding, with the padded vocabulary size.
-        positions: the learned position embedding; None if there is none.
+        positions: the learned position embedding, or None.
         dropout: dropout probability of the summed embeddings.
-        norm: norm of the word embeddings; None if there is none.
+        norm: norm of the word embeddings, or None.
         multiplier: factor of the word embeddings, applied before the norm.
     """
 
@@ -79,7 +76,7 @@ class BlockSpec:
     """Declaration of a transformer block.
 
     Attributes:
-        layer: the class of the block; a subclass may set another class.
+        layer: the class of the block.
         input_norm: norm of attention's input; None: neither attention nor MLP normalizes its input.
         attention: declaration of attention.
         attention_post_norm: norm of attention's output, before the residual addition (Ding et al., 2021).
@@ -107,8 +104,7 @@ class BlockSpec:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:
-        """The hash of the declaration, computed only once, because caches of costs look up blocks often."""
+    def _hash(self) -> int:  # cached, because caches of costs look up blocks often
         return hash((self.attention, self.mlp, self.input_norm))
 
     @property
@@ -135,8 +131,8 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """Return the steps of the memory simulation (:mod:`ppfleetx.nn.tape`) for a forward pass. Each step
-        lists the tensors that it keeps for the backward pass."""
+        """Return the steps of a forward pass for the memory simulation (:mod:`ppfleetx.nn.tape`), each with
+        the tensors that it keeps for the backward pass."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.low_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
@@ -180,17 +176,15 @@ def _input(norm: NormSpec | None, work: Work, writes: str, reads: str) -> tuple[
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Declaration of the head: a language-model head, or a classification head that is replicated on every
-    rank.
+    """Declaration of the head: a language-model head, or a classification head that every rank replicates.
 
     Attributes:
         num_outputs: vocabulary size or number of classes. Further columns of the matrix are padding.
-        linear: the head's own matrix, or None if the head is tied. ``cut="whole"`` makes a classification
-            head.
-        words: the word embedding that a tied head uses; None if the head has its own matrix.
+        linear: the head's own matrix (``cut="whole"`` for classification), or None if the head is tied.
+        words: the word embedding that a tied head uses, or None.
         loss_chunks: number of chunks of positions in which logits and loss are computed.
         softcap: soft cap of the logits; None: no cap.
-        multiplier: factor of the logits. It is applied to the hidden states.
+        multiplier: factor of the logits, applied to the hidden states.
     """
 
     num_outputs: int
@@ -250,9 +244,8 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for head and loss, computed in
-        ``Model.loss_chunks`` chunks. The forward pass then also computes the gradients of the head's input
-        and weights."""
+        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for head and loss in
+        ``Model.loss_chunks`` chunks, whose forward pass also computes gradients."""
         size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes
         piece, elements = (
@@ -272,8 +265,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Declaration of a whole model. Use one object for all equal blocks, so that their cost is computed
-    once."""
+    """Declaration of a whole model. If equal blocks are one object, their cost is computed once."""
 
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
@@ -329,8 +321,7 @@ def model_spec(cfg: ModelConfig) -> ModelSpec:
 
 
 def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
-    """Build the declaration of a GPT from the ``Model`` section. Its blocks are declared by the class
-    ``block``."""
+    """Build the declaration of a GPT from the ``Model`` section, with blocks of class ``block``."""
     h, std = cfg.hidden_size, cfg.matrix_std
     output_init = Normal(std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std)
     word_init = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
@@ -384,8 +375,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
 
 
 def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> BlockSpec:
-    """Return a copy of the block with another attention window, and without rotary positions unless
-    ``rotates``."""
+    """Return a copy of the block with another attention window, and rotary positions only if ``rotates``."""
     attention = replace(block.attention, window=window)
     if not rotates and isinstance(attention, AttentionSpec):
         attention = replace(attention, rotary_size=None)
@@ -402,7 +392,7 @@ def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
 
 
 def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | LatentAttentionSpec:
-    """Build the declaration of attention from the ``Model`` section."""
+    """Build the declaration of attention."""
     init, latent = Normal(cfg.matrix_std), cfg.latent_attention
     if latent is not None:
         return LatentAttentionSpec(
@@ -453,8 +443,7 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
 
 
 def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
-    """Build the declaration of a classification head with ``num_outputs`` classes (1: a single number, for
-    regression)."""
+    """Build the declaration of a classification head with ``num_outputs`` classes (1: regression)."""
     init = Normal(cfg.initializer_range)
     return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))
 
@@ -465,7 +454,7 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
     """A block of an architecture that was registered in the deprecated way, as a list of parameter shapes.
-    It has the parameters ``listed``; sizes and cost are those of a GPT block."""
+    Its parameters are ``listed``; sizes and cost are those of a GPT block."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -479,7 +468,7 @@ def _with_listed_parameters(spec: ModelSpec, cfg: ModelConfig, layer_shapes: Cal
     _warn_of_layer_shapes(cfg.name)
     known = spec.blocks[0].parameters()
     listed = {
-        name: shape if isinstance(shape, ParamSpec) else _of_shape(tuple(shape), known.get(name))
+        name: shape if isinstance(shape, ParamSpec) else _spec_of_shape(tuple(shape), known.get(name))
         for name, shape in layer_shapes(cfg).items()
     }
     sizes = {one.name: getattr(spec.blocks[0], one.name) for one in fields(BlockSpec)}
@@ -494,10 +483,10 @@ def _warn_of_layer_shapes(architecture: str) -> None:
     )
 
 
-def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter of which only the shape is known. If the GPT block has a parameter of the same name
-    and number of dimensions, all its other properties are copied. Otherwise tensor
-    parallelism splits a matrix by columns and replicates a vector."""
+def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
+    """Declare a parameter of which only the shape is known. All other properties are copied from ``like``,
+    the GPT block's parameter of the same name, if it has as many dimensions. Otherwise tensor parallelism
+    splits a matrix by columns and replicates a vector."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     is_matrix = len(shape) > 1
@@ -509,8 +498,8 @@ def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
 
 
 def parameter_specs(model: ModelConfig, compress: CompressConfig | None = None) -> Mapping[str, ParamSpec]:
-    """Return the declaration of every parameter by canonical name, in model order. Includes adapters and the
-    changes made by the ``Compress`` section."""
+    """Return the declaration of every parameter by canonical name, in model order, including adapters and the
+    changes by the ``Compress`` section."""
     return transformed(model_spec(model).parameters(), model.lora, compress)
 
 
@@ -526,18 +515,17 @@ def trained_count(model: ModelConfig) -> int:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters. A tied head is counted once.
+    """Return the number of parameters. A tied head counts once.
 
     With biases, LayerNorm, P learned positions, multi-head attention, f = 4h and a tied head, the number is
-    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al., 2021, who leave out the 2h of the final norm). L is the
-    number of layers, h and f the widths of hidden states and MLP, and V the padded vocabulary.
+    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al., 2021, without the 2h of the final norm). L is the number
+    of layers, f the width of the MLP, and V the padded vocabulary.
     """
     return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
 def active_count(model: ModelConfig) -> int:
-    """Return the number of parameters used for one position. Experts that the router did not choose do not
-    count."""
+    """Return the number of parameters used for one position, with only the experts that the router chose."""
     specs = parameter_specs(model).values()
     experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
     idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
@@ -545,8 +533,7 @@ def active_count(model: ModelConfig) -> int:
 
 
 def matrix_size(layer: LayerSpec) -> int:
-    """Return the number of elements in all weight matrices that multiply the hidden states of one
-    position."""
+    """Return the number of elements of all weight matrices that multiply one position's hidden state."""
     kinds = ("matrix", "router")
     size = sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind in kinds)
     mlp = getattr(layer, "mlp", layer)
@@ -554,14 +541,13 @@ def matrix_size(layer: LayerSpec) -> int:
 
 
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Return the floating-point operations of one optimizer step over the whole job, forward and backward, by
-    Megatron-LM's formula.
+    """Return the floating-point operations of one optimizer step over the whole job, forward and backward.
 
     Only matrix products count, with two operations per multiply-add. Attention scores count for the causal
-    half only, and recomputation does not count. The formula is Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] +
-    6Bs^2qL with k = 2 (3 for swiglu); for a plain GPT this is 72BLsh^2(1 + s/12h + V/12hL). h, q, kv and f
-    are the widths of hidden states, queries, keys and the MLP; L is the number of layers, V the padded
-    vocabulary, and B the number of sequences of s tokens.
+    half only, and recomputation does not count. The formula, Megatron-LM's, is Bs[6hfkL + 6(h(q + 2kv) + qh)L
+    + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu); for a plain GPT this is 72BLsh^2(1 + s/12h + V/12hL). q, kv
+    and f are the widths of queries, keys and the MLP; L is the number of layers, V the padded vocabulary, and
+    B the number of sequences of s tokens.
     """
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size

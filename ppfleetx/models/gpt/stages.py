@@ -30,7 +30,7 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
     """Build the stages of the architecture named by ``Model.name``, first to last.
 
     Raises:
-        ConfigError: the architecture is not registered, or its function does not return a list of stages.
+        ConfigError: the architecture is not registered, or does not build a list of stages.
     """
     stages = ARCHITECTURES.make(cfg.name, cfg, factory, gives=list)
     other = next((stage for stage in stages if not isinstance(stage, Stage)), None)
@@ -43,16 +43,15 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
 
 
 def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | None = None) -> list[Stage]:
-    """Build the stages of a GPT: embedding, blocks, final norm, head. With ``Model.lora``, only adapters are
-    trainable.
+    """Build the stages of a GPT: embedding, blocks, final norm, head. ``Model.lora`` freezes all but
+    adapters.
 
     Args:
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the table of the position embedding does not have the size that was stated when it was
-            registered, or the constructor of ``block`` takes a shape, as in earlier versions, instead of a
-            declaration.
+        ConfigError: the table of the position embedding does not have its registered size, or the constructor
+            of ``block`` takes a shape, as in earlier versions, instead of a declaration.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows
@@ -111,7 +110,7 @@ def _rotary_of(block: BlockSpec, positions: Positions) -> Rotary | None:
 
 
 def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:
-    """Build the stages of a GPT with a classification head (``score.weight``) instead of the language-model
+    """Build the stages of a GPT with a classification head (``score.weight``) instead of a language-model
     head."""
     body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # the tied head is gone
     final_norm = body[-1]
@@ -129,8 +128,7 @@ def _head(spec: HeadSpec, factory: LayerFactory) -> Stage:
 
 
 def kernel_options(cfg: ModelConfig) -> KernelOptions:
-    """Return the attention kernel's options from the ``Model`` section. Warns if ``use_flash_attn`` is set on
-    a CPU, which has no flash attention."""
+    """Return the attention kernel's options. Warns if ``use_flash_attn`` is set on a CPU."""
     if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not on_card():
         get_logger().warning("Model.use_flash_attn: a CPU has no flash attention; not used")
     guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0

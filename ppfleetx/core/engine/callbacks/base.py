@@ -21,7 +21,7 @@ class CallbackSetup:
     """The argument with which every callback is created.
 
     Attributes:
-        output_dir: the output directory, which exists. During training, no other run uses it.
+        output_dir: the output directory, which exists and, during training, is locked.
         trains: False under ``ppfleetx eval``, which only evaluates.
     """
 
@@ -32,8 +32,8 @@ class CallbackSetup:
 
 
 class Callback:
-    """Base class of callbacks. The training loop calls the methods named ``on_...``. By default these hooks
-    do nothing; subclasses override those that they need.
+    """Base class of callbacks. The training loop calls the methods named ``on_...``, by default without
+    effect.
 
     A callback is created once per process, as ``Class(setup, **options)``: ``setup`` is a
     :class:`CallbackSetup`, and ``options`` come from ``Engine.callbacks``. It is created only on the ranks it
@@ -42,48 +42,38 @@ class Callback:
     ranks must not communicate with other ranks.
 
     If a hook raises a ``UserError``, all ranks end the run before the next step, with that message and exit
-    code 2. Checkpoints saved so far are kept. Any other exception is treated as a bug: the job ends with a
-    traceback.
+    code 2. Checkpoints saved so far are kept. Any other exception is a bug and ends the job with a traceback.
     """
 
     def on_fit_start(self, run: Run) -> None:
-        """Called once, before the first step and the first evaluation. If the run resumes, ``run.state`` has
-        the progress of the checkpoint already.
-        """
+        """Called once, before the first step and the first evaluation. In a resumed run, ``run.state``
+        already has the progress of the checkpoint."""
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
-        """Called after each optimizer step, including steps that updated nothing (``record.skipped``). The
-        evaluation and the checkpoint of that step follow afterwards.
-        """
+        """Called after each optimizer step, including skipped ones (``record.skipped``), and before the
+        evaluation and the checkpoint of that step."""
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
-        """Called for each evaluation set, after the evaluation of all sets is complete."""
+        """Called for each evaluation set, after all sets have been evaluated."""
 
     def on_spike(self, run: Run, spike: Spike) -> None:
-        """Called after a step whose loss or gradient norm is a spike by the rules of ``Engine.spike``.
-
-        If the run went back to a checkpoint, ``spike.to_step`` is its step. ``run.state`` is then already the
-        checkpoint's, and :meth:`load_state` has been called.
-        """
+        """Called after a step whose loss or gradient norm is a spike by the rules of ``Engine.spike``. If the
+        run went back to a checkpoint, ``spike.to_step`` is its step, and ``run.state`` and the callback's own
+        state have already been restored."""
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
-        """Called if slow ranks cost the job more than 5 % of the step time. Ranks are compared every
-        ``Engine.straggler_freq`` steps.
-        """
+        """Called if slow ranks cost the job more than 5 % of the step time, at most every
+        ``Engine.straggler_freq`` steps."""
 
     def on_fit_end(self, run: Run) -> None:
-        """Called once at the end of training, whether the run finished, was stopped or failed. No checkpoint
-        is saved after this call.
-        """
+        """Called once when training ends, even if it was stopped or failed. No checkpoint is saved
+        afterwards."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the callback needs to continue after a resume, as JSON values. It becomes part of each
-        checkpoint. Called on every rank where the callback runs, but only the state of rank 0 is saved.
-        """
+        """Return what the callback needs to continue after a resume, as JSON values for each checkpoint.
+        Called on every rank where the callback runs, but only the state of rank 0 is saved."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned when the checkpoint was saved. Called before ``on_fit_start``,
-        on every rank where the callback runs. The checkpoint may have been saved under another parallel plan.
-        Not called if the checkpoint has no state for this callback.
-        """
+        """Restore what :meth:`state` returned, maybe under another parallel plan. Called before
+        ``on_fit_start``, on every rank where the callback runs, if the checkpoint has a state for it."""

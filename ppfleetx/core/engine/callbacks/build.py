@@ -19,9 +19,8 @@ _KEY = "Engine.callbacks"
 
 
 class CallbackList:
-    """The callbacks that run on this rank, in the order of ``Engine.callbacks``. ``named`` has each callback
-    with the name under which its state is saved.
-    """
+    """The callbacks that run on this rank, in the order of ``Engine.callbacks``. ``named`` has (name,
+    callback) pairs. A callback's state is saved under the name."""
 
     def __init__(self, named: Sequence[tuple[str, Callback]] = ()) -> None:
         self.named = list(named)
@@ -30,9 +29,8 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of each callback that has one, by the callback's name. Raises CheckpointError if a
-        state is not made of JSON values.
-        """
+        """Return the callbacks' states by name, if not empty. Raises CheckpointError unless they are JSON
+        values."""
         states = {}
         for name, callback in self.named:
             try:  # a copy, because a background save writes it later
@@ -45,9 +43,8 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Restore the state of each callback from a checkpoint. A callback without a saved state is left as
-        it is. Raises CheckpointError if ``states`` is not a mapping.
-        """
+        """Restore the states of callbacks from a checkpoint. Callbacks without a saved state do not change.
+        Raises CheckpointError if ``states`` is not a mapping."""
         if not isinstance(states, Mapping):
             raise CheckpointError(f"the callbacks' states in the checkpoint are damaged: {shown(states)}")
         for name, callback in self.named:
@@ -56,10 +53,8 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Raise ConfigError if a callback could not be created, because its name or its options are wrong. No
-    callback is created. To stay quick, one of our own callbacks is imported, and Paddle with it, only if it
-    has options.
-    """
+    """Raise ConfigError if a callback has an unknown name or wrong options, without creating it. Our own
+    callbacks without options are not even imported, because they import Paddle."""
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
         if item.options or not isinstance(target, str):
@@ -67,9 +62,8 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks must call it, and if one
-    of them cannot create a callback, all raise ConfigError.
-    """
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks must call it, and all
+    raise ConfigError if one fails."""
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
         for name, item in _numbered(setup.cfg.Engine.callbacks):
@@ -107,11 +101,8 @@ def _checked(callback: Any, name: str) -> Callback:
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """Yield each callback's entry in ``Engine.callbacks`` with the name under which its state is saved. A
-    name that stands for a group is replaced by the callbacks of the group.
-
-    A name that occurs again with other options gets a number: ``csv``, ``csv#2``.
-    """
+    """Yield (name, entry) for each callback in ``Engine.callbacks``, with groups replaced by their callbacks.
+    The name identifies the callback's state in checkpoints; a repeated callback is ``csv#2``, for example."""
     seen: dict[str, list[CallbackConfig]] = {}
     for item in _without_groups(items):
         before = seen.setdefault(item.name, [])

@@ -1,4 +1,4 @@
-"""Log how much memory and time a run needs on its devices, both predicted and measured."""
+"""Log the predicted and measured memory and time of a run on its devices."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ if TYPE_CHECKING:
 
 
 def device_name(device: str) -> str:
-    """Return the driver's name for the model of this process's card, such as ``NVIDIA A100-SXM4-80GB``.
-    Returns "" on a CPU, or if Paddle does not know the name.
-    """
+    """Return the driver's name for this process's card, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown."""
     found = total_memory() if is_card(device) else None
     return "" if found is None else found[1]
 
 
 class MemoryLog(Callback):
-    """Logs memory: the bytes of parameters and optimizer state after the first step, and the process's peak
-    memory at the end.
-    """
+    """Logs the memory of parameters and optimizer state after the first step, and the peak memory at the
+    end."""
 
     def __init__(self) -> None:
         self._said = False
@@ -83,8 +80,7 @@ _KEPT = 4096
 
 class Forecast(Callback):
     """Compares the planner's prediction with the run. Warns before the first step if the run will need more
-    memory than the card has. At the end, logs predicted and measured memory and step time in one line.
-    """
+    memory than the card has. Logs predicted and measured memory and step time at the end."""
 
     def __init__(self, prediction: Prediction, *, named: bool) -> None:
         self._prediction, self._named = prediction, named
@@ -131,11 +127,8 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
-    """Return lines for the log with each rank's number of parameters and its position on the axes pp and mp.
-    All ranks must call it.
-
-    Ranks with the same position and number of parameters share a line.
-    """
+    """Return log lines with each rank's pp and mp coordinates and number of parameters. Ranks that agree in
+    all of them share a line. All ranks must call it."""
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)
     if ctx.world_size == 1:

@@ -1,6 +1,4 @@
-"""Callbacks that log a line for each reported step, in the format of FleetX, Megatron-LM or MindSpeed, and a
-progress bar.
-"""
+"""Callbacks that log steps in the format of FleetX, Megatron-LM or MindSpeed, and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from ppfleetx.utils.progress_bar import ProgressBar
 
 
 class Periodic(Callback):
-    """Base class of callbacks that report every ``logging_freq`` steps and after the last step. Each report
-    has mean times and speeds since the previous one.
-    """
+    """Base class of callbacks that report every ``logging_freq`` steps and after the last step."""
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -34,7 +30,7 @@ class Periodic(Callback):
             self._window = Window()
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
-        """Report the step in ``record``. ``window`` has mean times and speeds since the previous report."""
+        """Report a step. ``window`` has mean times and speeds since the previous report."""
         raise NotImplementedError
 
 
@@ -57,9 +53,6 @@ class TrainLog(Periodic):
 
 
 def eval_line(record: EvalRecord) -> str:
-    """Return the log line of an evaluation: its loss, and the perplexity of a language model or the metrics
-    of a classifier.
-    """
     what = "examples" if record.ppl is None else "tokens"
     numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
     listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
@@ -76,20 +69,16 @@ def sources_line(record: StepRecord) -> str:
 
 
 def metrics_line(record: StepRecord) -> str:
-    """Return the log line with the metrics of the task and of the model's layers. Metrics of one layer, with
-    names like ``expert_load/3``, are left out; the metrics file has them.
-    """
+    """Return the log line with the metrics of the task and of the model's layers. Metrics of one layer, such
+    as ``expert_load/3``, are only in the metrics file."""
     metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
     listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
     return f"metrics at global step {record.step}, {listed}"
 
 
 def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
-    """Return the log line of a step in FleetX's format. Do not change it: users' scripts parse it.
-
-    Args:
-        rates: TFLOP/s and MFU, from ``Utilization.rates``; None to leave them out.
-    """
+    """Return the log line of a step in FleetX's format, which users' scripts parse. ``rates`` are TFLOP/s and
+    MFU, from :meth:`Window.rates`; None to leave them out."""
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
@@ -109,9 +98,7 @@ _LARGEST_LOSS = 20.0  # Megatron-LM caps the loss at this value for the perplexi
 
 
 class MegatronLog(Periodic):
-    """Logs steps and evaluations in the format of Megatron-LM: `` iteration N/ TOTAL | consumed samples: ...
-    |``.
-    """
+    """Logs in the format of Megatron-LM: `` iteration N/ TOTAL | consumed samples: ... |``."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         seconds = window.batch_cost
@@ -136,8 +123,7 @@ class MegatronLog(Periodic):
 
 class MindSpeedLog(Periodic):
     """Prints steps in the format of MindSpeed, ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms``,
-    without the prefix of our log. ``Time`` is the mean time of a step since the previous line.
-    """
+    without the prefix of our log. ``Time`` is the mean step time since the previous line."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         scale = "" if record.loss_scale is None else f", Loss_scale: {record.loss_scale:g}"
@@ -150,7 +136,7 @@ class MindSpeedLog(Periodic):
 
 
 class TrainProgress(Callback):
-    """Shows a progress bar during training: steps done of ``max_steps``, time left, and the last loss."""
+    """Shows a progress bar during training."""
 
     def __init__(self, show: bool | Literal["auto"]) -> None:
         self._show = show

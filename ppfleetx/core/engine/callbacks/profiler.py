@@ -1,4 +1,4 @@
-"""Profile some training steps with Paddle's profiler, as the section ``Profiler`` configures."""
+"""Profile some training steps with Paddle's profiler (section ``Profiler``)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ _VIEWS = {
 
 
 class ProfilerCallback(Callback):
-    """Profiles the steps from ``scheduler[0]`` up to, but not including, ``scheduler[1]``. Steps are counted
-    from the first step of this process.
-
-    Writes a Chrome trace to the directory ``profiler_log`` in the output directory, and prints Paddle's
-    summary tables.
-    """
+    """Profiles the steps from ``scheduler[0]`` up to, but not including, ``scheduler[1]``, counted from the
+    first step of this process. Writes a Chrome trace to ``profiler_log/`` in the output directory, and prints
+    Paddle's summary tables."""
 
     def __init__(self, cfg: ProfilerConfig, output_dir: Path) -> None:
         self._cfg = cfg

@@ -1,6 +1,5 @@
-"""Write the results of steps and evaluations to ``metrics.jsonl`` and to the log writers that
-``Engine.loggers`` names.
-"""
+"""Write the results of steps and evaluations to ``metrics.jsonl`` and to the log writers of
+``Engine.loggers``."""
 
 from __future__ import annotations
 
@@ -31,15 +30,12 @@ from ppfleetx.utils.log import get_logger
 
 
 class Recorder(Periodic):
-    """Base class of callbacks that write one record every ``logging_freq`` steps, and one for each
-    evaluation.
-    """
+    """Base class of callbacks that write a record every ``logging_freq`` steps and for each evaluation."""
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
-        """Write one record. It consists of JSON values and always has ``kind`` (such as ``train`` or
-        ``eval``) and ``step``.
-        """
+        """Write one record of JSON values, with ``kind`` (``train`` or ``eval``, for example) and
+        ``step``."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         self.keep(train_record(run, record, window))
@@ -57,10 +53,10 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         "kind": "train",
         "step": record.step,
         "epoch": record.epoch,
-        "loss": _number(record.loss),
+        "loss": _finite_or_none(record.loss),
         "lr": record.lr,
         "weight_decay": record.weight_decay,
-        "grad_norm": _number(record.grad_norm),
+        "grad_norm": _finite_or_none(record.grad_norm),
         "tokens": record.num_valid_tokens,
         "consumed_samples": run.state.consumed_samples,
         "num_steps": window.num_steps,
@@ -82,8 +78,8 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
         "kind": "eval",
         "step": record.step,
         **({} if record.name is None else {"set": record.name}),
-        "loss": _number(record.loss),
-        **({} if is_classifier else {"ppl": _number(record.ppl)}),
+        "loss": _finite_or_none(record.loss),
+        **({} if is_classifier else {"ppl": _finite_or_none(record.ppl)}),
         **_metrics(record.metrics),
         "examples" if is_classifier else "tokens": record.num_valid_tokens,
         "seconds": record.seconds,
@@ -91,9 +87,8 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """Flatten a record to its finite numbers, by name. Names are like ``train/loss``,
-    ``train/source/wiki/loss``, ``eval/ppl`` or, for an evaluation set named ``wiki``, ``eval/wiki/ppl``.
-    """
+    """Return the finite numbers of a record under names like ``train/loss``, ``train/source/wiki/loss``,
+    ``eval/ppl`` or, for an evaluation set named ``wiki``, ``eval/wiki/ppl``."""
     where = "/".join(filter(None, (record["kind"], record.get("set"))))
     found: dict[str, Any] = {}
     for key, value in record.items():
@@ -107,8 +102,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def _number(value: float) -> float | None:
-    """Return ``value``, or None in place of infinity and NaN, which JSON does not have."""
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -126,19 +120,16 @@ def _sources(record: StepRecord) -> dict[str, Any]:
     if not record.sources:
         return {}
     items = record.sources.items()
-    return {"sources": {name: {"loss": _number(s.mean), "tokens": s.count} for name, s in items}}
+    return {"sources": {name: {"loss": _finite_or_none(s.mean), "tokens": s.count} for name, s in items}}
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
-    return {"metrics": {name: _number(value) for name, value in metrics.items()}} if metrics else {}
+    return {"metrics": {name: _finite_or_none(value) for name, value in metrics.items()}} if metrics else {}
 
 
 class MetricsFile(Recorder):
-    """Writes ``metrics.jsonl``, with one JSON object per line.
-
-    When a run resumes, lines after the step of its checkpoint are dropped. So the file is the same as that of
-    an uninterrupted run. A new run renames an existing file.
-    """
+    """Writes ``metrics.jsonl``, with one JSON object per line. A resumed run drops lines after the step of
+    its checkpoint, so the file equals that of an uninterrupted run. A new run renames an existing file."""
 
     def __init__(self, path: Path, logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -177,9 +168,8 @@ class MetricsFile(Recorder):
             )
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Append the record to ``metrics.jsonl`` as one complete line; if that fails, append nothing. A write
-        error, such as a full disk, is logged, and training continues.
-        """
+        """Append the record to ``metrics.jsonl`` as one complete line, or not at all. A write error, such as
+        a full disk, is logged, and training continues."""
         line = (json.dumps(record) + "\n").encode()
         try:
             # Opened for each line, so that a killed run leaves complete lines.
@@ -193,12 +183,11 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop the records after ``step`` from a metrics file. An incomplete line left by a killed run is dropped
-    too.
+    """Drop the records after ``step``, and an incomplete last line, from a metrics file.
 
     Args:
-        consumed: the number of samples that the resumed run has used. The record of a loss spike is also
-            dropped if the spike's samples come after these, because the run will read them again.
+        consumed: number of samples that the resumed run has used. Records of loss spikes in later samples are
+            also dropped, because the run will read these samples again.
     """
     if not path.exists():
         return
@@ -223,10 +212,8 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """Create the log writers that ``Engine.loggers`` names, and return them by name. Loggers that are
-    implemented as callbacks are left out. No file is opened yet. Raises ConfigError if the options of a
-    writer are wrong.
-    """
+    """Create the log writers of ``Engine.loggers``, by name, except those that are callbacks. Opens no file.
+    Raises ConfigError if the options of a writer are wrong."""
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
     for item in cfg.Engine.loggers:
@@ -245,9 +232,8 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Callback that passes the numbers of each record to all log writers. ``writers`` maps the name of each
-    writer, as in ``Engine.loggers``, to the writer.
-    """
+    """Callback that passes the numbers of each record to the log writers ``writers``, which are given by
+    name."""
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -262,9 +248,8 @@ class LogWriters(Recorder):
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """Create the callback with VisualDL as its only writer. Returns None if the program does not train,
-        if VisualDL is not installed, or if ``Engine.loggers`` already names it.
-        """
+        """Create the callback with VisualDL as its only writer. Returns None when not training, if VisualDL
+        is not installed, or if ``Engine.loggers`` already names it."""
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or not visual_dl_is_installed():
             return None
