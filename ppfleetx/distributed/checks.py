@@ -3,8 +3,8 @@ compute finite numbers. ``Engine.checks`` selects the checks:
 
 - ``cheap`` compares configurations at the start, batches at every step (a few bytes per rank), and copies of
   weights at the start and before each checkpoint.
-- ``full`` also compares copies of weights and optimizer state after every step and the samples of all ranks,
-  and searches activations and gradients for non-finite numbers.
+- ``full`` also checks at every step that copies of weights and of optimizer states are equal, that no two
+  data-parallel replicas read the same sample, and that activations and gradients are finite.
 - ``off`` checks nothing.
 """
 
@@ -114,8 +114,8 @@ def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
     """Check that the copies of each tensor on different ranks are bitwise equal. All ranks must call this.
     Raises CheckFailedError on every rank, with the tensors that differ and two ranks for each.
 
-    Copies have the same name and the same offset in the whole tensor. Ranks that differ in dp, sharding, sep
-    or mp can hold them; so can two pipeline stages, for tied weights.
+    Tensors of two ranks are copies if they have the same name and the same offset in the whole tensor. Such
+    ranks may differ in dp, sharding, sep or mp. For tied weights, they may also be on two pipeline stages.
     """
     if ctx.world_size == 1:
         return
@@ -161,7 +161,7 @@ class NonFinitePlace:
         in_forward: True if it appeared in the output of a layer, False if it appeared in a gradient.
         index: number of the layer in the model.
         parameter: for a gradient, the name of its parameter. For an output, the name of a parameter of the
-            layer that is itself not finite, or "".
+            layer that has non-finite elements, or "" if all of its parameters are finite.
         micro_batch: number of the micro batch in the step, from 0; None if unknown.
     """
 
@@ -231,8 +231,8 @@ class NonFiniteSearch:
     def _look_at_gradient(
         self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
     ) -> None:
-        """Search the gradient of ``parameter`` for non-finite numbers. It is ``grad``, or
-        ``parameter.main_grad`` if ``grad`` is None because the backward kernel has added it there."""
+        """Search the gradient of ``parameter`` for non-finite numbers. If the backward kernel has added the
+        gradient to ``parameter.main_grad``, ``grad`` is None, and ``main_grad`` is searched."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = passes[name] = passes.get(name, -1) + 1

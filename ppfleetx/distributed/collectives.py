@@ -53,8 +53,8 @@ def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Sum a small tensor elementwise over ``group``: each rank gathers the tensors of all ranks and adds
-    them. All ranks add in rank order, so their sums are bitwise equal. This also works for types that a
-    library cannot reduce: Ascend's sums neither float64 nor uint8."""
+    them. All ranks add in rank order, so their sums are bitwise equal. This also works for element types that
+    the device's communication library cannot sum, such as float64 and uint8 on Ascend cards."""
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
     distributed.stream.all_gather(received, own, group=group)
@@ -62,10 +62,11 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
-    """Overwrite tensors that should be equal on all ranks of ``group`` with those of the first rank, bitwise.
+    """Copy the first rank's tensors to all other ranks of ``group``, in place. Use it for tensors that should
+    be equal on all ranks already; afterwards they are bitwise equal.
 
-    This is an all-reduce to which the other ranks contribute their tensors times zero. The result is exact,
-    but a NaN or an infinity on any rank makes it non-finite on all ranks.
+    This is an all-reduce to which all ranks but the first contribute their tensors times zero. The result is
+    exact, except that a NaN or an infinity on any rank gives a non-finite result on all ranks.
     """
     is_first = group.rank == 0
 
@@ -82,9 +83,13 @@ def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], A
 
 
 class Packed:
-    """A running collective on ``tensors`` of one element type, which are packed into one flat tensor and so
-    into one message. :meth:`complete` writes the result to them; do not use them before. ``start`` starts an
-    asynchronous in-place collective on the flat tensor and returns its task."""
+    """A running collective on ``tensors``, which must have the same element type. They are packed into one
+    flat tensor, so that one message is enough. Do not use them before :meth:`complete` has written the result
+    to them.
+
+    The function ``start`` is called with the flat tensor. It must start an asynchronous in-place collective
+    on this tensor and return the task.
+    """
 
     @paddle.no_grad()
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
@@ -108,9 +113,9 @@ def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     """Move ``tensors`` into one flat tensor and return it. Each tensor then shares memory with its part of
     the flat one.
 
-    The tensors must have one element type and must not share memory with others. Each part starts at a
-    multiple of :data:`ALIGNMENT` bytes; the gaps are zeros. Both copies exist during the move; then the old
-    memory is freed. A single tensor is returned itself.
+    The tensors must have the same element type and must not share memory with other tensors. Each part starts
+    at a multiple of :data:`ALIGNMENT` bytes; the gaps are zeros. During the move, the tensors need twice the
+    memory. A single tensor is returned as it is, and nothing is moved.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])

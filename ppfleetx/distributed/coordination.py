@@ -63,9 +63,10 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
     """Context manager: if one rank raises a UserError inside, all ranks raise an error with its message.
 
-    The code inside must not communicate, because a rank that fails would leave the others waiting. If only
-    some ranks fail with this message, it begins with their numbers. ``name_ranks=False`` leaves the numbers
-    out, for a check that one rank does on behalf of all.
+    The code inside must not communicate, because a rank that fails would leave the others waiting.
+
+    If only some ranks fail with this message, the numbers of these ranks are put before it. If one rank makes
+    a check for all ranks, its number says nothing: leave it out by ``name_ranks=False``.
     """
     error: UserError | None = None
     try:
@@ -89,8 +90,9 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Return the first of the error messages of all ranks (None: no error). With ``name_ranks``, it begins
-    with the numbers of the ranks that have it, unless all have it."""
+    """Return one error message for all ranks: the first in ``texts``. ``texts`` has an entry for each rank,
+    its error message or None. With ``name_ranks``, the numbers of the ranks with this message are put before
+    it, unless all ranks have it."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):

@@ -45,7 +45,8 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """On a plugin's device, make Paddle's errors say where they occurred, and not only a number."""
+    """On a plugin's device, make Paddle's errors say where they occurred. Without this, they may have only a
+    number."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -246,8 +247,8 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
     """Return whether ``x`` is float16 or bfloat16 and this process's device has no ``kernel`` for that type.
-    The caller then computes in float32. Paddle would use the CPU's kernel, which waits for the card and draws
-    from an unseeded generator, or raise an error.
+    The caller then computes in float32. Otherwise Paddle would raise an error or use the CPU's kernel, which
+    waits for the card and draws from an unseeded generator.
 
     Always False on CPUs and GPUs, which have all kernels that ppfleetx uses there, and while a program is
     traced for export.

@@ -79,7 +79,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     else in the package calls ``fleet.init``.
 
     On a CPU, the process groups of :mod:`ppfleetx.distributed.cpu.backend` are installed first. Raises
-    ConfigError if Paddle is its CUDA build, in which they do not work.
+    ConfigError if the installed Paddle is a CUDA build, in which these groups do not work.
     """
     from paddle.distributed import fleet
 
@@ -142,8 +142,8 @@ def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
 
 
 def _check_layout(ctx: ParallelContext) -> None:
-    """Check that fleet has put the same ranks into each process group as the plan, on which data loading and
-    checkpoints rely."""
+    """Check that each process group of fleet contains the ranks that the plan expects. Data loading and
+    checkpoints rely on the plan."""
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"

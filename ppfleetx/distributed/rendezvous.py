@@ -166,7 +166,8 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return the seconds until the log message is due or, after that, until the time limit."""
+        """Return for how many seconds the caller may sleep: until the log message is due or, if it has been
+        logged already, until the time limit."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
@@ -175,12 +176,13 @@ class _Wait:
 
 
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Run the listening side of the rendezvous, in the first process: wait at ``point`` until all ``size``
-    processes have connected, at most ``seconds``. ``own`` is what this process announces about itself.
+    """Run the listening side of the rendezvous, in the first process. It listens at ``point`` and waits for
+    at most ``seconds`` until the job's other processes have connected. ``size`` is the number of processes,
+    including this one. ``own`` is what this process announces about itself.
 
     Raises:
-        RendezvousError: the port cannot be opened, or a process did not connect in time or ended early. The
-            processes that have connected get the same message.
+        RendezvousError: the port cannot be opened, or a process does not connect in time, or ends before all
+            have connected. The error message is also sent to the processes that have connected.
     """
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
@@ -310,13 +312,13 @@ class _Reception:
 
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Run the connecting side of the rendezvous, in all processes but the first: connect to ``point``, and
-    wait until all ``size`` processes have done so, at most ``seconds``. ``own`` is what this process
-    announces about itself.
+    """Run the connecting side of the rendezvous, in all processes but the first. It connects to the first
+    process at ``point`` and waits for at most ``seconds`` until the others have connected too. ``size`` is
+    the number of processes of the job. ``own`` is what this process announces about itself.
 
     Raises:
-        RendezvousError: nobody listens there, nothing comes back, or the first process reports that a process
-            is missing.
+        RendezvousError: nothing listens at ``point``, no valid answer comes, or the first process reports an
+            error, such as a missing process.
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds

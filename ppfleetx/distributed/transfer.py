@@ -44,7 +44,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Report to the watchdog that a micro batch begins, and once more when the card begins it."""
+    """Report to the watchdog that the host begins a micro batch. The card begins it later; :func:`read`
+    reports that if it is waiting for the card then."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -68,8 +69,8 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
     """Start copying a tensor to the host. Returns a function, for any thread, that waits for the copy and
-    returns it as an array; bfloat16 becomes uint16 bits. The program may change the tensor at once, because
-    the card does that after the copy."""
+    returns it as an array; bfloat16 becomes uint16 bits. The program may change the tensor without waiting
+    for the copy, because the card executes the change after the copy."""
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array

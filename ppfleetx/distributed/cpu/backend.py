@@ -3,7 +3,7 @@ unmodified. They are meant for development and continuous integration.
 
 Paddle's own CPU groups, based on Gloo, lack half of the operations that fleet uses, and several of them
 conflict with each other. With a CUDA build, ``install()`` does nothing and NCCL is used.
-``docs/cpu_backend.md`` has the guarantees, ``patches.py`` every attribute of Paddle that is replaced.
+``docs/cpu_backend.md`` lists the guarantees. ``patches.py`` lists every attribute of Paddle that is replaced.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def traffic() -> dict[int, dict[str, Any]]:
     call of :func:`reset_traffic`.
 
     Returns:
-        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload`` is
-        the number of bytes passed to the operations. ``sent`` is the number of bytes that one rank would send
-        with the textbook algorithm. With n ranks and S bytes in the whole tensor (the output of an
-        all-gather; the input of a reduce-scatter, scatter or all-to-all), it is:
+        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. A call adds S to
+        ``payload``, where S is the number of bytes in the whole tensor: the output of an all-gather or
+        gather, and the input of any other operation (for a scatter, the input of the source). It adds to
+        ``sent`` the number of bytes that this rank, one of n, would send with the textbook algorithm:
 
-        ========================== =========================================
+        ========================== ==========================================================
         all_reduce (ring)          2 (n-1)/n S
         all_gather, reduce_scatter (n-1)/n S
-        all_to_all                 (n-1)/n S, or the bytes that leave the rank
-        broadcast, reduce          (n-1)/n S (mean over the ranks: each but one receives, or sends, S)
-        gather                     S/n, except at the destination
-        scatter                    (n-1)/n S by the source
+        all_to_all                 S without the part that the rank keeps: (n-1)/n S if all parts are equal
+        broadcast, reduce          (n-1)/n S: all ranks together send (n-1) S; this is the mean over them
+        gather                     S/n; 0 on the destination
+        scatter                    (n-1)/n S on the source; 0 on the other ranks
         send                       S
-        ========================== =========================================
+        ========================== ==========================================================
 
         The bytes that really pass through the connections differ: a small all-reduce is sent to all ranks at
         once, and only the source sends a broadcast.
@@ -81,9 +81,9 @@ def close() -> None:
 
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
-    """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. All ranks must
-    create the first group, of all ranks, together, because that connects them. Later groups need no
-    communication."""
+    """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. The first call
+    in a process connects it to the other ranks. So all ranks of the job must make their first call together.
+    Further calls need no communication."""
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()

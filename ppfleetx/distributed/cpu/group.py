@@ -114,8 +114,8 @@ class CpuProcessGroup:
         return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather the ``tensor`` of every member into ``out``, in rank order. Without ``sync_op``, the first
-        argument is taken as ``tensor``, as in Paddle's older interface."""
+        """Gather the ``tensor`` of every member into ``out``, in rank order. If ``sync_op`` is not passed,
+        the first argument is the input and the second the output, as in Paddle's older interface."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()
@@ -201,8 +201,8 @@ class CpuProcessGroup:
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
         """Distribute the ``tensors`` of member ``src``: member i receives ``tensors[i]``, or the i-th equal
-        part of a single tensor, into ``out``. Without ``sync_op``, the first argument is taken as
-        ``tensors``, as in Paddle's older interface."""
+        part of a single tensor, into ``out``. If ``sync_op`` is not passed, the first argument is the input
+        and the second the output, as in Paddle's older interface."""
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
         memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
@@ -295,8 +295,8 @@ class CpuProcessGroup:
     def _transfer(
         self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
-        """Send ``array`` to member ``peer``, or, if ``incoming``, receive it from there. The n-th send to a
-        member is matched with that member's n-th receive from this one."""
+        """Send ``array`` to member ``peer`` or, if ``incoming``, receive a message from ``peer`` into
+        ``array``. The n-th send to a member is matched with that member's n-th receive from this one."""
         counter = self._from if incoming else self._to
         with self._lock:
             number = counter.get(peer, 0)
@@ -353,7 +353,8 @@ class CpuProcessGroup:
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Wait for the sends and receives since ``_start_coalescing``. Paddle calls both around a batch."""
+        """Wait for the sends and receives since ``_start_coalescing``. Paddle calls ``_start_coalescing``
+        before a batch of sends and receives, and this method after it."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()

@@ -55,8 +55,9 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Check the message for ``receive`` and copy it into the memory of the operation, unless it was read
-        there directly. Raises OutOfStepError if it belongs to another operation."""
+        """Copy the message that has arrived for ``receive`` from its buffer to the memory of the operation.
+        Does nothing if the message was read directly into that memory. Raises OutOfStepError if the message
+        belongs to another operation."""
         if receive.spare is None:
             return
         buffer, receive.spare = receive.spare, None
@@ -73,8 +74,9 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Take an arriving message of ``length`` bytes, in the thread that reads a connection. ``read`` fills
-        the memory of the operation that expects it, or else a buffer."""
+        """Take an arriving message of ``length`` bytes, in the thread that reads a connection. If an
+        operation already expects this message, ``read`` is called with the operation's memory, and otherwise
+        with a buffer, in which the message is kept."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -201,13 +203,13 @@ class Operation:
 
 
 class Progress:
-    """A thread that continues asynchronous operations while the program computes, oldest first. It continues
-    operations of all process groups whose messages have arrived, so groups cannot deadlock by waiting for
-    each other.
+    """A thread that continues asynchronous operations while the program computes. It always takes the oldest
+    operation whose messages have arrived, in any process group. So groups cannot deadlock by waiting for each
+    other.
 
-    A reduction needs memory for the data it receives. So each group runs at most :data:`STARTED_SUMS` of them
-    at a time, in the order of their calls; other operations start at once. This cannot deadlock, because the
-    oldest unfinished operation has started on every member.
+    A reduction needs memory for the data it receives. So each group runs at most :data:`STARTED_SUMS`
+    reductions at a time, in the order of their calls; other operations start at once. The limit cannot cause
+    a deadlock, because every member starts a group's oldest unfinished reduction.
     """
 
     def __init__(

@@ -270,8 +270,9 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_continue(self, operation: Operation) -> bool:
-        """Return whether ``operation`` has ended, or the thread that waits for it can continue this or
-        another operation, because messages have arrived. Call it while holding ``state``."""
+        """Return whether the thread that waits for ``operation`` can go on. Either the operation has ended,
+        or messages have arrived with which the thread can continue this operation or another one. Call it
+        while holding ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
