@@ -29,8 +29,8 @@ class Call:
         shape, dtype: shape and element type of this rank's input tensor; None if there is none.
         begun, ended: times of the call and of its return (``time.monotonic``); ``ended`` is 0.0 until it
             returns.
-        task: what the call returned. It knows whether an asynchronous operation is done.
-        asks: whether the program only polls other ranks by this call. Such calls do not count as progress.
+        task: the task that the call returned. It tells whether an asynchronous operation is done.
+        asks: whether the call only polls other ranks. Such calls do not count as progress.
     """
 
     __slots__ = (
@@ -55,7 +55,8 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part of the operation is done, whether asynchronous or not."""
+        """Whether this rank's part of the operation is done. An asynchronous operation is not done when its
+        call returns, but when its task says so."""
         if not self.ended:
             return False
         ask = getattr(self.task, "is_completed", None)
@@ -63,17 +64,19 @@ class Call:
 
 
 class CallRecord:
-    """The last :data:`KEPT` collectives and messages of this process, and what else explains a hang.
+    """What this process records about its communication for hang reports: the last :data:`KEPT` collectives
+    and messages, and what the program is waiting for.
 
     Attributes:
-        blocked_on: returns the task for which the program is waiting, or None. The attribute itself is None
-            if the communication library cannot tell.
+        blocked_on: a function that returns the task for which the program is waiting, or None if it does not
+            wait. The attribute itself is None if the communication library has no such function.
         join_device: a function that a thread must call before it asks tasks whether they are done.
         names: names of process groups, such as "mp", by Paddle's number of the group.
         waited: seconds that this process has spent waiting for other ranks; 0 if the library does not measure
             it.
-        reads: whether the program is waiting for its device, and so for all collectives queued there.
-        failed, failure: the last call that failed, and its error.
+        reads: whether the program is reading a result from its device. It then waits for all work that is
+            queued there, including collectives.
+        failed, failure: the last call that failed, and its error; None if no call has failed.
     """
 
     def __init__(self) -> None:
@@ -104,9 +107,9 @@ class CallRecord:
 
     @contextlib.contextmanager
     def asking(self, *, only: bool = False) -> Iterator[None]:
-        """Context manager for collectives that only poll other ranks, which the watchdog does not count as
-        progress. With ``only``, the program does nothing but poll: between two polls it still counts as
-        waiting in the last one."""
+        """Context manager for collectives that only poll other ranks. The watchdog does not count them as
+        progress. ``only`` says that the program does nothing but poll inside the block. Between two polls, it
+        then counts as still waiting in the earlier one."""
         before = self._asks, self._only_asks
         self._asks, self._only_asks = True, only
         try:
@@ -180,9 +183,12 @@ class CallRecord:
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call in which ``thread`` is waiting, or None. It is a call that has not returned, or
-        whose task the program is waiting for, or the last poll while the program only polls
-        (:meth:`asking`)."""
+        """Return the call in which ``thread`` is waiting, or None. This is the first of these that exists:
+
+        1. the thread's last call that has not returned
+        2. the call for whose task the program is waiting
+        3. the thread's last poll, if the program does nothing but poll (:meth:`asking`)
+        """
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -238,7 +244,8 @@ def operation_of(method: str) -> str:
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """Return the input tensor from a collective's arguments: the second one if the first is the output."""
+    """Return the input tensor from a collective's arguments. If both of the first two arguments are tensors,
+    or lists of tensors, this is the second, because the output comes first."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

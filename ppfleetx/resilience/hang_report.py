@@ -60,9 +60,12 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other ranks count this call. For a send in group 5
-        it is ``5<``, the beginning of the key of receives; for a receive it is ``5>``. The caller appends
-        this rank's number."""
+        """The key in :attr:`Report.counts` under which the other ranks count this call.
+
+        For a collective in group 5, this is ``5``. For a send or a receive, it is only the beginning of the
+        key, to which the caller must append this rank's number. Because the other rank counts a send of this
+        rank as a receive, and the reverse, it is ``5<`` for a send and ``5>`` for a receive.
+        """
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -84,9 +87,9 @@ class Report:
         place, place_seconds: what the program was doing, such as "reading data", and for how long already.
         quiet_seconds: seconds since this rank last made progress.
         timeout: seconds without progress after which a rank counts as hung.
-        works: whether the rank reads or writes files, or computes and has not done so for longer than the
-            watchdog allows.
-        computes: whether the rank computes, however long it has done so.
+        works: whether the rank reads or writes files, or computes. Computing counts here only for a limited
+            time after the program last recorded progress.
+        computes: whether the rank computes, without that time limit.
         where: file, line and function in which the main thread is, or the helper thread for which it waits.
         importing: name of the module that is being imported, or None.
         waits_for: the call in which the main thread waits; for a rank that failed, the call that failed.
@@ -185,8 +188,8 @@ def capture_report(
     lost: bool = False,
 ) -> Report:
     """Make the hang report of this rank. ``quiet`` is the number of seconds since it last made progress.
-    ``failed`` is the error that ends the rank, or None if it hangs. ``timeout``, ``works``, ``computes`` and
-    ``lost`` are attributes of :class:`Report`."""
+    ``failed`` is the error that ends the rank, or None if it hangs. For ``timeout``, ``works``, ``computes``
+    and ``lost``, see the attributes of :class:`Report` with the same names."""
     record.join_device()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
     if failed is not None:

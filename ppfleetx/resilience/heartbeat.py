@@ -27,7 +27,8 @@ class Progress:
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """Record progress: the program begins the activity ``place``, in step ``step`` (None: as before)."""
+        """Record progress: the program begins the activity ``place`` in optimizer step ``step``. None means
+        that the step is still the one recorded before."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step

@@ -99,9 +99,9 @@ class Spike:
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
-        """Return a copy of this spike that says what became of it. ``to_step`` is the step of the checkpoint
-        to which the run went back; if it went back to none, a ``rewind`` becomes a ``skip``. ``samples`` is
-        the new value of :attr:`samples`."""
+        """Return a copy of this spike that says what was done about it. ``to_step`` is the step of the
+        checkpoint to which the run went back, or None if it did not go back. With None, the action ``rewind``
+        becomes ``skip``. ``samples`` is the new value of :attr:`samples`."""
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
 
@@ -176,8 +176,11 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed_jump(self, loss: float, grad_norm: float) -> str | None:
-        """Return which value jumped on any rank, ``loss`` or ``grad_norm``, or None. The ranks exchange this,
-        because their sums may differ in the last bit."""
+        """Return which value jumped: ``loss`` or ``grad_norm``, or None if nothing jumped on any rank. If
+        both jumped, or if a value jumped only on other ranks, this is ``loss``.
+
+        The ranks tell each other whether something jumped, because their values may differ in the last bit.
+        """
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

@@ -46,8 +46,8 @@ class ReportDir:
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Return whether a rank has written a report after ``since`` (seconds since 1970) because it made no
-        progress. Such a report asks all other ranks to write theirs."""
+        """Return whether a report has been written after ``since`` (seconds since 1970) by a rank that makes
+        no progress. Such a report asks all other ranks to write theirs."""
 
         def look() -> bool:
             if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):

@@ -59,9 +59,10 @@ class Stragglers:
     """The slow ranks in ``steps`` steps, of which ``step`` was the last.
 
     Attributes:
-        step_seconds: mean time of a step.
-        cost: the fraction of that time that would be saved if the slowest rank were as fast as is usual.
-        slowest: the slow ranks, slowest first.
+        step_seconds: mean time of a step, on the rank where it is longest.
+        cost: the greatest difference between a slow rank's own time and its :attr:`SlowRank.usual`, as a
+            fraction of ``step_seconds``. The job would save about this time if no rank were slow.
+        slowest: the slow ranks, longest own time first.
     """
 
     step: int
@@ -100,11 +101,12 @@ class StragglerTable:
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add the times of step ``step``, int64 ``[rank, 3]``: the :attr:`own` of every rank. All ranks must
-        call this.
+        """Add the times of one step. ``times`` is int64 ``[rank, 3]``: row r is what :attr:`own` returned on
+        rank r. All ranks must call this.
 
-        When enough steps have been added, :attr:`found` is set to the slow ranks, equally on all ranks. It is
-        None after all other steps, and if no rank is slow.
+        When ``every`` steps have been added, :attr:`found` is set to their slow ranks, or to None if no rank
+        is slow, and the table starts anew. All other calls set :attr:`found` to None. It is the same on all
+        ranks.
         """
         self.found = None
         if not self._every or not times.any():

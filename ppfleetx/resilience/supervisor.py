@@ -149,7 +149,8 @@ def _processes(pids: Sequence[int]) -> str:
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
     """Context manager in which SIGTERM and SIGINT set ``stop`` and are forwarded to the supervised command
-    and its process group. It yields an empty list, into which the caller puts the command's process."""
+    and its process group. It yields an empty list. The caller must add the command's process to it, so that
+    the process gets the signals."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

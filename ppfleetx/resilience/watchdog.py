@@ -52,8 +52,9 @@ class Limits:
         timeout: seconds without progress after which a rank counts as hung; 0: no watchdog.
         start_timeout: the timeout until the first step is done.
         ends: whether to end the process after a hang, or only to report it.
-        counts_work: whether computing counts as progress for a while. Set it to False for a run on a card,
-            where a thread that waits for the card keeps a core busy.
+        counts_work: whether CPU and file activity counts as progress even while the program may be waiting
+            for its device. Set it to False for a run on a card, because a thread that waits for the card
+            keeps a core busy.
     """
 
     timeout: float = 600.0
@@ -123,8 +124,8 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silent_seconds(self) -> float:
-        """Return the seconds since the program last recorded progress or began or ended a collective, without
-        the time in which the process was suspended."""
+        """Return the seconds since the program last recorded progress, or began or ended a collective. The
+        time in which the process was suspended does not count."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
@@ -138,8 +139,9 @@ class Watchdog:
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Do not count time in which the process was suspended. The watchdog slept for ``seconds``. If that
-        is much longer than it wanted, the process was suspended meanwhile."""
+        """Notice if the process was suspended, and do not count that time as time without progress.
+        ``seconds`` is how long the watchdog has just slept. If that is much longer than it intended, the
+        process was suspended meanwhile."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
@@ -243,8 +245,8 @@ class Watchdog:
 
         Args:
             lost: whether the error only says that another rank has ended.
-            at_end: whether to write the report only when the process exits, so that it prints its error
-                first. A launcher may kill it at any moment.
+            at_end: whether to write the report only when the process exits. Then the error is printed before
+                the report is written, and so is not lost if a launcher kills the process meanwhile.
         """
         if self._who.world_size == 1 or is_end_decided():
             return
@@ -341,8 +343,8 @@ def current() -> Watchdog | None:
 
 
 def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], None]) -> Watchdog | None:
-    """Start the watchdog of this process in place of an earlier one, and return it. Returns None if
-    ``limits`` turn it off."""
+    """Start the watchdog of this process and return it. An earlier watchdog of the process is stopped first.
+    Returns None, and starts no watchdog, if ``limits.timeout`` is 0."""
     global _current
     finish()
     PROGRESS.begin()
