@@ -153,8 +153,8 @@ def _exit_code_of(error: Exception) -> int | None:
 
 
 def _wait_for_the_launcher() -> None:
-    """Wait before this rank ends because another one has failed, so that the launcher finds the other rank
-    first. The wait ends at the launcher's SIGTERM, or after a few seconds."""
+    """Delay the exit of this rank, which ends only because another rank has failed. So the launcher sees the
+    exit of the failed rank first. The delay ends at the launcher's SIGTERM, or after a few seconds."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS

@@ -72,16 +72,16 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Make the changes that this module describes if this process is Paddle's launcher. Has no effect when
-    Python calls it a second time, as with lib and lib64."""
+    """Make the changes that this module describes, if this process is Paddle's launcher. A second call has no
+    effect: Python runs the ``.pth`` file twice if it finds it under both ``lib`` and ``lib64``."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Make the changes that this module describes in this process, which is a launcher with the arguments
-    ``options``. A second call has no effect."""
+    """Make the changes that this module describes, in this process. It must be Paddle's launcher; ``options``
+    are the launcher's arguments. A second call has no effect."""
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
@@ -105,8 +105,9 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 
 def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Set ``CUDA_VISIBLE_DEVICES`` in ``environ`` such that Paddle's launcher starts as many processes as its
-    options ask for. The user's value is kept if it already allows that."""
+    """Change ``CUDA_VISIBLE_DEVICES`` in ``environ`` so that Paddle's launcher starts as many processes as
+    ``--devices`` or ``--nproc_per_node`` in ``options`` ask for. The user's value is kept if it already
+    allows that number."""
     visible = environ.get(_VISIBLE, "").split(",")
     devices = option_of(options, "--devices") or option_of(options, "--gpus")
     number = option_of(options, "--nproc_per_node") or ""
@@ -202,7 +203,12 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling_code(codes: Sequence[int | None]) -> int:
-    """Return the exit code that best explains why a job failed. Ranks that the launcher ended come last."""
+    """Return the exit code of the rank that best explains why a job failed; 0 if none failed.
+
+    This is the first code which says that the rank hung, ran out of memory or had an error of its card. If
+    there is none, it is the first code of a rank that failed by itself. The codes of ranks that the launcher
+    ended come last.
+    """
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
@@ -243,8 +249,8 @@ _log = _Log()
 
 
 def _watch_meeting(controller: Any, limit: float) -> None:
-    """Wait until the nodes of the job have met. If they have not after ``limit`` seconds, or cannot, end the
-    launcher with a message."""
+    """Wait until the nodes of the job have met. End the launcher with a message if they have not met after
+    ``limit`` seconds, or if they cannot, because another program holds the port where they meet."""
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -336,7 +342,7 @@ class _Meeting:
         """Return what the nodes have announced about themselves to the first node's launcher.
 
         Raises:
-            OSError: nothing answers at its address.
+            OSError: nothing answers at the address of the first node's launcher.
             ValueError, http.client.HTTPException: what answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:

@@ -125,16 +125,16 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return False only if the installed Paddle certainly does not support a kind of device. That is not
-    certain if Paddle is not installed, or the user has named a directory of plugins."""
+    """Return whether the installed Paddle supports a kind of device, or possibly does. The result is True if
+    this cannot be known: if Paddle is not installed, or if the user has named a directory of plugins."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` for a recipe for cards of ``kind``: ``kind`` itself if the
-    installed Paddle may support it, and otherwise ``auto``. The second result says why it is ``auto``, or is
-    ""."""
+    """Return the value of ``Global.device`` to use for a recipe that was written for cards of ``kind``, and a
+    reason. If the installed Paddle may support ``kind``, the value is ``kind`` and the reason is "".
+    Otherwise the value is ``auto``, and the reason says why."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

@@ -37,8 +37,9 @@ def is_rank() -> bool:
 
 
 def end_with_launcher() -> None:
-    """From now on, when the launcher of this rank is gone, send this process SIGTERM, on which training saves
-    and stops, and later SIGKILL. Has no effect in a process that Paddle's launcher has not started."""
+    """From now on, end this rank when its launcher is gone. The rank first gets SIGTERM, at which training
+    saves a checkpoint and stops. If it still runs later, it gets SIGKILL. Has no effect in a process that
+    Paddle's launcher has not started."""
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
     _watched.add(os.getpid())

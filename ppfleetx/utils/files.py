@@ -65,7 +65,8 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether ``path`` is a file, or a directory that is not empty. Output there would mix with it."""
+    """Return whether ``path`` is a file, or a directory that is not empty. New output at this path would
+    replace the file or mix with the files in the directory."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 

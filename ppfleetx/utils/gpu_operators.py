@@ -63,9 +63,11 @@ def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]
     """Return the kernels that ppfleetx uses on a plugin's device, such as an Ascend card, each with its
     element types.
 
-    Left out are kernels that ppfleetx uses only on GPUs (flash attention, fused operators, products with
-    biases), ``all_reduce``, which process groups perform there, and types for which ppfleetx falls back to
-    float32.
+    Not included are:
+
+    - kernels that ppfleetx uses only on GPUs: flash attention, fused operators, products with biases
+    - ``all_reduce``, because on a plugin's device the process groups perform it without a kernel
+    - element types that ppfleetx replaces by float32 on these devices
     """
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
     return {name: tuple(t for t in types if (name, t) not in _IN_FLOAT32) for name, types in asked.items()}

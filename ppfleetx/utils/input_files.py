@@ -1,5 +1,6 @@
-"""Read files that a user or another program has written. Whatever is wrong with a file becomes one sentence
-that names it, in an exception of the class ``error`` that the caller passes."""
+"""Read files that a user or another program has written. If something is wrong with a file, the functions
+raise a CheckpointError, or an exception of the class ``error`` if the caller passes one. The message is one
+sentence that names the file and says what is wrong."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def version_of(distribution: str) -> str | None:
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
     """Return an error that says how to install the library whose import has failed with ``error``. Returns
-    None if it is not a library that users install; then the failed import is a bug."""
+    None for a module that is not one of the required libraries, because the failed import is then a bug."""
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(

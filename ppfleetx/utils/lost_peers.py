@@ -60,9 +60,9 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """Let the loss of another process of the job end this process with ``exit_code``, ``grace`` seconds
-    later. Usually an error of its next communication ends it earlier, but it may compute for hours before
-    that."""
+    """From now on, when another process of the job is lost, end this process with ``exit_code`` after
+    ``grace`` seconds. In most cases, an error in its next communication ends this process earlier. But it may
+    compute for hours before it communicates again."""
     _state.grace, _state.exit_code = grace, exit_code
 
 
@@ -104,9 +104,9 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """Return the error which says that another process of the job has ended, if that caused ``error``;
-    otherwise None. Finds it even if Paddle hides it: an error in the backward pass of a ``PyLayer`` becomes
-    an OSError that quotes it."""
+    """If ``error`` was raised because another process of the job has ended, return the error that says so,
+    and otherwise None. This error is found even if Paddle has replaced it: an error in the backward pass of a
+    ``PyLayer`` becomes an OSError that quotes its text."""
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
             return one

@@ -61,9 +61,13 @@ def _read_numbers(path: Path) -> dict[str, int]:
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to use huge pages of 2 MiB for a block of memory, so that a core reads matrices up to a fifth
-    faster, small ones up to a third. Does nothing if the system cannot do that. A huge page at either end of
-    the block is included if the rest of it belongs to the process too."""
+    """Ask Linux to use huge pages of 2 MiB for a block of memory. A core then reads large matrices up to a
+    fifth faster, and small ones up to a third. Does nothing if the system cannot do that, or if the block is
+    smaller than 256 KiB.
+
+    The block may begin and end in the middle of a huge page. Such a page is included if the process owns all
+    of its memory.
+    """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
         return
@@ -115,8 +119,8 @@ _STATES = {
 
 def state_of(pid: int, born: float) -> str:
     """Return why a process on this machine does not respond, such as "has ended" or "is stopped by a
-    debugger"; "" if it runs normally. ``born``, the result of :func:`birth_of`, tells the process from a
-    later one with the same number."""
+    debugger"; "" if it runs normally. ``born`` is the start time of the process, from :func:`birth_of`. If
+    the process that now has this id has another start time, "has ended" is returned."""
     if not Path("/proc/self/stat").exists():
         return ""
     fields = _stat(pid)

@@ -69,12 +69,15 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Make the settings for speed on CPUs in this process, and, if it is a rank, let it end with its
-    launcher. Call this before importing Paddle. If Paddle is imported already, only malloc can be set, and a
-    warning is logged the first time.
+    """Make the settings of this module in this process. If the process is a rank, it also ends from now on
+    when its launcher ends.
+
+    Call this before importing Paddle. If Paddle is imported already, only malloc can be set, and with
+    ``device="cpu"`` a warning is logged the first time.
 
     With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set.
-    Returns a line for the log: which settings were made, and which the user's variables have kept.
+    Returns a line for the log that lists the settings, and marks those that the user's environment variables
+    have made.
     """
     global _said
     end_with_launcher()
@@ -156,8 +159,9 @@ def import_paddle() -> None:
     """Import Paddle faster and with less output than by ``import paddle``. Does nothing if it is imported
     already. Raises NotInstalledError if Paddle is not installed.
 
-    Left out is the banner that warns of ranks which share cores if OMP_NUM_THREADS is not 1;
-    :func:`thread_count` prevents that. All other output of the import is kept.
+    Two messages of the import are not shown: the warning that no ccache is found, and a banner that
+    recommends OMP_NUM_THREADS=1, so that ranks do not compete for cores. Instead, :func:`thread_count`
+    divides the cores among the ranks. All other output is shown.
     """
     if "paddle" in sys.modules:
         return
