@@ -1,8 +1,8 @@
 """AdamW: one kernel call per parameter, or one fused call for all float32 parameters of a group.
 
-Most parameters of a block are small vectors, so on a GPU, launch overhead dominates calls per parameter.
-``fused_adam_`` packs up to 60 tensors, or 320 chunks, into one launch. In both cases each parameter has its
-own state tensors.
+Most parameters of a block are small vectors. If a GPU updates each by a kernel call of its own, most of the
+time is launch overhead. ``fused_adam_`` packs up to 60 tensors, or 320 chunks, into one launch. In both cases
+each parameter has its own state tensors.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Cache the beta powers of new parameters. The fused GPU kernel applies those of its first parameter
-        to all, so only parameters with equal powers may be in one call."""
+        """Cache the beta powers of the parameters that are not in the cache yet. The fused GPU kernel applies
+        the powers of the first parameter to all parameters of a call. So only parameters with equal powers
+        may be updated in one call."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -113,8 +114,8 @@ def fused_adamw(
 ) -> None:
     """Apply one step of AdamW to float32 tensors in place. The learning rate ``lr`` has shape ``[1]``.
 
-    ``states`` are four sequences with one tensor per parameter: first moments, second moments, and the powers
-    of both betas ``[1]``. Before the first step, each power is the beta itself.
+    ``states`` are four sequences with one tensor per parameter: first moments, second moments, powers of
+    beta1, and powers of beta2. Each power has shape ``[1]``. Before the first step, it is the beta itself.
     """
     moments1, moments2, powers1, powers2 = states
     _C_ops.fused_adam_(
@@ -140,8 +141,9 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return the powers of beta1 and beta2 for each parameter, read from the optimizer states. On a CPU,
-    return zeros, because its kernel uses each parameter's own states."""
+    """Return the powers of beta1 and beta2 for each parameter, read from the optimizer states. For parameters
+    on a CPU, return zeros: the CPU's kernel can update parameters with different powers in one call, so there
+    is no need to know them."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

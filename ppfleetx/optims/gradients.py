@@ -44,13 +44,14 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def expects_gradient(parameter: Tensor) -> bool:
-    """Return whether a step uses the parameter, so that reductions include its gradient. The answer is the
-    same on all ranks."""
+    """Return whether training steps use the parameter at present. If not, it gets no gradient, and reductions
+    leave it out. The answer is the same on all ranks."""
     return not getattr(parameter, "is_idle", False)
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Remove the parameter's gradient, so that the next backward pass need not add to zeros."""
+    """Remove the parameter's gradient instead of setting it to zero. This saves an addition in the next
+    backward pass."""
     if getattr(parameter, "main_grad", None) is not None:
         parameter.main_grad = None
     parameter.clear_gradient(False)

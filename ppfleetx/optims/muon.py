@@ -85,9 +85,9 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight, for example the queries: ``piece [..., in, runs,
-        width]``, whose columns are ``runs`` groups of ``width`` adjacent columns of the weight. With
-        ``head_dim``, each head is orthogonalized as a matrix of its own."""
+        """Orthogonalize one matrix of a fused weight, for example that of the queries. Its columns are not
+        all adjacent in the weight: they form ``runs`` groups of ``width`` columns. The shape of ``piece`` is
+        ``[..., in, runs, width]``. With ``head_dim``, each head is orthogonalized as a matrix of its own."""
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
         *batch, rows, runs, width = piece.shape

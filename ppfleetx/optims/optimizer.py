@@ -43,7 +43,8 @@ class UpdatePlace:
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together. With ``weight_decay=None``, that of each step applies."""
+    """Parameters that are updated together. If ``weight_decay`` is None, the weight decay that the caller
+    passes to each step applies."""
 
     rule: Rule
     lr_factor: float
@@ -58,8 +59,9 @@ class Optimizer:
         groups: each parameter belongs to the first group that accepts it.
         named_params: (canonical name, parameter) pairs; frozen parameters are ignored.
         decays: whether weight decay applies to a parameter, by canonical name.
-        weight_decay: weight decay until a step passes another value.
-        rate_factor: factor of a parameter's learning rate, by canonical name, on top of the group's factor.
+        weight_decay: weight decay to use until :meth:`step` is called with another value.
+        rate_factor: returns a factor of a parameter's learning rate, by canonical name. The factor of the
+            group applies too.
     """
 
     def __init__(
@@ -241,9 +243,9 @@ def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: floa
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: Callable[[str], Any], *, lr: float, weight_decay: float
 ) -> None:
-    """Apply ``rule.update`` to whole matrices. This is a collective of the ranks that share a matrix: all
-    gather the matrix, its gradient and its states. One of them, the owner, updates them and broadcasts the
-    result, of which each rank keeps its slice."""
+    """Apply ``rule.update`` to whole matrices. All ranks that share a matrix must call this. Each of them
+    gathers the whole matrix, its gradient and its states. One rank, the owner of the matrix, applies the rule
+    and broadcasts the new matrix and states. Each rank keeps its slice of the result."""
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}
     for view in views:

@@ -64,8 +64,9 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
     ``Optimizer.groups``, then for all other parameters of the model.
 
     Raises:
-        ConfigError: a pattern matches no trainable parameter; a group contains no parameter, or, with Muon,
-            no matrix of a block; or ``name`` is Muon and no matrix of a block is left for it.
+        ConfigError: a pattern matches no trainable parameter, or a group contains no parameter. Also if a
+            group selects Muon but contains no matrix of a block, or if ``Optimizer.name`` is Muon but Muon
+            updates no matrix at all.
     """
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     trained = [spec for spec in specs if spec.trains]

@@ -116,9 +116,9 @@ class Schedule:
 
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule to continue with after loading a checkpoint (``Engine.save_load.lr_schedule``). The
-    policy ``checkpoint`` uses the saved one, and ``config`` the configured one. ``strict`` raises
-    CheckpointError with the differences unless both are equal."""
+    """Return the schedule to continue with after loading a checkpoint. ``policy`` is the value of
+    ``Engine.save_load.lr_schedule``: ``checkpoint`` returns the saved schedule, and ``config`` the configured
+    one. ``strict`` also returns the configured one, but raises CheckpointError if the two differ."""
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
@@ -146,8 +146,8 @@ def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
     """Build the schedule of section ``Optimizer``, in optimizer steps.
 
     Args:
-        max_steps: number of steps of the run: the length of the weight-decay ramp, and of the decay if
-            ``decay_steps`` is null.
+        max_steps: number of optimizer steps of the run. A weight-decay ramp has this length. So has the decay
+            of the learning rate if ``decay_steps`` is null.
 
     Raises:
         ConfigError: the lengths do not fit together, or the schedule gives no valid learning rate for the
