@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 class _Converters(ForeignFormats):
-    """Lets the checkpoint package recognize and open directories in the formats of other toolkits. The
-    modules that know these formats are slow to import, so they are imported only for a directory that is not
-    in our own format.
-    """
+    """Opens checkpoints of other toolkits for the checkpoint package. The modules for these formats are slow
+    to import, so they are imported only for a directory that is not in our own format."""
 
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described

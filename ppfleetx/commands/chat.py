@@ -61,13 +61,11 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def reset(self, system: str | None) -> None:
-        """Forget the messages so far, and start over with the system message ``system``."""
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message to the conversation, and let the model answer it. ``on_text`` is called with each
-        piece of the answer as it is generated. Ctrl-C (KeyboardInterrupt) stops the answer; the text so far
-        stays in the conversation. Returns facts about the answer, such as whether it was cut off.
+        """Add a message to the conversation, and let the model answer it. ``on_text`` gets each piece of the
+        answer. Ctrl-C (KeyboardInterrupt) stops the answer; the text so far stays in the conversation.
 
         Raises:
             ChatError: the chat template refuses the message, or the message is too long. The conversation is
@@ -106,9 +104,7 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """Return the token ids of the conversation, and how many messages were left out. If the model has too
-        few positions for all, the oldest messages are dropped.
-        """
+        """Return the conversation's token ids, and how many of the oldest messages were dropped to fit."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -141,7 +137,6 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
 
 
 def run(chat: Chat) -> None:
-    """Chat with the model that the options name, on standard input and output, until the input ends."""
     with chat.job() as job:
         Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(job.load(), chat))
 
@@ -220,9 +215,7 @@ class Terminal:
             self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
 
     def _obey(self, line: str, conversation: Conversation) -> bool:
-        """Execute a command of the chat, such as ``/help``. Returns False if the command ends the
-        conversation.
-        """
+        """Execute a chat command such as ``/help``. Returns False if it ends the conversation."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -241,9 +234,7 @@ class Terminal:
         return True
 
     def _messages(self) -> Iterator[tuple[str, bool]]:
-        """Yield the user's messages and commands as (text, whether it is a command). A message may have
-        several lines.
-        """
+        """Yield what the user enters as (text, whether it is a command). A text may have several lines."""
         while (line := self._line("> ")) is not None:
             if line.strip() == _QUOTES:
                 yield "\n".join(self._until_quotes()), False
@@ -261,9 +252,7 @@ class Terminal:
             yield line
 
     def _line(self, prompt: str) -> str | None:
-        """Read the next line; None at the end of the input. In a terminal, Ctrl-C discards what is typed so
-        far.
-        """
+        """Read the next line; None at the end. In a terminal, Ctrl-C discards what is typed so far."""
         while True:
             try:
                 if self._is_watched:

@@ -41,12 +41,9 @@ _BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Check a configuration, including the output directory and the data, and print a report on it. Raises
-    UserError if a run would be refused.
-
-    Args:
-        world_size: the number of processes; None: as many as the configured plan needs.
-    """
+    """Print a report on a configuration. Raises UserError if a run with this configuration, its output
+    directory or its data would be refused. ``world_size`` is the number of processes; None: as many as the
+    plan needs."""
     from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
 
@@ -59,12 +56,8 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
-    """Return a text that describes the configuration: plan, parameters, batches, FLOPs, precision, recompute,
-    memory and schedules.
-
-    Args:
-        device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
-    """
+    """Describe the configuration: plan, parameters, batches, FLOPs, precision, recompute, memory and
+    schedules. ``device`` None means ``Global.device``, or a GPU if that is ``auto``."""
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
         from ppfleetx.core.engine.callbacks.build import check_callbacks  # seldom needed
@@ -284,9 +277,8 @@ def _precision(cfg: RunConfig, device: str) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Return report lines on the host memory that offloaded optimizer states need. The figures assume that
-    tensor and pipeline parallelism divide all parameters evenly. Empty without offload.
-    """
+    """Return report lines on the host memory of offloaded optimizer states; empty without offload. The
+    figures assume that tensor and pipeline parallelism divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -332,9 +324,7 @@ def _group_lines(cfg: RunConfig) -> list[str]:
 
 
 def _with_merged_blocks(names: Iterable[str]) -> list[str]:
-    """Shorten a list of parameter names. Names that differ only in the block's number become one, such as
-    ``decoder.layers.0-11.mlp.fc1.weight``.
-    """
+    """Merge parameter names that differ only in the block: ``decoder.layers.0-11.mlp.fc1.weight``."""
     blocks: dict[tuple[str, str], list[int]] = {}
     for name in names:
         found = _BLOCK.match(name)

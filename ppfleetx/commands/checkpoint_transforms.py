@@ -34,7 +34,7 @@ _LONGEST = 512  # tokens per window
 
 @dataclass(frozen=True, kw_only=True)
 class RewritingOptions(OptionalConfigOptions):
-    """Base class of verbs that turn a checkpoint into another model: the options for input and output."""
+    """Base class of verbs that turn a checkpoint into another model: options for input and output."""
 
     checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
@@ -50,9 +50,7 @@ class RewritingOptions(OptionalConfigOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ShrinkingOptions(RewritingOptions):
-    """Base class of the verbs ``quantize`` and ``prune``: the options for input, output and calibration
-    data.
-    """
+    """Base class of ``quantize`` and ``prune``: options for input, output and calibration data."""
 
     samples: int = option("windows to calibrate on (default: 64)", default=64, type=whole_number)
     calibration: str | None = option(
@@ -73,9 +71,8 @@ class ShrinkingOptions(RewritingOptions):
 
 @contextmanager
 def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
-    """Context manager that finds the model that the options name. Yields its configuration, the checkpoint's
-    directory, and the tokenizer or None. In the configuration, one process holds the whole model.
-    """
+    """Yield the model that the options name: its configuration for a single process, the checkpoint's
+    directory, and the tokenizer or None."""
     from ppfleetx.checkpoint.weights_only import load_tokenizer
     from ppfleetx.commands.resolve_model import as_replicas, resolve_model
     from ppfleetx.config.loader import load_config
@@ -91,9 +88,7 @@ def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tok
 
 
 def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
-    """Raise CheckpointError if the model's weights are quantized or have adapters, because they cannot be
-    rewritten then.
-    """
+    """Raise CheckpointError if the model's weights are quantized or have adapters."""
     if cfg.Compress.Weights is not None:
         raise CheckpointError(
             f"{place} is quantized (Compress.Weights in its configuration), and rounding twice loses more "
@@ -109,9 +104,8 @@ def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
 def calibration_samples(
     cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
-    """Read windows of tokens for calibration, and others to measure the result with, from the data that
-    ``--calibration`` names. Returns None if the option is not given. ``fewest`` is the minimum number of
-    calibration tokens.
+    """Read windows of calibration data, and others to measure the result with, from the data that
+    ``--calibration`` names; None if it is not given. ``fewest`` is the minimum number of calibration tokens.
     """
     if options.calibration is None:
         return None

@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx compare``, which compares the losses of two runs, and ``ppfleetx plot``, which draws
-the losses of one run.
-"""
+"""Implement ``ppfleetx compare`` (losses of two runs) and ``ppfleetx plot`` (losses of one run)."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ _RTOL = 1e-5
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference of two runs in one quantity, such as the loss, and the step at which it
-    occurs.
-    """
+    """The largest relative difference of two runs in one quantity, and the step at which it occurs."""
 
     key: str
     largest: float
@@ -117,9 +113,7 @@ class Compare(Command):
 
 
 def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
-    """Train one of the two runs, ``a`` or ``b``, with its own overrides and commit. Returns its records of
-    training steps.
-    """
+    """Train one of the two runs, ``a`` or ``b``, and return its records of training steps."""
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import find_config
 
@@ -147,9 +141,7 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """Yield a temporary directory with ppfleetx as of the git commit ``commit``. If it is None, yield None,
-    which means the ppfleetx that is running.
-    """
+    """Yield a temporary directory with ppfleetx at a git commit, or None for the running ppfleetx."""
     if commit is None:
         yield None
         return
@@ -169,11 +161,8 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
 
 
 def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
-    """Return the largest relative differences between two runs, in loss and in gradient norm.
-
-    Raises:
-        DataError: the runs recorded different steps, or none.
-    """
+    """Return the largest relative differences between two runs, in loss and in gradient norm. Raises
+    DataError if the runs recorded different steps, or none."""
     steps = [[record["step"] for record in run] for run in (a, b)]
     if steps[0] != steps[1] or not steps[0]:
         raise DataError(f"the runs recorded different steps: {len(steps[0])} of a and {len(steps[1])} of b")
@@ -193,9 +182,7 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Draw the loss curves of two runs, with their relative difference below, and write the picture to
-    ``path``.
-    """
+    """Draw the loss curves of two runs and, below, their relative difference, as a picture."""
     pyplot = import_pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     steps = [record["step"] for record in runs[0]]

@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx configs``, which lists or copies the shipped configurations, and ``ppfleetx
-completion``, which prints a completion script for a shell.
-"""
+"""Implement ``ppfleetx configs`` (list, copy configurations) and ``ppfleetx completion`` (for shells)."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ examples:
 
 
 def table() -> str:
-    """Return a table of the shipped configurations, with name, number of parameters, number of cards and
-    purpose.
-    """
+    """Return a table of the shipped configurations: name, parameters, cards, purpose."""
     from ppfleetx.commands.check import human_count
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import purpose, shipped_configs

@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx convert``, which converts checkpoints between formats, and ``ppfleetx merge``, which
-adds trained adapters to the weights that they belong to.
-"""
+"""Implement ``ppfleetx convert`` (between checkpoint formats) and ``ppfleetx merge`` (adapters)."""
 
 from __future__ import annotations
 
@@ -110,12 +108,7 @@ class Convert(Command):
 
 
 def parse_plan(text: str) -> dict[str, int]:
-    """Parse a plan such as `mp=2,pp=2`: the tensor-parallel and pipeline-parallel ranks among which the files
-    of a checkpoint are divided.
-
-    Raises:
-        ConfigError: a word is neither mp nor pp, or a degree is not an integer of at least 1.
-    """
+    """Parse a tensor- and pipeline-parallel plan such as ``mp=2,pp=2`` to degrees by name."""
     degrees = {}
     for part in text.split(","):
         axis, _, degree = part.strip().partition("=")

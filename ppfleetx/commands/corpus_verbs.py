@@ -1,6 +1,4 @@
-"""The verbs for tokenized corpora: inspect, merge and convert corpora, build the index maps that training
-reads, and make a corpus from Python's source files.
-"""
+"""The verbs for tokenized corpora: inspect, merge, convert, index, and make one from Python's sources."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def show(prefix: str, as_json: bool) -> None:
 
 
 def verify(prefix: str) -> int:
-    """Compare a corpus with its stored checksums, and print each damaged block. Returns the exit code: 1 if
-    something is damaged, else 0.
-    """
+    """Print the damaged blocks of a corpus, found by checksums. Returns the exit code: 1 if any, else 0."""
     from ppfleetx.data.corpus_checks import all_damage
 
     found, has_checksums = all_damage(prefix)

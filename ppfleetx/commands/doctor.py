@@ -43,14 +43,10 @@ examples:
     )
 
     def refuse_mistakes(self) -> None:
-        """Do nothing. Other verbs stop here if the options or the configuration are wrong; doctor reports
-        this in its table.
-        """
+        """Do nothing: other verbs stop here at mistakes, but doctor reports them in its table."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Check that the machines reach each other, start the ranks as processes, and print a table of all
-        that they found.
-        """
+        """Check the network between machines, launch the ranks, and print a table of all findings."""
         self.refuse_unusable()
         refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
@@ -100,9 +96,7 @@ examples:
 
 
 def _check_single_process(target: Target) -> list[Row]:
-    """Run the checks that concern a single process, and return the rows of the table. If Paddle cannot be
-    imported, run only the checks that do not need it.
-    """
+    """Run the checks of one process. If Paddle cannot be imported, run only those that do not need it."""
     from ppfleetx.doctor.launch import import_row
     from ppfleetx.doctor.registry import CHECKS
     from ppfleetx.doctor.run import examine_all
@@ -115,9 +109,7 @@ def _check_single_process(target: Target) -> list[Row]:
 
 
 def _target(options: Doctor) -> Target:
-    """Return what the checks are about: this process's rank and device, and the configuration if it can be
-    read.
-    """
+    """Return what is checked: this process's rank and device, and the configuration if it can be read."""
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config

@@ -1,8 +1,4 @@
-"""Implement ``ppfleetx eval``: the loss on ``Data.Eval``, or the perplexity or cloze accuracy on the text of
-``Offline_Eval``.
-
-Importing Paddle takes seconds, so the files and the tokenizer of ``Offline_Eval`` are checked first.
-"""
+"""Implement ``ppfleetx eval``: loss on ``Data.Eval``, or perplexity or cloze accuracy on ``Offline_Eval``."""
 
 from __future__ import annotations
 
@@ -94,14 +90,13 @@ Result = Perplexity | Accuracy
 
 
 def run(options: Evaluate) -> None:
-    """Evaluate the model that the options name, and print the result."""
     module = [] if options.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
     with options.job(*module) as job:
-        window = [] if options.text is None else _window(job)
+        window = [] if options.text is None else _shorter_windows(job)
         run_loaded(job.load(*window))
 
 
-def _window(job: Job) -> list[Setting]:
+def _shorter_windows(job: Job) -> list[Setting]:
     """Return settings that shorten the evaluation's windows to the number of positions of the model. Empty if
     the windows fit already or the user set their length.
     """
@@ -117,7 +112,7 @@ def _window(job: Job) -> list[Setting]:
 
 
 def run_loaded(cfg: RunConfig) -> None:
-    """Evaluate with a configuration that is already loaded, and print the result."""
+    """Evaluate with a loaded configuration, and print the result."""
     if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
@@ -141,9 +136,8 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Raise ConfigError if ``cloze_eval`` (does the model predict the last word of a text?) is set and the
-    plan splits sequences (``sep_degree`` above 1), because a rank must have all tokens of a word.
-    """
+    """Raise ConfigError if ``cloze_eval`` (predict the last word of each text) is set and the plan splits
+    sequences (``sep_degree``), because a rank must have all tokens of a word."""
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise cfg.error(
             "Distributed.sep_degree",
@@ -153,10 +147,8 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
-    """Read and encode the text of ``Offline_Eval``, with the tokenizer of the configuration or else that of
-    the checkpoint. Returns sliding windows over the text for its perplexity, or texts whose last words the
-    model is to predict.
-    """
+    """Read and encode the text of ``Offline_Eval``, with the configured tokenizer or else the checkpoint's.
+    Returns sliding windows for the perplexity, or texts whose last words the model is to predict."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
@@ -166,11 +158,8 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
-    """Score the encoded text ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``.
-
-    Returns the result and a dictionary with the settings of the evaluation. The result is the same on all
-    ranks.
-    """
+    """Score the encoded text ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the
+    result, which is the same on all ranks, and the settings of the evaluation."""
     from ppfleetx.commands.training import build_runner, find_weights
 
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
@@ -230,8 +219,7 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """Compute perplexity or accuracy from ``total``, which :func:`sum_over_windows` returned for
-    ``windows``."""
+    """Compute perplexity or accuracy from ``total``, the result of :func:`sum_over_windows`."""
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)
@@ -265,9 +253,7 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write an evaluation's result to the JSON file ``path``, together with the settings ``about``. Numbers
-    that are not finite become null, because JSON does not have them.
-    """
+    """Write a result and its settings ``about`` as JSON, with null for numbers that are not finite."""
     kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
     values = {"kind": kind, **asdict(result), **about}
     plain = {

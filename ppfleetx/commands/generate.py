@@ -1,7 +1,4 @@
-"""Implement ``ppfleetx generate``, which continues prompts with a checkpoint.
-
-Importing Paddle takes seconds, so most mistakes of the user are reported before.
-"""
+"""Implement ``ppfleetx generate``, which continues prompts with a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,15 +40,12 @@ DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
 def run(options: Generate) -> None:
-    """Continue the prompts with the model that the options name, and print the results."""
     with options.job() as job:
         run_loaded(job.load(), options.output)
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """Continue the prompts of a configuration that is already loaded. Print the results and, if ``output`` is
-    given, write them to this jsonl file.
-    """
+    """Continue the prompts of a loaded configuration. Print the results, and write them to ``output``."""
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)
@@ -63,11 +57,8 @@ def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
 
 
 def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
-    """Load the checkpoint, continue the prompts and print the results. If ``output`` is given, also write
-    them to this jsonl file.
-
-    Data-parallel ranks continue different prompts. Rank 0 prints and writes all results in order.
-    """
+    """Load the checkpoint and continue the prompts, split among the data-parallel ranks. Rank 0 prints all
+    results in order and, if ``output`` is given, writes them to this jsonl file."""
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         generator = load_generator(cfg, ctx)
         PROGRESS.is_under_way = True
@@ -84,11 +75,8 @@ def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
     """Continue the prompts, which are split among the data-parallel ranks. Every rank returns the results for
-    all prompts, in order. The results do not depend on the number of ranks.
-
-    Raises:
-        UserError: on every rank, if any rank raises one.
-    """
+    all prompts, in order; they do not depend on the number of ranks. A UserError of one rank is raised on
+    every rank."""
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Tensor-parallel ranks communicate here. They have the same prompts and so raise the same errors.
@@ -103,7 +91,7 @@ def continue_together(
 
 
 def _generation(fields: dict[str, Any]) -> Generation:
-    """Rebuild a :class:`Generation`, the result for one prompt, from a dictionary that another rank sent."""
+    """Rebuild a :class:`Generation` from the dictionary that another rank sent."""
     from ppfleetx.generation.generator import Generation
     from ppfleetx.generation.sampling import TokenScore
 
@@ -114,9 +102,7 @@ def _generation(fields: dict[str, Any]) -> Generation:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Raise ConfigError if generation cannot run under the configured parallel plan, for example with a
-    pipeline. The plan need not be the one that the checkpoint was trained with.
-    """
+    """Raise ConfigError if generation cannot run under the configured plan, for example with a pipeline."""
     plan = cfg.plan
     cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
     if cut:
@@ -148,9 +134,7 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_options(cfg: RunConfig) -> None:
-    """Raise ConfigError if the command line sets a key of ``Generation`` that the chosen decoding strategy
-    does not use.
-    """
+    """Raise ConfigError if the command line sets a ``Generation`` key that the strategy does not use."""
     arguments = [key for key, place in cfg.origins.items() if is_argument(place)]
     given = [key.removeprefix("Generation.") for key in arguments if key.startswith("Generation.")]
     if (unread := cfg.Generation.unread(given)) is not None:
@@ -163,9 +147,8 @@ def check_options(cfg: RunConfig) -> None:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Raise an error if ``Engine.save_load.ckpt_dir`` holds no checkpoint, or if the model is a classifier.
-    No tensor is read.
-    """
+    """Raise an error if ``Engine.save_load.ckpt_dir`` holds a classifier or no checkpoint at all. No tensor
+    is read."""
     if not cfg.Model.task.continues_text:
         raise cfg.error(
             "Model.module",
@@ -176,12 +159,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Raise ConfigError if results cannot or must not be written to ``path``. An empty file, or one
-    with results of an earlier call, may be replaced, but no other file.
-
-    Args:
-        mark: bytes by which a file with earlier results is recognized.
-    """
+    """Raise ConfigError if results cannot be written to ``path``. An empty file, or one with earlier results
+    (recognized by the bytes ``mark``), may be replaced, but no other file."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
@@ -207,12 +186,8 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, and return a generator of text
-    with its model.
-
-    Args:
-        tokenizer: the checkpoint's tokenizer, if it is loaded already.
-    """
+    """Load the checkpoint ``Engine.save_load.ckpt_dir``, and return a text generator with its model.
+    ``tokenizer`` is the model's, if it is loaded already."""
     from ppfleetx.commands.training import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
     from ppfleetx.nn.cpu_ops import ops as cpu_ops
@@ -231,9 +206,8 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
 
 
 def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
-    """Return a function that loads an assistant: a small model that proposes tokens, which speeds up
-    generation (``Generation.assistant_model``). Each process holds the whole assistant on its device.
-    """
+    """Return a function that loads the assistant model for speculative decoding
+    (``Generation.assistant_model``). Each process holds the whole model."""
 
     def load(place: str) -> Assistant:
         from ppfleetx.commands.resolve_model import resolve_model
@@ -251,12 +225,8 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer that ``Data.tokenizer`` names or, if it names none, the tokenizer stored in or
-    beside the checkpoint.
-
-    If the whole directory of a run has been moved, ``Data.tokenizer.dir`` in its configuration names a
-    directory that no longer exists. The stored tokenizer is used then, too.
-    """
+    """Load the tokenizer that ``Data.tokenizer`` names, else the one stored in or beside the checkpoint. The
+    stored one is also used if ``Data.tokenizer.dir`` no longer exists because the run was moved."""
     from ppfleetx.data.build import load_tokenizer
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
@@ -285,11 +255,11 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def read_prompts(cfg: RunConfig) -> list[str]:
-    """Read the prompts: those in ``Generation.prompt_file``, else ``Generation.prompt``, else
+    """Return the prompts in ``Generation.prompt_file``, else ``Generation.prompt``, else
     :data:`DEFAULT_PROMPT`.
 
-    Each line of a ``.jsonl`` file holds a string, or an object with a string under ``prompt``. In any other
-    file, and in ``-`` (standard input), each line is a prompt. Empty lines are skipped.
+    A line of a ``.jsonl`` file is a string, or an object with a string under ``prompt``. A line of any other
+    file, or of standard input (``-``), is a prompt. Empty lines are skipped.
     """
     if cfg.Generation.prompt_file is not None:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)
@@ -383,12 +353,8 @@ def write_generations(
     prompts: Sequence[str],
     results: Sequence[Sequence[Generation]],
 ) -> None:
-    """Write prompts and results to the jsonl file ``output``. Rank 0 writes, but all ranks must call it. If
-    ``output`` is None, nothing is written.
-
-    Raises:
-        ConfigError: on every rank, if the file cannot be written.
-    """
+    """Write prompts and results to the jsonl file ``output``, unless it is None. All ranks must call this;
+    rank 0 writes. If that fails, every rank raises ConfigError."""
     if output is None:
         return
     lines = []

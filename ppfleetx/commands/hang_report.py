@@ -22,7 +22,7 @@ _SHOWN_FAULTS = 5
 
 def print_report(options: HangReport) -> None:
     """Print why the last hang happened, according to the reports of all ranks, and a line for each rank."""
-    reports = _newest(options.directory)
+    reports = _newest_reports(options.directory)
     explanation = explain(reports)
     if options.json:
         ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
@@ -31,10 +31,9 @@ def print_report(options: HangReport) -> None:
     print(explanation.sentence, "", *_table(reports), sep="\n")
 
 
-def _newest(directory: Path) -> dict[int, Report]:
-    """Return the reports of the last hang, by rank. ``directory`` is a directory of reports, or the output
-    directory of a run, which contains such directories. Prints a warning for each report that cannot be read.
-    """
+def _newest_reports(directory: Path) -> dict[int, Report]:
+    """Return the reports of the last hang by rank, from a directory of reports or the output directory of a
+    run. Prints a warning for each report that cannot be read."""
     if not directory.is_dir():
         raise UserError(f"{directory}: there is no such directory")
     faults: dict[Path, str] = {}

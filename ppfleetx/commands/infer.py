@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx infer``, which continues prompts with an exported model. Most mistakes are reported
-before Paddle is imported.
-"""
+"""Implement ``ppfleetx infer``, which continues prompts with an exported model."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads",
 
 
 def run(options: Infer) -> None:
-    """Continue the prompts with the exported model that the options name. The prompts are split among the
-    processes; rank 0 prints and writes all results in order.
-    """
+    """Continue the prompts, split among the processes; rank 0 prints and writes all results in order."""
     if options.export is None and options.config is None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
     config = options.config or _config_of(options.export)
@@ -81,12 +77,8 @@ def _config_of(export: str) -> Sections:
 
 
 def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    """Continue prompts with the exported model in ``Inference.model_dir``, and print the results. If
-    ``output`` is given, also write them to this jsonl file.
-
-    Raises:
-        UserError: on every rank, if any rank raises one.
-    """
+    """Continue prompts with the exported model in ``Inference.model_dir``. Print the results and, if
+    ``output`` is given, write them to this jsonl file. A UserError of one rank is raised on every rank."""
     from ppfleetx.deploy.inference_engine import InferenceEngine
 
     with joint_errors(ctx, name_ranks=False):

@@ -61,11 +61,7 @@ class Inspect(Command):
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """Compile the regular expression that the option ``--filter`` gives; None if it is not given.
-
-    Raises:
-        ConfigError: it is not a regular expression.
-    """
+    """Compile the regular expression of ``--filter``, if given. Raises ConfigError if it is invalid."""
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
@@ -73,9 +69,7 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Read a whole checkpoint, compare it with its checksums, and print each damaged place. Returns the exit
-    code: 1 if something is damaged, else 0.
-    """
+    """Print the damage that checksums show in a checkpoint. Returns the exit code: 1 if any, else 0."""
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():
@@ -100,9 +94,7 @@ def verify(path: str) -> int:
 
 
 def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
-    """Print the tensors in which two checkpoints differ. Returns the exit code: 1 if there are any, else
-    0.
-    """
+    """Print the tensors that differ between two checkpoints. Returns the exit code: 1 if any, else 0."""
     from ppfleetx.checkpoint import inspect
 
     checkpoints = []

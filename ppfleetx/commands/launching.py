@@ -48,9 +48,7 @@ class LaunchOptions(Command):
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Start the ranks with Paddle's launcher and wait for them. This process then ends with the
-        launcher's exit code.
-        """
+        """Run the ranks with Paddle's launcher, and end this process with the launcher's exit code."""
         self.refuse_unusable()
         if find_spec("paddle") is None:
             raise not_installed(ModuleNotFoundError(name="paddle"))
@@ -70,10 +68,8 @@ class LaunchOptions(Command):
         return 0
 
     def refuse_mistakes(self) -> None:
-        """Raise UserError before any rank starts, if every rank would fail because of a mistake: in the
-        configuration, a model that does not exist, or a missing ``--master``. The user then sees the message
-        once instead of once per rank.
-        """
+        """Raise UserError before any rank starts, for a mistake that would stop every rank, such as one in
+        the configuration. The user then sees the message only once."""
         if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
             raise ConfigError(
                 "several machines need --master HOST:PORT: the first one, and a free port there",
@@ -93,9 +89,7 @@ class LaunchOptions(Command):
             load_config(config, self.override, world_size=self.num_processes)
 
     def refuse_unusable(self) -> None:
-        """Raise ConfigError if the log directory cannot be written or ``--devices`` is not a list of numbers.
-        Paddle's launcher would not report such a mistake clearly.
-        """
+        """Raise ConfigError if the log directory is not writable or ``--devices`` is no list of numbers."""
         if self.log_dir is not None:
             refuse_unwritable(Path(self.log_dir), "--log-dir")
         if self.devices is not None and not all(one.strip().isdecimal() for one in self.devices.split(",")):
@@ -105,9 +99,7 @@ class LaunchOptions(Command):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of processes of the whole job, as the options say. None if they do not say; there will
-        then be one process for each card.
-        """
+        """The number of processes of the whole job. None (not given) means one for each card."""
         here = self.nproc or (len(self.devices.split(",")) if self.devices else None)
         return None if here is None else here * (self.nnodes or int(os.environ.get("PADDLE_NNODES") or 1))
 
@@ -124,9 +116,7 @@ class TrainingOptions(LaunchOptions):
 
 
 def _refuse_absent_cards(options: LaunchOptions) -> None:
-    """Raise ConfigError if there are fewer cards than ranks, or if ``--devices`` names a card that does not
-    exist. Paddle's launcher would end with a traceback.
-    """
+    """Raise ConfigError if there are fewer cards than ranks, or ``--devices`` names a card that is absent."""
     from paddle.distributed.launch.context.device import Device
 
     visible = Device.parse_device().labels  # empty without cards, [""] if none is visible
@@ -154,9 +144,7 @@ def _refuse_absent_cards(options: LaunchOptions) -> None:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """Return the command-line arguments without ``--nproc`` and related options. Each rank is started with
-    the rest.
-    """
+    """Return the arguments without ``--nproc`` and related options. Each rank is started with them."""
     parser = argparse.ArgumentParser(add_help=False)
     for one in fields(LaunchOptions):
         parser.add_argument(*flags_of(one))
@@ -164,17 +152,13 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 
 def mark_errors() -> None:
-    """Put ``[rank N] `` before each line that this process writes to standard error. Does nothing if the
-    process is not a rank of a job.
-    """
+    """Put ``[rank N] `` before each line of standard error, if this process is a rank of a job."""
     if os.environ.get("PADDLE_TRAINER_ID", "").isdigit():
         sys.stderr = MarkedStream(sys.stderr, int(os.environ["PADDLE_TRAINER_ID"]))
 
 
 class MarkedStream(io.TextIOBase):
-    """A text stream that writes to another one and puts ``[rank N] `` before each line, to tell apart the
-    lines of several ranks.
-    """
+    """A text stream that puts ``[rank N] `` before each line and writes it to another stream."""
 
     def __init__(self, stream: io.TextIOBase, rank: int) -> None:
         self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True

@@ -1,8 +1,5 @@
 """Implement ``ppfleetx lm-eval``, which evaluates a checkpoint on tasks of lm-evaluation-harness
-(https://github.com/EleutherAI/lm-evaluation-harness, 0.4).
-
-``lm_eval`` is an optional dependency and is imported only when it is used.
-"""
+(https://github.com/EleutherAI/lm-evaluation-harness, 0.4)."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ if TYPE_CHECKING:
 
 
 def run(options: LmEval) -> None:
-    """Evaluate the checkpoint on the chosen tasks with lm-evaluation-harness, and print its table of
-    results.
-    """
+    """Evaluate the checkpoint on the chosen tasks, and print lm-evaluation-harness's table of results."""
     with options.job() as job:
         _check(options)
         cfg = job.load()
@@ -62,7 +57,7 @@ def _check(options: LmEval) -> None:
 
 
 def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
-    """Load the checkpoint in ``Engine.save_load.ckpt_dir``, in the form that lm-evaluation-harness needs."""
+    """Load the checkpoint ``Engine.save_load.ckpt_dir`` for lm-evaluation-harness."""
     from ppfleetx.commands.lm_eval_model import HarnessModel
 
     return HarnessModel(load_generator(cfg, ctx), cfg.Model.vocab_size, batch_size=batch_size)
@@ -98,9 +93,7 @@ def measure(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Evaluate ``model`` on the tasks with ``lm_eval.simple_evaluate``, and return what that function
-    returns.
-    """
+    """Evaluate ``model`` on the tasks with ``lm_eval.simple_evaluate``, and return its result."""
     import lm_eval
 
     return lm_eval.simple_evaluate(

@@ -1,6 +1,4 @@
-"""The class through which lm-evaluation-harness evaluates a checkpoint of ours. Importing this module imports
-``lm_eval``, an optional dependency.
-"""
+"""The class through which lm-evaluation-harness, an optional dependency, evaluates our checkpoints."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token after which a text without context is scored: BOS, or the end-of-text token if there is
-        no BOS.
-        """
+        """The token that comes before a text without context: BOS, or else the end-of-text token."""
         return self._tokenizer.start_id
 
     @property
@@ -62,20 +58,15 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text to token ids, without the end token that some tokenizers append, because the model is
-        to continue the text.
-        """
+        """Encode a text, without the end token of some tokenizers, because the model is to continue it."""
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return for each request, a pair of context and continuation, the log probability of the
-        continuation, and whether greedy decoding would produce it.
-
-        Overrides the harness's method, which may put two BOS tokens before a context.
-        """
+        """Return the log probability of each continuation after its context, and whether greedy decoding
+        would produce it. Overrides the harness's method, which may put two BOS tokens before a context."""
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:
@@ -92,9 +83,7 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Do the work of :meth:`loglikelihood` for requests that are already token ids. Each request is a
-        tuple whose first item is not used, followed by context and continuation.
-        """
+        """Like :meth:`loglikelihood`, for tokenized requests: (unused, context ids, continuation ids)."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
         for number, (_, context, continuation) in enumerate(requests):
@@ -151,9 +140,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each text until one of the request's stop strings appears. The stop string is not part of
-        the result.
-        """
+        """Return each text's continuation, cut off before the first of the request's stop strings."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)

@@ -1,6 +1,4 @@
-"""Translate the generation options in a task of lm-evaluation-harness to keys of our section
-``Generation``.
-"""
+"""Translate the generation options of an lm-evaluation-harness task to our section ``Generation``."""
 
 from __future__ import annotations
 

@@ -18,10 +18,8 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of steps and evaluations from a metrics file. If ``path`` is the directory of a run,
-    read the metrics file in it.
-
-    An incomplete last line is ignored: the run is writing it, or was killed while writing it.
+    """Read the records of steps and evaluations from a metrics file, or from the one in a run's directory. An
+    incomplete last line is ignored: the run is writing it, or was killed while writing it.
 
     Raises:
         DataError: there is no such file, a line is not a record, or there is no training step.
@@ -46,9 +44,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """Read the records of training steps from a metrics file. If ``path`` is the directory of a run, read the
-    metrics file in it. Raises the errors of :func:`read_records`.
-    """
+    """Read only the records of training steps; see :func:`read_records`."""
     return [record for record in read_records(path) if record["kind"] == "train"]
 
 
@@ -64,23 +60,18 @@ def _record(line: str) -> Record | None:
 
 
 def number(record: Record, key: str) -> float:
-    """Return a number of a record as a float. The file has null for numbers that are not finite; these become
-    NaN.
-    """
+    """Return a number of a record as a float. Null, which stands for a non-finite number, becomes NaN."""
     return math.nan if record[key] is None else float(record[key])
 
 
 def set_name(record: Record) -> str:
-    """Return the name of the curve that a record belongs to: ``train``, ``eval``, or ``eval NAME`` for an
-    evaluation set called NAME.
-    """
+    """Return the name of a record's curve: ``train``, ``eval``, or ``eval NAME`` for a named set."""
     return f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
 
 
 def series_of(records: Sequence[Record], key: str) -> Series:
-    """Return the training curve and the curve of each evaluation set, by the names of :func:`set_name`. A
-    curve is a pair (steps, values); ``key`` is the name of its values in the records, such as ``loss``.
-    """
+    """Return the curves of a run by name (:func:`set_name`), one for training and one for each evaluation
+    set. A curve is (steps, values), with the values under ``key`` in the records, such as ``loss``."""
     series: Series = {}
     for record in records:
         if record["kind"] in ("train", "eval") and key in record:
@@ -91,9 +82,7 @@ def series_of(records: Sequence[Record], key: str) -> Series:
 
 
 def draw_losses(records: Sequence[Record]) -> Any:
-    """Draw the loss curves of a run, and return the figure. The training loss is a thin line; each evaluation
-    is a marked point.
-    """
+    """Return a figure of a run's losses: a thin line for training, marked points for evaluations."""
     figure, axes = import_pyplot().subplots(figsize=(8, 4.5))
     series = series_of(records, "loss")
     axes.plot(*series["train"], linewidth=0.8, label="training")
@@ -107,9 +96,7 @@ def draw_losses(records: Sequence[Record]) -> Any:
 
 
 def save_figure(figure: Any, output: Path, option: str) -> None:
-    """Write a matplotlib figure to the file ``output``, and close the figure. ``option`` is the command-line
-    option that named the file, for messages.
-    """
+    """Write a matplotlib figure to ``output``, and close it. ``option`` named the file, for messages."""
     figure.tight_layout()
     try:
         figure.savefig(output, dpi=120)
@@ -119,9 +106,7 @@ def save_figure(figure: Any, output: Path, option: str) -> None:
 
 
 def import_pyplot() -> Any:
-    """Import matplotlib's ``pyplot`` in a way that needs no display, and return it. Raises UserError if
-    matplotlib is not installed.
-    """
+    """Import and return ``pyplot``, without a display. Raises UserError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -133,8 +118,6 @@ def import_pyplot() -> Any:
 
 
 def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg). Matplotlib
-    might write it under another name, with .png appended.
-    """
+    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg)."""
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)

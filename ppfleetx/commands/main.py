@@ -38,9 +38,7 @@ class Verb:
     help: str
 
     def command(self) -> type[Command]:
-        """Import and return the verb's class, a :class:`~ppfleetx.commands.options.Command` whose fields are
-        the options.
-        """
+        """Import and return the verb's class, a :class:`~ppfleetx.commands.options.Command`."""
         module, _, name = self.place.partition(":")
         return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)
 
@@ -125,16 +123,12 @@ examples:
 
 
 def main() -> None:
-    """Run the command ``ppfleetx`` with the arguments of this process. This is the entry point of the console
-    script.
-    """
+    """Run the command ``ppfleetx``. This is the entry point of the console script."""
     run_tool(partial(_call, sys.argv[1:]))
 
 
 def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """Run a verb with :func:`call`, and end the process with the verb's exit code. The scripts in ``tools/``
-    do this.
-    """
+    """Run a verb with :func:`call`, and exit with its exit code, as the scripts in ``tools/`` do."""
     run_tool(partial(call, verb, arguments, program=program))
 
 
@@ -177,7 +171,6 @@ def _call(arguments: Sequence[str]) -> int | None:
 
 
 def usage() -> str:
-    """Return the text of ``ppfleetx --help``."""
     width = max(map(len, VERBS)) + 2
     lines = [_HEAD]
     for title, verbs in GROUPS.items():

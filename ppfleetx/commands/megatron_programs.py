@@ -47,26 +47,20 @@ _LOG = Path("test/output/0")
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the program ``projects/megatron/pretrain_gpt.py``: train with the arguments of Megatron-LM."""
+    """Run ``projects/megatron/pretrain_gpt.py``: train with the arguments of Megatron-LM."""
     train_translated(argv or ["--help"], USAGE, of_arguments)
 
 
 def run_paddleformers(argv: Sequence[str]) -> None:
-    """Run the program ``projects/paddleformers/run_pretrain.py``: train with the arguments of
-    PaddleFormers.
-    """
+    """Run ``projects/paddleformers/run_pretrain.py``: train with the arguments of PaddleFormers."""
     train_translated(argv or ["--help"], PADDLEFORMERS_USAGE, paddleformers.of_arguments)
 
 
 def train_translated(
     argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
 ) -> None:
-    """Train with the arguments of another toolkit. With ``--check``, only print what they mean here; with
-    ``--help``, print ``usage``.
-
-    Args:
-        translate: a function that turns arguments and the number of processes into a configuration of ours.
-    """
+    """Train with the arguments of another toolkit. ``translate`` turns them and the number of processes into
+    our configuration. With ``--check``, only print what they mean here; with ``--help``, print ``usage``."""
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
         return
@@ -83,9 +77,7 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Separate our own arguments from those of the other toolkit. Returns whether ``--check`` is given, the
-    number of processes, and the other toolkit's arguments.
-    """
+    """Split arguments into (whether ``--check`` is given, number of processes, the other toolkit's)."""
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:
@@ -106,12 +98,9 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
-    """Run the scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them,
-    and print a table of results. Returns the launcher's exit code.
-
-    The log is ``test/output/0/train_0.log``. If an earlier run or its logs are in the same place, they are
-    renamed first.
-    """
+    """Run ``train_full_8p.sh`` or ``train_performance_8p.sh``: start eight ranks, wait for them, print a
+    table of results, and return the launcher's exit code. The log is ``test/output/0/train_0.log``. An
+    earlier run or its logs in the same place are renamed first."""
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
@@ -156,12 +145,8 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 def results_table(size: str, cfg: RunConfig, output: Path) -> str:
-    """Return a Markdown table with the results of a finished run: parameters, perplexity, samples per second,
-    sequence length and steps.
-
-    The perplexity is the lowest of all evaluations, except one before the first step. The speed is the mean
-    of the last hundred records.
-    """
+    """Return a Markdown table of a finished run: parameters, perplexity (the lowest of all evaluations after
+    step 0), samples per second (mean of the last hundred records), sequence length and steps."""
     records = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
     trained = [record for record in records if record["kind"] == "train"]
     ppls = [one["ppl"] for one in records if one["kind"] == "eval" and one["step"] > 0 and one["ppl"]]
@@ -186,9 +171,7 @@ _VOCAB, _MERGES, _TEXT = "gpt2-vocab.json", "gpt2-merges.txt", "wiki_all.json"
 
 
 def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
-    """Run the script ``dataset_preprocess_gpt.sh``: encode text, such as extracted Wikipedia articles, with
-    GPT-2's tokenizer into a corpus for training.
-    """
+    """Run ``dataset_preprocess_gpt.sh``: encode text with GPT-2's tokenizer into a corpus for training."""
     parser = argparse.ArgumentParser(prog="dataset_preprocess_gpt.sh", description=__doc__)
     add = parser.add_argument
     add(
@@ -210,15 +193,13 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
                 f"{args.output_dir / name} is not there. Nothing is downloaded: take vocab.json and "
                 "merges.txt of https://huggingface.co/openai-community/gpt2, under these names"
             )
-    text = args.input or _text(args.output_dir, args.extracted)
+    text = args.input or _text_to_encode(args.output_dir, args.extracted)
     print(_encode(text, args.output_dir, args.workers))
 
 
 @os_errors(DataError)
-def _text(output_dir: Path, extracted: Path) -> Path:
-    """Return the path of the text file to encode. If it does not exist, make it by joining the files that the
-    program WikiExtractor wrote to ``extracted``.
-    """
+def _text_to_encode(output_dir: Path, extracted: Path) -> Path:
+    """Return the text file to encode. If missing, it is made from WikiExtractor's output ``extracted``."""
     text = output_dir / _TEXT
     if text.exists():
         return text

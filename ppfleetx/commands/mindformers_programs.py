@@ -126,10 +126,8 @@ def _whole_batches(cfg: RunConfig) -> int:
 
 
 def _limit_new_tokens(cfg: RunConfig, translation: Translation) -> RunConfig:
-    """Limit the number of new tokens so that the longest prompt and its continuation have
-    ``max_decode_length`` tokens together. In MindFormers, this number includes the prompt; in ours,
-    ``Generation.max_dec_len``, it does not.
-    """
+    """Limit the new tokens so that the longest prompt and its continuation have at most ``max_decode_length``
+    tokens. In MindFormers, this limit includes the prompt; our ``Generation.max_dec_len`` does not."""
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
     given = translation.given.get(key)
@@ -192,9 +190,7 @@ def _weights_name(torch_path: Path) -> str:
 
 
 def _made_config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """Make a ``config.json`` of Hugging Face for a GPT-2 checkpoint that lacks it. The sizes follow from the
-    shapes of the tensors.
-    """
+    """Make Hugging Face's ``config.json`` for a GPT-2 checkpoint, from the shapes of its tensors."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

@@ -1,6 +1,4 @@
-"""Implement the programs in ``projects/mindspeed``, which take the same arguments as those of MindSpeed:
-``pretrain_gpt.py``, and ``msrun``, which starts ranks.
-"""
+"""Implement ``pretrain_gpt.py`` and ``msrun`` in ``projects/mindspeed``, with the arguments of MindSpeed."""
 
 from __future__ import annotations
 
@@ -41,11 +39,8 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """Run the program ``msrun``: start the ranks of a script with Paddle's launcher. The log files have the
-    names that users of MindSpore's ``msrun`` expect.
-
-    Returns the launcher's exit code; with ``--join=False``, returns 0 without waiting for the ranks.
-    """
+    """Run the program ``msrun``: start the ranks of a script with Paddle's launcher. The log files have
+    MindSpore's names. Returns the launcher's exit code; with ``--join=False``, returns 0 at once."""
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))
     if args.worker_num < 1 or args.local_worker_num < 1 or rest:

@@ -30,17 +30,13 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class Job:
-    """Where a command that uses a model finds its configuration, and values that override those in it.
-    :meth:`load` loads it.
-    """
+    """The configuration of a command that uses a model: where to load it from, and overrides."""
 
     config: ConfigSource
     overrides: list[Override]
 
     def load(self, *more: Override) -> RunConfig:
-        """Load the configuration for the number of processes that the launcher started. ``more`` are further
-        values to override.
-        """
+        """Load the configuration for the number of launched processes, with further overrides ``more``."""
         from ppfleetx.commands.start_process import world_size
         from ppfleetx.config.loader import load_config
 
@@ -60,9 +56,7 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[Job]:
-        """Return a context manager that yields the configuration for the model that the options name, as a
-        :class:`Job`. ``settings`` are further values to override.
-        """
+        """Context manager that yields the :class:`Job` of these options, plus the overrides ``settings``."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 
@@ -80,7 +74,7 @@ def job_of(
 
     Args:
         checkpoint: the model; None: the configuration names it.
-        config: a configuration to use in place of the model's own; None: the model's own.
+        config: a configuration; None: the model's own.
         key: the configuration key to set to the checkpoint's directory.
         option: the command-line option that gave ``checkpoint``, for messages.
     """

@@ -42,9 +42,7 @@ class Command:
         return None
 
     def settings(self) -> list[Setting]:
-        """Return the configuration values to set: one for each given option that was declared with a
-        ``key``.
-        """
+        """Return the configuration values of the given options that were declared with a ``key``."""
         from ppfleetx.config.reading.overrides import Setting
 
         found = []
@@ -57,7 +55,7 @@ class Command:
 
     @classmethod
     def parser(cls, program: str | None = None) -> argparse.ArgumentParser:
-        """Build the argument parser of the verb. ``program`` is the program's name in the line ``usage:``."""
+        """Build the verb's argument parser. ``program`` is the program's name in the usage line."""
         parser = argparse.ArgumentParser(
             prog=program,
             description=inspect.cleandoc(cls.__doc__ or ""),
@@ -75,12 +73,8 @@ class Command:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
-        """Parse command-line arguments, and return the options as an object of this class. If ``arguments``
-        is None, parse those of this process.
-
-        Raises:
-            SystemExit: the arguments are wrong, or contain ``--help``.
-        """
+        """Parse command-line arguments (None: those of this process) to an object of this class. Raises
+        SystemExit if they are wrong or contain ``--help``."""
         parser = cls.parser(program)
         # Ordinary parsing wants all positional arguments in one place, so no prompt could follow an option.
         parse = parser.parse_intermixed_args if cls.intermixed else parser.parse_args
@@ -122,9 +116,7 @@ def switch(help: str, *flags: str) -> Any:
 
 
 def repeated(help: str, *flags: str, metavar: str) -> Any:
-    """Declare an :func:`option` that takes one value and may be given many times. The field is a tuple of all
-    values.
-    """
+    """Declare an :func:`option` with one value that may be given many times. The field is a tuple."""
     return option(help, *flags, default=(), action="append", metavar=metavar)
 
 
@@ -178,9 +170,7 @@ def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
 
 
 def plugin_option() -> Any:
-    """Declare the field ``plugin`` of a :class:`Command`: the option ``--plugin MODULE``, which may be given
-    many times. :func:`import_plugins` imports the modules.
-    """
+    """Declare the field ``plugin`` of a :class:`Command`: ``--plugin MODULE``, which may be repeated."""
     return repeated(
         "import a Python module of yours that registers callbacks, optimizers, layers, ...; may be given "
         "many times (PPFLEETX_PLUGINS=module,module does the same)",
@@ -212,9 +202,7 @@ class OptionalConfigOptions(ConfigOptions):
 
 
 def import_plugins(options: Command) -> None:
-    """Import the Python modules that ``--plugin`` names. If the verb may use a configuration, also import
-    those that the environment variable ``PPFLEETX_PLUGINS`` names.
-    """
+    """Import the modules of ``--plugin`` and, if the verb may use a configuration, ``PPFLEETX_PLUGINS``."""
     plugins = getattr(options, "plugin", None)
     if "" in (plugins or ()):
         raise ConfigError("must name a Python module", key="--plugin", value="")

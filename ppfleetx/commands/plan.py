@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx plan``: predict memory and step time of parallel plans, and print the predictions as
-text or JSON, or write them to files.
-"""
+"""Implement ``ppfleetx plan``, which predicts memory and step time of parallel plans."""
 
 from __future__ import annotations
 
@@ -30,14 +28,11 @@ if TYPE_CHECKING:
 
 
 def run(options: Plan) -> None:
-    """Print what ``ppfleetx plan`` predicts, as text or JSON."""
     print(report_of(options))
 
 
 def report_of(options: Plan) -> str:
-    """Make the predictions that the options ask for, and return the text to print. Also writes the files that
-    the options name.
-    """
+    """Make the predictions, write the files that the options name, and return the text to print."""
     refuse_not_positive(options, "price", "mtbf", "save_seconds", "restart_seconds", "network_gbps", "tokens")
     written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
@@ -161,9 +156,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """Return the number of tokens of the whole run: the option ``--tokens``, or ``Engine.max_steps`` times
-    the tokens of a step.
-    """
+    """Return the tokens of the whole run: ``--tokens``, or ``Engine.max_steps`` times those of a step."""
     if options.tokens is not None:
         return options.tokens
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)

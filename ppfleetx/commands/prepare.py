@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx prepare``, which encodes text to a corpus, and ``ppfleetx tokenizer``, which trains a
-tokenizer.
-"""
+"""Implement ``ppfleetx prepare`` (text to corpus) and ``ppfleetx tokenizer`` (train a tokenizer)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx prune``, which makes a smaller model from a checkpoint. Most mistakes are reported
-before Paddle is imported.
-"""
+"""Implement ``ppfleetx prune``, which makes a smaller model from a checkpoint."""
 
 from __future__ import annotations
 

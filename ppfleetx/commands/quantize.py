@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx quantize``, which stores a checkpoint's weights in few bits. Most mistakes are
-reported before Paddle is imported.
-"""
+"""Implement ``ppfleetx quantize``, which stores a checkpoint's weights in few bits."""
 
 from __future__ import annotations
 

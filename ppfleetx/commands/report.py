@@ -65,9 +65,7 @@ class RunFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the run stored in its directory; if there is none, the one that the
-        configuration names.
-        """
+        """The tokenizer stored in the run's directory, or else the one that the configuration names."""
         own = self.directory / "tokenizer"
         found = Tokenizer.load(own) if own.is_dir() else load_tokenizer(self.cfg)
         if found is None:
@@ -113,7 +111,6 @@ class Section:
 
 
 def report(options: Report) -> None:
-    """Write the page that ``ppfleetx report`` makes, and print the paths of its files."""
     refuse_not_positive(options, "price")
     run = read_run_files(options.directory)
     for path in write_report(run, options.output or options.directory / "report", options.price):
@@ -135,12 +132,8 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the report and its pictures into the directory ``output``, replacing an earlier report. Returns
-    the paths of the Markdown and the HTML page.
-
-    Args:
-        price: the price of a device-hour; None: give the cost in device-hours only.
-    """
+    """Write the report and its pictures into ``output``, replacing an earlier report, and return the paths of
+    both pages. ``price`` is that of a device-hour; None: give the cost in device-hours."""
     refuse_unwritable(output, "--output")
     output.mkdir(parents=True, exist_ok=True)
     sections = [
@@ -197,9 +190,7 @@ def _curves(run: RunFiles, output: Path) -> Section:
 
 
 def _evaluations(run: RunFiles) -> list[Section]:
-    """Make a section for each evaluation set, with a table of loss, perplexity and bits per byte of its
-    latest evaluations.
-    """
+    """Make a table of each evaluation set's latest losses, perplexities and bits per byte."""
     sections = []
     for name, cfg in data_sets(run.cfg).items():
         records = [record for record in run.of_kind("eval") if record.get("set") == name][-_MOST_EVALUATIONS:]
@@ -225,11 +216,8 @@ def _evaluations(run: RunFiles) -> list[Section]:
 
 
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
-    """Return the number of predicted tokens per byte of text in ``Data.Eval``. Multiply it by the loss and
-    divide by log 2 to get bits per byte.
-
-    Special tokens count as predicted tokens, but not as text.
-    """
+    """Return the number of predicted tokens per byte of text in ``Data.Eval``. The loss times this, divided
+    by log 2, is bits per byte. Special tokens count as predicted tokens, but not as text."""
     tokens = num_bytes = 0
     for step in build_dataloader(cfg, "Eval"):
         for batch in step:
@@ -241,9 +229,7 @@ def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
 
 
 def _samples(path: Path) -> list[Section]:
-    """Make a section with generated samples, read from the file ``path`` that ``ppfleetx generate --output``
-    wrote. Returns no section if there is no such file.
-    """
+    """Make a section with the samples that ``ppfleetx generate --output`` wrote to ``path``, if it exists."""
     if not path.is_file():
         return []
     texts = []
@@ -259,9 +245,7 @@ def _samples(path: Path) -> list[Section]:
 
 
 def _speed(run: RunFiles) -> Section:
-    """Make a section with the speed of the run. It shows medians over all records, so that slow first steps
-    and pauses do not matter.
-    """
+    """Make a section with the run's speed: medians over all records, which ignore slow first steps."""
     records = run.of_kind("train")
 
     def median(key: str) -> float:

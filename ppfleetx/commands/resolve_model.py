@@ -1,14 +1,12 @@
 """Find a model of any format, and turn it into a configuration and a checkpoint that commands can load.
 
-Our own checkpoints contain their configuration (`checkpoint/config_and_tokenizer.py`). A model of Hugging
-Face (`hf:NAME` is downloaded first) or a GGUF file is converted into a temporary directory. A FleetX
-checkpoint is read directly; as it does not describe its network, a shipped configuration with the same sizes
-is used.
+Our own checkpoints contain their configuration. A model of Hugging Face (`hf:NAME` is downloaded first) or a
+GGUF file is converted into a temporary directory. A FleetX checkpoint is read directly, with a shipped
+configuration of the same sizes.
 
-All processes of a job on one machine share the temporary directory. The first process fills it, the others
-wait, and the last one removes it. Each process holds a file lock: an exclusive one to fill or remove the
-directory, a shared one to use it. If a process is killed, the kernel releases its lock, and the next call
-removes directories that nobody uses.
+The processes of a job on one machine share the temporary directory: the first one fills it, the last one
+removes it. Each holds a file lock, exclusive to fill or remove the directory, shared to use it. The kernel
+releases the lock of a killed process, and the next call removes directories that nobody uses.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """Return a temporary directory made from ``source``, which all processes of this job use together. If it
-    does not exist, ``fill`` creates it. The path is the same on all machines. Without a launcher, all
-    processes that use the same source share one directory.
+    """Return a temporary directory made from ``source``, which all processes of this job share. Its path is
+    the same on all machines. Without a launcher, all processes that use the same source share it.
 
     Args:
         source: a directory or a file. If it has changed, another directory is made.
@@ -65,9 +62,8 @@ def shared_directory(
 
     Raises:
         CheckpointError: other users could change the directory.
-        Exception: whatever ``fill`` raises.
     """
-    root = _root()
+    root = _temporary_root()
     place = root / _key(source, environ)
     for path in root.glob("*.lock"):
         if path.stem != place.name:
@@ -101,15 +97,13 @@ def _fill(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_if_unused(place: Path, lock: IO[str]) -> None:
-    """Remove the temporary directory ``place`` unless another process holds ``lock``, the lock on it. The
-    lock file is not removed, because another process may be waiting for the lock.
-    """
+    """Remove ``place`` unless another process holds ``lock``. The lock file stays: others may wait for it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _root() -> Path:
+def _temporary_root() -> Path:
     """Create the parent of all temporary directories, and return its path. Raises CheckpointError if other
     users could change it.
     """
@@ -174,8 +168,8 @@ class ResolvedModel:
         option: str = "CHECKPOINT",
         key: str = "Engine.save_load.ckpt_dir",
     ) -> list[Override]:
-        """Return the values to override in a configuration so that it uses this checkpoint and its tokenizer,
-        followed by the user's own overrides.
+        """Return the overrides for a configuration that uses this checkpoint and its tokenizer, then
+        ``given``.
 
         Args:
             given: the user's overrides. If they set a tokenizer, the checkpoint's is not used.
@@ -231,9 +225,7 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
 
 
 def refuse_absent(place: str | Path) -> None:
-    """Raise CheckpointError if ``place``, where the user says a model is, does not exist. Names on the
-    Hugging Face hub (``hf:...``) are not checked.
-    """
+    """Raise CheckpointError if ``place`` does not exist. Hub names (``hf:...``) are not checked."""
     if not str(place).strip():
         raise CheckpointError("the name of the model's directory is empty")
     if hub_name(place) is None and not Path(place).exists():
@@ -318,11 +310,8 @@ def _sections_of_fleetx(path: Path) -> dict[str, Any]:
 
 
 def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
-    """Change a configuration so that every process holds the whole model in float32 and works on different
-    data (data parallelism only). Returns the configuration, and notes for the user on what was changed.
-
-    Export, inference, quantization and pruning run this way, whatever plan is configured.
-    """
+    """Change a configuration so that every process holds the whole model in float32 (data parallelism only),
+    as export, inference, quantization and pruning need. Returns it, and notes for the user on the changes."""
     notes = []
     plan = cfg.plan
     if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep * plan.ep > 1:

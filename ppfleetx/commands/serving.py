@@ -1,6 +1,4 @@
-"""Implement ``ppfleetx export`` and ``ppfleetx serve``. Mistakes of the user are reported before Paddle is
-imported.
-"""
+"""Implement ``ppfleetx export`` and ``ppfleetx serve``."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ examples:
     )
 
     def run(self) -> None:
-        """Export the checkpoint ``Engine.save_load.ckpt_dir``. The result is written to ``rank_0/`` in the
-        output directory.
-        """
+        """Export the checkpoint ``Engine.save_load.ckpt_dir`` to ``rank_0/`` in the output directory."""
         from ppfleetx.commands.generate import check_checkpoint, load_generator
         from ppfleetx.commands.resolve_model import as_replicas
         from ppfleetx.commands.start_process import start_with, world_size

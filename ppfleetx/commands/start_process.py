@@ -1,6 +1,4 @@
-"""Prepare a process for its work: read the configuration, check it, and import Paddle last, because the
-import takes seconds.
-"""
+"""Start a process: read the configuration, check it, and import Paddle last, which takes seconds."""
 
 from __future__ import annotations
 
@@ -45,10 +43,7 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """Prepare this process to run the configuration ``cfg``, which is already loaded: refuse it if it cannot
-    run, then import Paddle, choose the device and connect the ranks. Arguments and results are those of
-    :func:`start_process`.
-    """
+    """Prepare this process to run the loaded configuration ``cfg``; otherwise like :func:`start_process`."""
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
@@ -79,9 +74,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise UserError if a corpus or a checkpoint is missing, or if ``output_dir`` holds another run. This is
-    quick, because Paddle is not imported yet.
-    """
+    """Raise UserError if a corpus or checkpoint is missing, or ``output_dir`` holds another run."""
     for mode in reads:
         if mode == "Test" and not cfg.Model.task.classifies:
             continue  # only classifiers read Data.Test
@@ -93,14 +86,12 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
         refuse_absent(cfg)
         check_start(cfg)
     for key, directory in weight_sources(cfg):
-        if _is_needed(key, cfg, trains="Train" in reads):
+        if _will_be_loaded(key, cfg, trains="Train" in reads):
             resolve_checkpoint(directory, verify=False)
 
 
 def made_directory(cfg: RunConfig, key: str) -> Path:
-    """Create the directory that is the value of the configuration key ``key``, and return its path. Raises
-    ConfigError if it cannot be written.
-    """
+    """Create and return the directory that ``key`` names. Raises ConfigError if it cannot be written."""
     path = Path(cfg.value_of(key))
     if rule := why_not_writable(path):
         raise cfg.error(key, rule)
@@ -109,16 +100,14 @@ def made_directory(cfg: RunConfig, key: str) -> Path:
 
 
 def refuse_foreign_weights(cfg: RunConfig) -> None:
-    """Raise an error if the configuration names weights in a format of another toolkit that cannot be loaded
-    directly.
-    """
+    """Raise an error if the configuration names weights of another toolkit that must be converted first."""
     if any(weight_sources(cfg)):
         from ppfleetx.conversion.detect import refuse_foreign  # slow to import, because it knows many formats
 
         refuse_foreign(cfg)
 
 
-def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
+def _will_be_loaded(key: str, cfg: RunConfig, *, trains: bool) -> bool:
     """Return whether the weights that the configuration key ``key`` names will be loaded. A run that resumes
     takes them from its own checkpoints, except the frozen weights of ``Model.lora.base``. Evaluation and
     generation do not load ``Engine.save_load.init_from``, the weights that the run once started from.
@@ -132,16 +121,12 @@ def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
 
 
 def world_size(environ: Mapping[str, str]) -> int:
-    """Return the number of processes of the job, from the environment variables that Paddle's launcher sets;
-    1 without a launcher.
-    """
+    """Return the number of processes of the job, from the launcher's environment variables, or else 1."""
     return _number(environ, "PADDLE_TRAINERS_NUM", 1)
 
 
 def rank(environ: Mapping[str, str]) -> int:
-    """Return the rank of this process in its job, from the environment variables that Paddle's launcher sets;
-    0 without a launcher.
-    """
+    """Return the rank of this process, from the launcher's environment variables, or else 0."""
     return _number(environ, "PADDLE_TRAINER_ID", 0)
 
 

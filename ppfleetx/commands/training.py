@@ -51,12 +51,8 @@ if TYPE_CHECKING:
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
     """Train as configured: start or resume, evaluate, save, stop. Returns the engine; the trained model is
-    ``engine.runner.model``.
-
-    Args:
-        callbacks: further callbacks, called after those of ``Engine.callbacks``. Ranks may pass different
-            callbacks: each rank calls only its own.
-    """
+    ``engine.runner.model``. ``callbacks`` are called after those of ``Engine.callbacks``. Ranks may pass
+    different ones."""
     refuse_quantized_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
@@ -73,9 +69,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in the output directory, on which the caller holds a lock. Files in it are changed only after
-    everything else has been checked.
-    """
+    """Train in the locked output directory. Its files change only after everything else is checked."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -124,9 +118,8 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the run's last checkpoint into the engine, after a loss spike. Returns the training batches after
-    ``consumed_samples``, so that the samples up to the spike are skipped; None if there is no checkpoint.
-    """
+    """Load the run's last checkpoint after a loss spike. Returns the training batches after
+    ``consumed_samples``, so that the samples up to the spike are skipped; None if there is no checkpoint."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -166,9 +159,7 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_quantized_weights(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model has quantized weights, which cannot be trained, and no adapters to train
-    instead.
-    """
+    """Raise ConfigError if the model's weights are quantized and it has no adapters to train instead."""
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
             "describes a quantized checkpoint, whose weights cannot be trained. Train adapters beside them "
@@ -180,11 +171,9 @@ def refuse_quantized_weights(cfg: RunConfig) -> None:
 
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
-    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval``, and log the results.
-    Returns one record for each evaluation set.
-
-    A classifier's predictions are written to ``output_dir/predictions``, also those for ``Data.Test``.
-    """
+    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval``. Logs and returns a
+    record for each set. A classifier's predictions, also for ``Data.Test``, are written to
+    ``output_dir/predictions``."""
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
@@ -209,9 +198,7 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
-    """Return a function without arguments that creates an evaluator of the configured task. Each evaluation
-    needs a new one.
-    """
+    """Return a function that creates an evaluator of the task. Each evaluation needs a new one."""
     task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)
@@ -233,11 +220,8 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> N
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
-    """Find the checkpoint ``Engine.save_load.ckpt_dir``, to evaluate it, generate with it or export it.
-    Raises ConfigError if the key is not set.
-
-    A checkpoint of weights alone (quantized, pruned, merged) stores no progress of a run. As its step, the
-    returned :class:`Start` then has the one that the checkpoint was saved with.
+    """Find the checkpoint ``Engine.save_load.ckpt_dir``, to use its weights without training. If it has
+    weights alone (quantized, pruned, merged), the returned :class:`Start` has the step at which it was saved.
     """
     named_checkpoint(cfg)
     start = find_start(cfg.Engine.save_load, None, ctx)
@@ -249,13 +233,9 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 def build_runner(
     cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()
 ) -> StepRunner:
-    """Build the configured model with initial weights, and the runner that executes its steps under the
-    parallel plan of ``ctx``.
-
-    Args:
-        train: whether the model will be trained, not only evaluated.
-        sources: names of the corpora whose losses are logged separately.
-    """
+    """Build the configured model with initial weights, and its runner under the plan of ``ctx``. ``train``
+    says whether it will be trained, not only evaluated. ``sources`` are the corpora whose losses are logged
+    separately."""
     runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks
     return runner

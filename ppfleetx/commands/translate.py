@@ -1,4 +1,4 @@
-"""Implement ``ppfleetx translate``, which turns another toolkit's configuration or command line into ours."""
+"""Implement ``ppfleetx translate``, which converts another toolkit's configuration to ours."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 def translate(options: Translate) -> None:
-    """Translate another toolkit's configuration or command line, which the options name. Print the result, or
-    write it to the file that ``--to`` names.
-    """
+    """Translate another toolkit's configuration, and print the result or write it to the file of ``--to``."""
     words, to = list(options.words), options.to
     if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
         *words, _, to = words
