@@ -91,9 +91,7 @@ class KeyTable:
             raise ValueError("a key occurs twice in the table")
 
     def find(self, name: str) -> Key | None:
-        """Look up an option by its name; None if it is unknown. An exact name takes precedence over a pattern
-        with ``*``.
-        """
+        """Look up an option by name; None if unknown. An exact name takes precedence over a ``*`` pattern."""
         name = self._normal(name)
         if name in self._exact:
             return self._exact[name]
@@ -101,8 +99,7 @@ class KeyTable:
         return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
 
     def is_block(self, name: str) -> bool:
-        """Whether ``name`` is a mapping in the other toolkit's files, not an option: the table has options
-        whose names begin with ``name.``"""
+        """Whether ``name`` is a mapping of options: the table has names that begin with ``name.``"""
         prefix = f"{self._normal(name)}."
         parts = prefix.split(".")[:-1]
         return any(key.name.startswith(prefix) for key in self.keys) or any(
@@ -190,9 +187,7 @@ def flag(value: Any) -> bool:
 
 def _window(value: Any) -> dict[str, Any]:
     """Convert an attention window ``(left, right)``, the numbers of visible positions before and after each
-    position. The right side is ignored, because a causal model sees nothing ahead; a left side of -1 means no
-    window.
-    """
+    one. The right one is ignored, because the model is causal; -1 on the left means no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")

@@ -1,6 +1,4 @@
-"""The other toolkits whose configurations ppfleetx translates (their "dialects"), and how to recognize the
-toolkit of a file or a command line.
-"""
+"""The other toolkits whose configurations ppfleetx translates ("dialects"), and how to recognize them."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def dialect_named(name: str) -> Dialect:
 
 
 def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
-    """Find the dialect of the file ``path``: the one that knows most of the file's top-level ``keys``. Raises
-    ConfigError if none knows any.
-    """
+    """Find the dialect that knows most of a file's top-level ``keys``. Raises ConfigError if none does."""
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
     if best is None or scores[best] == 0:
@@ -82,20 +78,16 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """Find the dialect of a command line. Returns the dialect, and the arguments to pass to its
-    ``of_arguments``.
-
-    If the command line begins with a launcher that has options, the whole command line is returned, because
-    the launcher's options give the number of processes. Otherwise only what follows the program's name is
-    returned.
-    """
+    """Find the dialect of a command line. Returns it, and the arguments for its ``of_arguments``: what
+    follows the program's name. If a launcher with options comes first, they are the whole command line,
+    because the launcher's options give the number of processes."""
     refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]
     at = next((at for at, text in enumerate(argv) if any(_runs(one, text) for one in known)), None)
     if at is not None:
         known = [one for one in known if _runs(one, argv[at])]
     options = {normal_name(text.partition("=")[0]) for text in argv if text.startswith("--")}
-    best = max(known, key=lambda one: _score(one, known, options))
+    best = max(known, key=lambda one: _fit(one, known, options))
     if at is None and not best.options & options:
         raise ConfigError(
             f"the arguments after -- are not a command line of {_titles()}; name the toolkit with --dialect"
@@ -110,10 +102,8 @@ def _runs(dialect: Dialect, text: str) -> bool:
     return Path(text).name in dialect.programs
 
 
-def _score(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """How well ``dialect`` fits the ``options`` of a command line: (the number that only it knows, the number
-    that it knows). The highest pair fits best.
-    """
+def _fit(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
+    """How well ``dialect`` fits: (number of options that only it knows, number of options that it knows)."""
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

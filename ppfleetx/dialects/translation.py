@@ -1,7 +1,7 @@
 """Translate the options of another toolkit to ppfleetx's configuration, with a key table and rules.
 
 Each translated value records the user's values that it came from. So a ConfigError can name the option, its
-value and its place as the user wrote them; all functions of the dialects raise it like this.
+value and its place as the user wrote them. All functions of the dialects raise such errors.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Translation:
         return key in self.given and self.given[key].value is not None
 
     def origins(self, *keys: str) -> tuple[Given, ...]:
-        """The user's values of the options ``keys``, without those that were not given."""
+        """The values that the user gave for any of the options ``keys``."""
         return tuple(self.given[key] for key in keys if key in self)
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -182,9 +182,7 @@ class Translation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The messages to log: the notes, and one line that lists the user's options without meaning in
-        ppfleetx.
-        """
+        """The messages to log: the notes, and a list of the user's options without meaning in ppfleetx."""
         names = ", ".join(dict.fromkeys(one.key for one in self.unused))
         line = [f"keys of {self.dialect} that have no meaning here: {names}"] if names else []
         return (*self.notes, *line)
@@ -201,9 +199,7 @@ class Translation:
         return root
 
     def yaml(self) -> str:
-        """The translated configuration as YAML text. A comment on each line says where the value
-        came from.
-        """
+        """The translated configuration as YAML, with comments on where each value came from."""
         return "\n".join([*self._head(), *_yaml_lines(self.native)]) + "\n"
 
     def _head(self) -> Iterator[str]:
@@ -229,7 +225,7 @@ def _as_written(native: Native) -> str | None:
 
 
 def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
-    """Yield the lines of a YAML configuration. Sections are in the order of ppfleetx's documentation."""
+    """Yield the lines of a YAML configuration, with sections in the order of the documentation."""
     order = {name: index for index, name in enumerate(RunConfig.model_fields)}
     keys = sorted(native, key=lambda name: order.get(name.split(".")[0], len(order)))
     yield from _block(nested((key, native[key]) for key in keys), "")
@@ -262,12 +258,9 @@ Rule = Callable[[Translation], None]
 def translate(
     dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
 ) -> Translation:
-    """Translate all options that the user gave to ppfleetx's configuration.
-
-    First ``table`` translates options one by one; then ``rules`` run in order and translate those that depend
-    on each other. If an option occurs several times in ``given``, its last value is used. Raises ConfigError
-    for unknown and unsupported options.
-    """
+    """Translate the user's options to ppfleetx's configuration: first one by one with ``table``; then
+    ``rules``, in order, translate those that depend on each other. The last value of a repeated option
+    counts. Raises ConfigError for unknown and unsupported options."""
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
     unknown: list[Given] = []
@@ -297,9 +290,8 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
-    """Raise ConfigError if the user gave an unsupported option. If there are several, the error is about the
-    one that comes first in the key table. Megatron's begins with options for other programs and networks.
-    """
+    """Raise ConfigError if the user gave an unsupported option, or an unsupported value of an option that has
+    no effect. Of several, the first in the key table is reported."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

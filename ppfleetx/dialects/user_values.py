@@ -1,6 +1,4 @@
-"""Read options from another toolkit's file or command line as the user wrote them, and strip the launcher
-from a command line.
-"""
+"""Read another toolkit's file or command line as the user wrote it, and strip its launcher."""
 
 from __future__ import annotations
 
@@ -37,11 +35,8 @@ class Given:
 
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
-    """Yield all values in a configuration tree with their dotted keys, in file order. ``prefix`` is put
-    before each key.
-
-    Mappings and lists of mappings are flattened; every other list is one value. An empty mapping becomes the
-    value None.
+    """Yield all values in a configuration tree in file order, with ``prefix`` before their dotted keys.
+    Mappings and lists of mappings are flattened; any other list is one value. An empty mapping becomes None.
     """
     for key, node in tree.value.items():
         name = f"{prefix}{key}"
@@ -83,11 +78,10 @@ def given_arguments(
 
     Args:
         argv: the arguments, without the program's name.
-        flags: names of options without a value; they become True. Here and below, names are in the form of
+        flags: names of options without a value; they become True. All names are in the form of
             :func:`normal_name`.
         many: names of options that take all words up to the next option, as a list.
-        known: names of all options; None: unknown. An option that is not among them and has no value counts
-            as a flag.
+        known: names of all options, if known. Any other option without a value then counts as a flag.
         first: the number of ``argv[0]`` on the whole command line, for error messages.
     """
     seen: dict[str, Given] = {}
@@ -140,9 +134,7 @@ def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | Non
 
 
 def normal_name(name: str) -> str:
-    """Normalize the name of an option to lower case with underscores and no leading dashes, such as
-    ``num_layers``.
-    """
+    """Normalize the name of an option to lower case with underscores, such as ``num_layers``."""
     return name.lstrip("-").replace("-", "_").lower()
 
 
@@ -153,12 +145,9 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Strip a launcher such as ``torchrun`` from a command line: everything up to the first ``*.py``, which
-    is the program.
-
-    Returns the number of processes that the launcher starts (None if unknown), the program's arguments, and
-    the number of the first of them on the command line.
-    """
+    """Strip a launcher such as ``torchrun``: everything up to the first ``*.py``, which is the program.
+    Returns the number of processes that it starts (None if unknown), the program's arguments, and the
+    position of the first argument on the command line."""
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:
@@ -183,9 +172,7 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
 
 
 def refuse_other_models(argv: Sequence[str]) -> None:
-    """Raise ConfigError if the command line runs one of Megatron's programs for models other than GPT
-    (``pretrain_*.py``).
-    """
+    """Raise ConfigError if the command line runs a Megatron program for models other than GPT."""
     for text in argv:
         name = text.rpartition("/")[2]
         if name.startswith("pretrain_") and name.endswith(".py") and name != "pretrain_gpt.py":
@@ -199,9 +186,7 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """The number of processes of the job, from the environment variables that launchers set; None without a
-    launcher.
-    """
+    """The number of processes of the job, from the launchers' environment variables; None without any."""
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

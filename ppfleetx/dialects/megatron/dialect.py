@@ -39,9 +39,7 @@ OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepsp
 
 
 def rules(world_size: int | None) -> list[Rule]:
-    """The rules that translate options which depend on each other, in order: later rules use the results of
-    earlier ones.
-    """
+    """The rules for options that depend on each other. Later rules use the results of earlier ones."""
     return [
         network_rules.required,
         network_rules.network,
@@ -63,20 +61,15 @@ def rules(world_size: int | None) -> list[Rule]:
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a Megatron command line, with or without a launcher before ``pretrain_gpt.py``.
-
-    If ``world_size`` (the number of processes) is None, it is taken from the launcher's options or
-    environment variables.
-    """
+    """Translate a Megatron command line, with or without a launcher before ``pretrain_gpt.py``. A
+    ``world_size`` of None is taken from the launcher's options or environment variables."""
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
     return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
-    """Translate Megatron arguments that have been read already. The contents of the file that
-    ``deepspeed_config`` names are translated too.
-    """
+    """Translate parsed Megatron arguments, and the contents of the file that ``deepspeed_config`` names."""
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:

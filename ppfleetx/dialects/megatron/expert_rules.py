@@ -21,9 +21,7 @@ _MAX_PATTERN = 10_000
 
 
 def experts(run: Translation) -> None:
-    """Translate Megatron's mixture-of-experts arguments to ``Model.moe`` and the parallel degrees
-    of experts.
-    """
+    """Translate Megatron's mixture-of-experts arguments, including the parallel degrees of experts."""
     number = _num_experts(run)
     if number < 2:
         for key in [key for key in run.native if key.startswith("Model.moe.")]:
@@ -61,7 +59,7 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
         interval = run.integer("expert_interval", 2, least=1)
         mixtures = [layer for layer in range(total) if (layer + 1) % interval == 0]
     else:
-        pattern = _pattern(run, total)
+        pattern = _expert_layers(run, total)
         first = run.integer("first_k_dense_replace", 0, least=0)
         mixtures = [layer for layer in range(total) if pattern[layer] and layer >= first]
     if len(mixtures) == total:
@@ -74,7 +72,7 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
         run.put("Model.moe.layers", mixtures, *names)
 
 
-def _pattern(run: Translation, total: int) -> list[int]:
+def _expert_layers(run: Translation, total: int) -> list[int]:
     """Read ``moe_layer_freq`` as a list with 1 for each layer with experts and 0 for each dense layer. A
     number n means every n-th layer, from layer 0 on.
     """
@@ -96,9 +94,7 @@ def _pattern(run: Translation, total: int) -> list[int]:
 
 
 def _list_of(node: ast.expr) -> list[int]:
-    """Evaluate a sum of repeated lists, such as ``[0]*1+[1]*26``, in Python's syntax. Raises ValueError for
-    anything else.
-    """
+    """Evaluate a sum of repeated lists such as ``[0]*1+[1]*26``. Raises ValueError for anything else."""
     match node:
         case ast.List(elts=elements):
             return [_number_of(element) for element in elements]

@@ -20,9 +20,7 @@ _DECAY_STEPS = 320_000
 
 @dataclass(frozen=True)
 class GPT2Size:
-    """Parallel plan, network, batch sizes and learning rate for one model size. All sizes train in float16
-    without dropout.
-    """
+    """Plan, network, batch sizes and learning rate of one model size, in float16 without dropout."""
 
     tensor: int
     pipeline: int
@@ -58,9 +56,7 @@ class Request:
 
 
 def request_of(argv: Sequence[str]) -> Request:
-    """Parse the arguments of a GPT-2 training script, each written ``--name=value``. Raises ConfigError for a
-    wrong one.
-    """
+    """Parse a GPT-2 training script's arguments, ``--name=value``. Raises ConfigError for a wrong one."""
     own = {"data_path": "./data", "model_size": DEFAULT_SIZE, "train_iters": str(DEFAULT_STEPS)}
     more = []
     for number, word in enumerate(argv, start=1):

@@ -1,9 +1,5 @@
 """Rules that translate Megatron arguments which depend on each other: the network, its vocabulary and its
-data.
-
-Each rule reads the user's values and sets values of ppfleetx's configuration. The rules for training are in
-:mod:`ppfleetx.dialects.megatron.run_rules`.
-"""
+data. The rules for training are in :mod:`ppfleetx.dialects.megatron.run_rules`."""
 
 from __future__ import annotations
 
@@ -38,9 +34,7 @@ def required(run: Translation) -> None:
 
 
 def option(name: str, run: Translation) -> str:
-    """The name of a missing option as the user would write it: ``--num-layers`` on a command line,
-    ``num_layers`` in a file.
-    """
+    """An option's name as the user would write it: ``--num-layers``, or ``num_layers`` in a file."""
     return f"--{name.replace('_', '-')}" if run.place == COMMAND_LINE else name
 
 
@@ -293,9 +287,7 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
 
 
 def _is_directory(path: Path) -> bool:
-    """Whether ``path`` is a directory. For a name that no file can have, this is False rather than
-    an error.
-    """
+    """Whether ``path`` is a directory; False rather than an error for a name that no file can have."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 

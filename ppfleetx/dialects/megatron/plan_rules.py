@@ -20,9 +20,7 @@ _MAX_COUNTS = 10_000
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Make the rule that translates Megatron's parallel degrees, pipeline stages and sharding. ``world_size``
-    is the number of processes; None if unknown.
-    """
+    """Return the rule that translates Megatron's parallel degrees, pipeline stages and sharding."""
 
     def plan(run: Translation) -> None:
         if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
@@ -273,9 +271,7 @@ def _listed(run: Translation) -> None:
 
 
 def _chunk_sizes(run: Translation) -> list[int]:
-    """The number of layers of each pipeline chunk in model order, computed from what earlier rules have
-    translated.
-    """
+    """Return each pipeline chunk's number of layers in model order, from what earlier rules have set."""
 
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
@@ -309,9 +305,8 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """Read the option ``name`` as a list of rows of numbers. Users write one list, or a list of lists,
-    possibly as text: ``[4,4],[4,2]``. None if it is not given.
-    """
+    """Read the option ``name`` as a list of lists of numbers. Users may write one list or several, also as
+    text: ``[4,4],[4,2]``. None if it is not given."""
     if name not in run:
         return None
     value = run.value(name)

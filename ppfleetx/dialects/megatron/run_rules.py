@@ -55,9 +55,7 @@ def batches(run: Translation) -> None:
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
-    """Convert the number of samples in the option ``name`` to steps of ``global_batch_size`` samples. A
-    number below ``least`` steps is refused.
-    """
+    """Convert the option ``name`` from samples to steps. A number below ``least`` steps is refused."""
     size = run.integer("global_batch_size", least=1)
     if size is None:
         raise run.error(

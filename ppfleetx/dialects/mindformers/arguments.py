@@ -1,6 +1,4 @@
-"""Read the command line of MindFormers' ``run_mindformer.py``: a YAML file with its base files, flags, and
-``--options``.
-"""
+"""Read the command line of ``run_mindformer.py``: a YAML file with its base files, flags, ``--options``."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ def _put_flags(tree: Node, given: dict[str, Given], keys: dict[str, str]) -> Non
 
 
 def _options(one: Given | None) -> list[str]:
-    """The strings ``key=value`` given to ``--options``. Both ``--options a=1 b=2`` and ``--options=a=1`` are
-    accepted.
-    """
+    """Return the strings ``key=value`` of ``--options a=1 b=2`` or ``--options=a=1``."""
     if one is None:
         return []
     return [str(text) for text in one.value] if isinstance(one.value, list) else [one.text or str(one.value)]
@@ -138,13 +134,10 @@ def usage() -> str:
 
 
 def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
-    """Read a configuration file, merged over the files in its ``base_config``, as MindFormers v0.3 does.
-
-    If several base files have the same top-level block, the last one replaces the block of the others
-    entirely. The file itself is then merged over the result key by key. ``chain`` has the real paths of the
-    files being read, to detect cycles. ``entry`` is the ``base_config`` entry that named the file, for
-    errors.
-    """
+    """Read a configuration file, merged over the files in its ``base_config``, as MindFormers v0.3 does. A
+    top-level block of a base file replaces the same block of earlier base files entirely. The file itself is
+    merged over the result key by key. ``chain`` has the real paths of the files being read, to detect cycles.
+    ``entry`` is the ``base_config`` entry that named the file, for errors."""
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
         raise ConfigError("the base files include each other", **entry)
@@ -159,9 +152,7 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:
-    """Split one argument ``a.b=c`` of ``--options`` into the parts of the key and the value, which is parsed
-    as YAML.
-    """
+    """Split an argument ``a.b=c`` of ``--options`` into the key's parts and the value, parsed as YAML."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     problem = next(filter(None, map(key_problem, path)), None)

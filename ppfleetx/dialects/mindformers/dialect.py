@@ -120,9 +120,7 @@ def experts(run: Translation) -> None:
 
 
 def degrees(run: Translation) -> None:
-    """Translate the parallel degrees in MindFormers' ``parallel_config``. Some values of ``parallel_mode``
-    ignore them.
-    """
+    """Translate MindFormers' ``parallel_config``. Some values of ``parallel_mode`` ignore its degrees."""
     use = run.flag("use_parallel", False)
     mode = run.choice("parallel.parallel_mode", (0, 1, 2, 3), 0)
     data, model, stages = (
@@ -152,7 +150,7 @@ def degrees(run: Translation) -> None:
             )
         return
     if run_mode(run) == "predict":
-        _to_predict(run, data, model, stages)
+        _degrees_for_generation(run, data, model, stages)
         return
     _data_axis(run, data)
     run.put("Distributed.mp_degree", model, "parallel_config.model_parallel")
@@ -191,10 +189,8 @@ def _data_axis(run: Translation, data: int) -> None:
     run.put("Distributed.sharding.sharding_stage", 3 if again else 1, key)
 
 
-def _to_predict(run: Translation, data: int, model: int, stages: int) -> None:
-    """Translate the parallel degrees for generation, which has no pipeline stages or sharding. Pipeline
-    stages become data-parallel replicas.
-    """
+def _degrees_for_generation(run: Translation, data: int, model: int, stages: int) -> None:
+    """Translate the degrees for generation, where pipeline stages become data-parallel replicas."""
     names = [f"parallel_config.{name}" for name in ("data_parallel", "pipeline_stage")]
     run.put("Distributed.dp_degree", data * stages, *names, why="replicas take prompts in turn")
     run.put("Distributed.mp_degree", model, "parallel_config.model_parallel")

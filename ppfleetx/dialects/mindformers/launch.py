@@ -96,9 +96,7 @@ def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
 
 
 def this_host() -> str:
-    """The IP address at which other hosts can probably reach this one. Raises ConfigError if none
-    is found.
-    """
+    """Return this host's IP address, as other hosts probably see it. Raises ConfigError if none is found."""
     found = []
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
@@ -120,9 +118,7 @@ def table_of_host(devices: Sequence[int], address: str) -> RankTable:
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
-    """Merge the rank tables of several hosts into one. Hosts keep the given order, and ranks are renumbered
-    from 0.
-    """
+    """Merge the rank tables of several hosts in the given order. Ranks are renumbered from 0."""
     servers = [server.model_copy(deep=True) for table in tables for server in table.server_list]
     _refuse_twice("server_id", [server.server_id for server in servers], "the tables")
     ranked = (device for server in servers for device in sorted(server.device, key=lambda one: one.rank_id))
@@ -164,9 +160,7 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Convert the four or five arguments of ``run_distribute.sh`` to the processes to start on this host.
-    Raises ConfigError for wrong ones.
-    """
+    """Return the processes to start on this host for the arguments of ``run_distribute.sh``."""
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
     config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - resolves `..` but not links

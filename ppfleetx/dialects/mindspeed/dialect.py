@@ -53,10 +53,8 @@ ALIASES: dict[str, str] = {
 
 
 def plain(name: str) -> str:
-    """Bring a dotted option name of MindSpeed-Core-MS into the form ``section.key``. The block
-    ``train_config``, which may surround all sections, is removed. Keys that are directly in it get the
-    section ``training_config``.
-    """
+    """Convert a dotted option name of MindSpeed-Core-MS to ``section.key``. The block ``train_config``, which
+    may surround all sections, is removed. A key directly in it gets the section ``training_config``."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
@@ -96,9 +94,8 @@ TABLE = _Names()
 
 
 def documented() -> dict[str, KeyTable]:
-    """The key tables for the documentation page, one for each top-level block of the file. They have
-    Megatron's options under their MindSpeed-Core-MS names, and the options that only MindSpeed-Core-MS has.
-    """
+    """The key tables for the documentation page, one for each top-level block of the file: Megatron's options
+    under their MindSpeed-Core-MS names, and options that only MindSpeed-Core-MS has."""
     groups: dict[str, list[Key]] = {}
     own = {key.name: key for key in OWN}
     for name in [*(name for name in ALIASES if name not in own), *own]:
@@ -184,7 +181,7 @@ def _refuse_two_answers(given: Sequence[Given]) -> None:
 
 
 def _without_empty_text(one: Given) -> Given:
-    """Replace an empty string by None. The toolkit's files use empty strings for paths that are not set."""
+    """Replace an empty string, which the toolkit's files use for paths that are not set, by None."""
     return replace(one, value=None) if isinstance(one.value, str) and not one.value.strip() else one
 
 
@@ -262,9 +259,7 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """Translate ``load_checkpoint``. With ``resume_training`` it is the run to resume, otherwise only the
-    initial weights of a new run.
-    """
+    """Translate ``load_checkpoint``: with ``resume_training`` a run to resume, else only initial weights."""
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

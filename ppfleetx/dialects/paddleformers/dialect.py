@@ -74,9 +74,7 @@ def network(run: Translation) -> None:
 
 
 def balancing(run: Translation) -> None:
-    """Translate the rate at which the router's bias balances the load of experts, if the network has such a
-    bias.
-    """
+    """Translate the update rate of the router's load-balancing bias, if the network has one."""
     name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
     if run.value(has_bias) is True:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
@@ -88,9 +86,7 @@ def _unless(run: Translation, key: str, value: float, *names: str) -> None:
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Make the rule that translates parallel degrees and sharding. ``world_size`` is the number of processes;
-    None if unknown.
-    """
+    """Return the rule that translates parallel degrees and sharding."""
 
     def plan(run: Translation) -> None:
         degrees = [
@@ -274,17 +270,13 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override
-    the file.
-    """
+    """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override it."""
     given = list(given_in_file(path))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a command line of PaddleFormers: a file or arguments, with or without a launcher and a
-    program before them.
-    """
+    """Translate a PaddleFormers command line: a file or arguments, with or without launcher and program."""
     world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]
